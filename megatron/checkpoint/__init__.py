@@ -1,0 +1,1 @@
+"""Checkpoints: written by any layout of ranks, read by any other, bit for bit, and never torn."""

@@ -1,0 +1,73 @@
+"""The command line: flags to a :class:`RunConfig`."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+
+import tyro
+
+from megatron.config.errors import ConfigError
+from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.model import PRESETS, ModelConfig, preset
+from megatron.config.run import RunConfig
+
+DESCRIPTION = """Pretrain a Llama model.
+
+One process:    python pretrain_llama.py FLAGS
+Several:        torchrun --nproc-per-node N pretrain_llama.py FLAGS
+A first run:    bash examples/quickstart.sh"""
+
+
+def parse_command_line(arguments: Sequence[str], *, print_messages: bool = True) -> RunConfig:
+    """The flags in ``arguments``; a preset named by ``--model`` sets the defaults of its group.
+
+    Prints help or tyro's message and raises :class:`SystemExit` on ``--help`` or a value of the wrong type
+    (silently where ``print_messages`` is false: only one rank should speak). Raises :class:`ConfigError` on a
+    flag that does not exist, naming the nearest one.
+    """
+    config, unknown = tyro.cli(
+        RunConfig,
+        args=list(arguments),
+        default=RunConfig(model=_preset_of(arguments)),
+        description=DESCRIPTION,
+        prog="pretrain_llama.py",
+        config=(tyro.conf.OmitArgPrefixes,),
+        return_unknown_args=True,
+        console_outputs=print_messages,
+    )
+    if unknown:
+        raise ConfigError(_unknown_flag_message(unknown[0]))
+    return config
+
+
+def _preset_of(arguments: Sequence[str]) -> ModelConfig:
+    name = None
+    for flag, value in zip(arguments, [*arguments[1:], ""]):
+        if flag == "--model":
+            name = value
+        elif flag.startswith("--model="):
+            name = flag.partition("=")[2]
+    # An unknown name is left to the parser, which lists the known ones.
+    return preset(name) if name in PRESETS else ModelConfig()
+
+
+def flag_names() -> list[str]:
+    """Every flag of the command line, in order, without its ``--no-`` form."""
+    groups = fields(RunConfig)
+    return [
+        "--" + flag.name.replace("_", "-")
+        for group in groups
+        for flag in fields(group.default_factory)  # type: ignore[arg-type]
+    ]
+
+
+def _unknown_flag_message(argument: str) -> str:
+    flag = argument.partition("=")[0].replace("_", "-")
+    if not flag.startswith("--"):
+        return f"{argument!r} belongs to no flag: check the flag before it, which takes fewer values."
+    if flag in NOT_SUPPORTED:
+        return f"{flag} is a flag of Megatron-LM that is not supported here: {NOT_SUPPORTED[flag]}"
+    known = flag_names() + ["--no-" + name[2:] for name in flag_names()]
+    nearest = difflib.get_close_matches(flag, known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "see --help."
+    return f"{flag} is not a flag of pretrain_llama.py: {hint}"

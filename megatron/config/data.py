@@ -1,0 +1,80 @@
+"""Flags for the tokenizer, the corpus and the loader."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.errors import ConfigError
+
+TokenizerType = Literal[
+    "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "HuggingFaceTokenizer", "NullTokenizer"
+]
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer turns text into ids."""
+
+    tokenizer_type: TokenizerType | None = None
+    """Tokenizer: SentencePieceTokenizer (alias Llama2Tokenizer), TikTokenizer (Llama 3's tokenizer.model),
+    HuggingFaceTokenizer (a tokenizer.json or its directory) or NullTokenizer (text is ids separated by spaces)."""
+    tokenizer_model: str | None = None
+    """Tokenizer file (or directory, for HuggingFaceTokenizer)."""
+    vocab_size: int | None = None
+    """NullTokenizer: ids 0..V-1, with end-of-document = V. With --mock-data and no tokenizer: the size of the
+    vocabulary. Otherwise it must equal the tokenizer's own size."""
+    tiktoken_num_special_tokens: int = 256
+    """TikTokenizer: number of reserved special ids after the ordinary ones (Llama 3: 256)."""
+    trust_remote_code: bool = False
+    """HuggingFaceTokenizer: accepted for Megatron-LM recipes, but must stay off: no code from a tokenizer
+    directory is ever executed."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        if self.trust_remote_code:
+            raise ConfigError(
+                "--trust-remote-code would execute code from the tokenizer's directory, which this codebase "
+                "never does: remove it and point --tokenizer-model at a tokenizer.json."
+            )
+        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
+            raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size (ids 0..V-1, end-of-document = V).")
+        if self.tokenizer_type not in (None, "NullTokenizer") and self.tokenizer_model is None:
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model with its file.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from and in which order."""
+
+    data_path: tuple[str, ...] = ()
+    """Corpus prefixes (P for P.bin and P.idx), or weight-prefix pairs: 0.7 corpus_a 0.3 corpus_b."""
+    split: str = "969, 30, 1"
+    """Weights of the train, validation and test splits of every corpus."""
+    data_cache_path: str | None = None
+    """Directory for the cached sample order (default: cache/GPTDataset_indices beside the first corpus)."""
+    mock_data: bool = False
+    """Train on synthetic samples, a function of (seed, sample index), instead of --data-path."""
+    seq_length: int | None = None
+    """Tokens per sample, required for training."""
+    num_workers: int = 2
+    """Loader processes per rank; 0 reads in the training process."""
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """Order of samples: single takes them in the order of the index, the same in every layout; cyclic shuffles
+    anew each epoch inside every data-parallel rank's share, so that the order depends on their number."""
+    eod_mask_loss: bool = False
+    """No loss where the input token is the end of a document."""
+    mmap_bin_files: bool = True
+    """Memory-map .bin files; --no-mmap-bin-files reads them with ordinary file reads."""
+    create_attention_mask_in_dataloader: bool = False
+    """Accepted for Megatron-LM recipes; must stay off: kernels build the causal mask themselves."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        if self.data_path and self.mock_data:
+            raise ConfigError("--data-path and --mock-data exclude each other: drop one of them.")
+        if self.create_attention_mask_in_dataloader:
+            raise ConfigError(
+                "--create-attention-mask-in-dataloader is not supported, because attention kernels build the "
+                "causal mask themselves: use --no-create-attention-mask-in-dataloader."
+            )
+        if self.num_workers < 0:
+            raise ConfigError(f"--num-workers {self.num_workers} must not be negative.")

@@ -1,0 +1,24 @@
+"""Errors that a person can mend.
+
+Everything raised as a :class:`UserError` reaches the terminal as one sentence on rank 0, without a
+traceback; any other exception is our own mistake and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; the message says what is wrong and what to do."""
+
+    is_local = False
+    """Whether only the rank that raises it knows of it, so that it must speak for itself."""
+
+
+class ConfigError(UserError):
+    """A flag, or a combination of flags, that cannot be honoured."""
+
+
+class DataError(UserError):
+    """A data file, index or tokenizer that cannot be used as it is."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, or of another model."""

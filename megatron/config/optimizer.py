@@ -1,0 +1,114 @@
+"""Flags for the optimizer, the learning-rate schedule and the precision."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How gradients become updates."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW: weight decay apart from the gradient."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; never applied to norms."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment (Llama: 0.95)."""
+    adam_eps: float = 1e-8
+    """Term added to the denominator (Llama 2: 1e-5)."""
+    sgd_momentum: float = 0.9
+    """Momentum of --optimizer sgd."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        for flag, value in (
+            ("--weight-decay", self.weight_decay),
+            ("--clip-grad", self.clip_grad),
+            ("--adam-eps", self.adam_eps),
+        ):
+            if value < 0:
+                raise ConfigError(f"{flag} {value} must not be negative.")
+        for flag, value in (
+            ("--adam-beta1", self.adam_beta1),
+            ("--adam-beta2", self.adam_beta2),
+            ("--sgd-momentum", self.sgd_momentum),
+        ):
+            if not 0 <= value < 1:
+                raise ConfigError(f"{flag} {value} must be at least 0 and below 1.")
+
+
+@dataclass(frozen=True)
+class LearningRateConfig:
+    """The learning rate over the run; lengths in iterations mean that many full global batches."""
+
+    lr: float | None = None
+    """Peak learning rate (required for training)."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay, and floor."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after the warm-up."""
+    lr_decay_iters: int | None = None
+    """Length of warm-up and decay together (default: --train-iters)."""
+    lr_decay_samples: int | None = None
+    """The same in samples, for --train-samples (default: --train-samples)."""
+    lr_warmup_iters: int = 0
+    """Length of the linear warm-up."""
+    lr_warmup_samples: int = 0
+    """The same in samples, for --train-samples."""
+    lr_warmup_fraction: float | None = None
+    """Length of the warm-up as a share of the decay length."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the final annealing under --lr-decay-style WSD (warm-up, stable, decay)."""
+    lr_wsd_decay_iters: int | None = None
+    """Length of that annealing."""
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples, for --train-samples."""
+    override_opt_param_scheduler: bool = False
+    """Resume with the schedule of the command line although the checkpoint's differs."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Resume with the checkpoint's schedule although the command line's differs."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        if self.lr is not None and not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}.")
+        if self.lr_warmup_fraction is not None:
+            if not 0 <= self.lr_warmup_fraction < 1:
+                raise ConfigError(f"--lr-warmup-fraction {self.lr_warmup_fraction} must be at least 0 and below 1.")
+            if self.lr_warmup_iters or self.lr_warmup_samples:
+                raise ConfigError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: keep one.")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase.")
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise ConfigError(
+                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
+            )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats; without a flag everything is fp32."""
+
+    bf16: bool = False
+    """Compute in bf16; master weights, gradient accumulation and reduction in fp32."""
+    fp64: bool = False
+    """Verification: everything in fp64, so that every layout equals one process to 1e-9."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """States what is so: gradients are accumulated and reduced in fp32 (fp64 under --fp64)."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        if self.bf16 and self.fp64:
+            raise ConfigError("--bf16 and --fp64 exclude each other: remove one of them.")
+        if not self.accumulate_allreduce_grads_in_fp32:
+            raise ConfigError(
+                "--no-accumulate-allreduce-grads-in-fp32 is not supported: gradients are accumulated in fp32."
+            )

@@ -1,0 +1,82 @@
+"""Flags for the parallel layout."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.errors import ConfigError
+
+ShardingStrategy = Literal["no_shard", "optim"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks divide the model and the batch; data parallelism takes the ranks that are left."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every layer."""
+    sequence_parallel: bool = False
+    """Also split the activations between the tensor-parallel regions, along the sequence."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers in stages; 1 for now."""
+    context_parallel_size: int = 1
+    """Ranks that share a sequence; 1 for now."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts; 1 for now."""
+    rank_order: str = "tp-cp-ep-pp-dp"
+    """Axes of the rank grid from neighbouring ranks to distant ones."""
+    data_parallel_sharding_strategy: ShardingStrategy | None = None
+    """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
+    optimizer state (ZeRO-1)."""
+    use_distributed_optimizer: bool = False
+    """The usual spelling of --data-parallel-sharding-strategy optim."""
+    num_distributed_optimizer_instances: int = 1
+    """Shard inside groups of data-parallel size / this many neighbouring ranks, replicate across the groups."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Backend of the process groups (default: nccl with GPUs, else gloo)."""
+    distributed_timeout_minutes: float = 10.0
+    """Time after which a collective that does not complete ends the run."""
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy in force."""
+        if self.data_parallel_sharding_strategy is not None:
+            return self.data_parallel_sharding_strategy
+        return "optim" if self.use_distributed_optimizer else "no_shard"
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model and work on one sample."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model among ``world_size`` ranks; raises :class:`ConfigError` if they do not divide."""
+        if world_size % self.model_parallel_size:
+            raise ConfigError(
+                f"{world_size} processes cannot be divided into copies of "
+                f"--tensor-model-parallel-size {self.tensor_model_parallel_size} x "
+                f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} x "
+                f"--context-parallel-size {self.context_parallel_size} = {self.model_parallel_size} ranks: "
+                "start a multiple of that many processes, or lower a size."
+            )
+        return world_size // self.model_parallel_size
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        sizes = {
+            "--tensor-model-parallel-size": self.tensor_model_parallel_size,
+            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
+            "--context-parallel-size": self.context_parallel_size,
+            "--expert-model-parallel-size": self.expert_model_parallel_size,
+            "--num-distributed-optimizer-instances": self.num_distributed_optimizer_instances,
+        }
+        for flag, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"{flag} {size} must be at least 1.")
+            if flag.split("-")[2] in ("pipeline", "context", "expert") and size > 1:
+                raise ConfigError(f"{flag} {size} is not supported yet: use tensor and data parallelism.")
+        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
+            raise ConfigError(
+                "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: remove one."
+            )
+        if self.distributed_timeout_minutes <= 0:
+            raise ConfigError(f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive.")

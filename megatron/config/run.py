@@ -1,0 +1,151 @@
+"""All flag groups of one run, and the checks that cross groups."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.errors import ConfigError
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig, ValidationConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The flags of ``pretrain_llama.py``, by purpose."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Model architecture."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Parallel layout."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """Training loop."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer."""
+    learning_rate: LearningRateConfig = field(default_factory=LearningRateConfig)
+    """Learning-rate schedule."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Precision."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Data."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """Tokenizer."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """Evaluation."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Metrics and their writers."""
+
+    def check(self, world_size: int) -> None:
+        """Raise :class:`ConfigError` for the first flag or combination that cannot be honoured.
+
+        ``world_size`` is the number of processes of the run.
+        """
+        for group in (
+            self.model,
+            self.parallel,
+            self.training,
+            self.optimizer,
+            self.learning_rate,
+            self.precision,
+            self.data,
+            self.tokenizer,
+            self.validation,
+            self.checkpoint,
+            self.logging,
+        ):
+            group.check()
+        for check in CROSS_GROUP_CHECKS:
+            check(self, world_size)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model among ``world_size`` ranks."""
+        return self.parallel.data_parallel_size(world_size)
+
+
+def _check_required(run: RunConfig, world_size: int) -> None:
+    required = {
+        "--seq-length": run.data.seq_length,
+        "--micro-batch-size": run.training.micro_batch_size,
+        "--lr": run.learning_rate.lr if not run.validation.skip_train else 0.0,
+        "--train-iters (or --train-samples)": run.training.train_iters or run.training.train_samples,
+    }
+    for flag, value in required.items():
+        if value is None:
+            raise ConfigError(f"{flag} is missing: training needs it.")
+
+
+def _check_data_source(run: RunConfig, world_size: int) -> None:
+    if not run.data.data_path and not run.data.mock_data:
+        raise ConfigError("No data: give --data-path with a tokenized corpus, or --mock-data.")
+    if run.tokenizer.tokenizer_type is None and not run.data.mock_data:
+        raise ConfigError("--tokenizer-type is missing: --data-path needs the tokenizer that made the corpus.")
+    if run.tokenizer.tokenizer_type is None and run.tokenizer.vocab_size is None:
+        raise ConfigError("--mock-data without a tokenizer needs --vocab-size.")
+
+
+def _check_tensor_parallel(run: RunConfig, world_size: int) -> None:
+    size = run.parallel.tensor_model_parallel_size
+    model = run.model.resolve(1, size, run.data.seq_length or 1)
+    for flag, value in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--num-query-groups", model.num_query_groups),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if value % size:
+            raise ConfigError(
+                f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}: lower the latter to a "
+                f"divisor of {value}, or change the former."
+            )
+    if run.parallel.sequence_parallel and run.data.seq_length is not None and run.data.seq_length % size:
+        raise ConfigError(
+            f"--sequence-parallel splits the sequence over the tensor-parallel ranks, but --seq-length "
+            f"{run.data.seq_length} is not divisible by --tensor-model-parallel-size {size}: change one of them."
+        )
+
+
+def _check_data_parallel(run: RunConfig, world_size: int) -> None:
+    data_parallel = run.data_parallel_size(world_size)
+    instances = run.parallel.num_distributed_optimizer_instances
+    if run.parallel.sharding_strategy == "no_shard" and instances > 1:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} needs a sharded strategy such as "
+            "--use-distributed-optimizer: add it, or remove the flag."
+        )
+    if data_parallel % instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size "
+            f"{data_parallel}: use one of its divisors."
+        )
+
+
+def _check_length(run: RunConfig, world_size: int) -> None:
+    in_samples = run.training.train_samples is not None
+    iteration_flags = {
+        "--lr-decay-iters": run.learning_rate.lr_decay_iters,
+        "--lr-warmup-iters": run.learning_rate.lr_warmup_iters or None,
+        "--lr-wsd-decay-iters": run.learning_rate.lr_wsd_decay_iters,
+    }
+    sample_flags = {
+        "--lr-decay-samples": run.learning_rate.lr_decay_samples,
+        "--lr-warmup-samples": run.learning_rate.lr_warmup_samples or None,
+        "--lr-wsd-decay-samples": run.learning_rate.lr_wsd_decay_samples,
+    }
+    length, wrong = ("--train-samples", iteration_flags) if in_samples else ("--train-iters", sample_flags)
+    for flag, value in wrong.items():
+        if value is not None:
+            unit = "samples" if in_samples else "iters"
+            raise ConfigError(f"{flag} does not go with {length}: use {flag.rsplit('-', 1)[0]}-{unit}.")
+
+
+CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
+    _check_required,
+    _check_data_source,
+    _check_tensor_parallel,
+    _check_data_parallel,
+    _check_length,
+)

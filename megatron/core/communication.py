@@ -1,0 +1,190 @@
+"""The one thin layer through which every collective goes, so that it can be counted, timed and faked.
+
+A :class:`Communicator` of one rank communicates nothing and needs no ``torch.distributed``. Every collective
+has a ``start_`` form that returns a :class:`Pending` result, so that computation can go on meanwhile.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed the collectives on one contiguous tensor.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Reduction = Literal["sum", "max"]
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """What an observer is told of a collective: its kind, the axes, the ranks in the group, the bytes of its
+    largest tensor (input of a reduce-scatter, output of an all-gather)."""
+
+    kind: str
+    axes: str
+    group_size: int
+    num_bytes: int
+
+
+Observer = Callable[[CollectiveRecord], None]
+
+
+class Pending:
+    """The result of a collective under way."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        """Block (or make the current stream wait) until the result is there, and return it."""
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+
+class Communicator:
+    """Collectives among ``ranks``; ``rank`` is this process's global rank."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str = "") -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(rank)
+        self.name = name
+        self.observer: Observer | None = None
+
+    @cached_property
+    def process_group(self) -> Any:
+        """The ``torch.distributed`` group; made by its members alone, on first use.
+
+        torch names such a group after its ranks and the number of groups that the process has made before, so
+        every rank must first use its communicators in the same order, which one program on all ranks does.
+        """
+        assert dist.is_initialized(), "a communicator of several ranks needs torch.distributed"
+        if self.ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name)
+
+    @cached_property
+    def _is_gloo(self) -> bool:
+        return bool(dist.get_backend(self.process_group) == "gloo")
+
+    def _record(self, kind: str, tensor: Tensor) -> None:
+        if self.observer is not None:
+            num_bytes = tensor.numel() * tensor.element_size()
+            self.observer(CollectiveRecord(kind, self.name, self.size, num_bytes))
+
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending:
+        """Reduce ``tensor`` over the group, in place."""
+        if self.size == 1:
+            return Pending((), lambda: tensor)
+        self._record("all_reduce", tensor)
+        work = dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self.process_group, async_op=True)
+        return Pending((work,), lambda: tensor)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
+        """Reduce ``tensor`` over the group, in place, and return it."""
+        return self.start_all_reduce(tensor, reduction).wait()
+
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+        """Concatenate every rank's ``tensor`` along dim 0, into ``output`` if given.
+
+        ``tensor`` may be the rank's own part of ``output``.
+        """
+        if self.size == 1:
+            return Pending((), lambda: tensor if output is None else output.copy_(tensor))
+        if output is None:
+            output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
+        self._record("all_gather", output)
+        tensor = tensor.contiguous()
+        if self._is_gloo:
+            return self._start_direct_all_gather(tensor, output)
+        work = _all_gather_single(output, tensor, group=self.process_group, async_op=True)
+        return Pending((work,), lambda: output)
+
+    def all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
+        """Concatenate every rank's ``tensor`` along dim 0."""
+        return self.start_all_gather(tensor, output).wait()
+
+    def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Pending:
+        """Every rank sends its part to every other: measured several times faster than gloo's own all-gather."""
+        parts = output.chunk(self.size)
+        operations = []
+        for step in range(1, self.size):
+            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+            operations.append(dist.P2POp(dist.isend, tensor, self.ranks[target], self.process_group))
+            operations.append(dist.P2POp(dist.irecv, parts[source], self.ranks[source], self.process_group))
+        works = dist.batch_isend_irecv(operations)
+        if parts[self.rank].data_ptr() != tensor.data_ptr():
+            parts[self.rank].copy_(tensor)
+        return Pending(works, lambda: output)
+
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+        """Sum ``tensor`` over the group and keep this rank's part along dim 0, in ``output`` if given.
+
+        ``output`` may be the rank's own part of ``tensor``.
+        """
+        if self.size == 1:
+            return Pending((), lambda: tensor if output is None else output.copy_(tensor))
+        self._record("reduce_scatter", tensor)
+        tensor = tensor.contiguous()
+        if output is None:
+            output = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        if self._is_gloo:
+            return self._start_direct_reduce_scatter(tensor, output)
+        work = _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True)
+        return Pending((work,), lambda: output)
+
+    def reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
+        """Sum ``tensor`` over the group and keep this rank's part along dim 0."""
+        return self.start_reduce_scatter(tensor, output).wait()
+
+    def _start_direct_reduce_scatter(self, tensor: Tensor, output: Tensor) -> Pending:
+        """Every rank receives its part from every other and adds them up in rank order, so that the sum does not
+        depend on arrival; gloo's own reduce-scatter reduces the whole tensor everywhere."""
+        parts = tensor.chunk(self.size)
+        received: dict[int, Tensor] = {}
+        operations = []
+        for step in range(1, self.size):
+            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+            received[source] = torch.empty_like(parts[self.rank])
+            operations.append(dist.P2POp(dist.isend, parts[target], self.ranks[target], self.process_group))
+            operations.append(dist.P2POp(dist.irecv, received[source], self.ranks[source], self.process_group))
+        works = dist.batch_isend_irecv(operations)
+
+        def add_up() -> Tensor:
+            received[self.rank] = parts[self.rank]
+            if self.size == 2:
+                return torch.add(received[0], received[1], out=output)
+            total = received[0] + received[1]
+            for rank in range(2, self.size):
+                total += received[rank]
+            return output.copy_(total)
+
+        return Pending(works, add_up)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copy ``tensor`` of the group's rank ``source`` to all, in place."""
+        if self.size > 1:
+            self._record("broadcast", tensor)
+            dist.broadcast(tensor, self.ranks[source], group=self.process_group)
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order; for small control data."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank of the group."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)

@@ -1,0 +1,110 @@
+"""Contiguous buffers that hold all parameters, and all gradients, of a rank as views.
+
+A buffer is cut in buckets, the unit of communication, and every bucket evenly among the ranks of the shard
+group; a rank's shard is that part of every bucket. Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.gradient import GradientSlot, attach_slot
+from megatron.core.parameter import ParameterInfo, info_of
+
+# Elements to which a rank's share of a bucket is padded: 128 bytes of bf16, a favourable size for NCCL.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Where parameters and buckets lie: ``[start, stop)`` ranges in elements."""
+
+    parameters: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Elements in the buffer, padding included."""
+        return self.buckets[-1][1] if self.buckets else 0
+
+    def shard(self, rank: int, shards: int) -> Iterator[tuple[int, int]]:
+        """The part of every bucket that belongs to ``rank`` of ``shards``."""
+        for start, stop in self.buckets:
+            part = (stop - start) // shards
+            yield start + rank * part, start + (rank + 1) * part
+
+
+def plan_buffer(sizes: Sequence[int], shards: int, bucket_size: int | None = None) -> BufferLayout:
+    """Lay parameters of ``sizes`` elements side by side, closing a bucket once it holds ``bucket_size``.
+
+    A bucket ends at a parameter's end and is padded so that ``shards`` ranks divide it evenly. ``None`` makes one
+    bucket.
+    """
+    unit = shards * _ALIGNMENT
+    parameters, buckets = [], []
+    bucket_start = position = 0
+    for number, size in enumerate(sizes):
+        parameters.append((position, position + size))
+        position += size
+        is_last = number == len(sizes) - 1
+        if is_last or (bucket_size is not None and position - bucket_start >= bucket_size):
+            position = bucket_start + -(-(position - bucket_start) // unit) * unit
+            buckets.append((bucket_start, position))
+            bucket_start = position
+    return BufferLayout(tuple(parameters), tuple(buckets))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank updates: elements ``[start, stop)`` of the flattened local tensor."""
+
+    info: ParameterInfo
+    start: int
+    stop: int
+    weight: Tensor
+    """View of the parameter buffer, 1-D."""
+    gradient: Tensor
+    """View of the gradient buffer, 1-D."""
+
+
+class ParameterBuffer:
+    """Moves ``parameters`` (of one dtype) into one buffer and gives each a slot in a gradient buffer."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradient_dtype: torch.dtype,
+        shards: int,
+        bucket_size: int | None = None,
+    ) -> None:
+        # Backward produces gradients from the last layer to the first; so do the buckets fill.
+        self.parameters = tuple(reversed(parameters))
+        self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size)
+        first = self.parameters[0]
+        self.weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros(self.layout.size, dtype=gradient_dtype, device=first.device)
+        self.slots: list[GradientSlot] = []
+        for parameter, (start, stop) in zip(self.parameters, self.layout.parameters):
+            view = self.weights[start:stop].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            slot = GradientSlot(self.gradients[start:stop].view(parameter.shape))
+            attach_slot(parameter, slot)
+            self.slots.append(slot)
+
+    def pieces(self, rank: int, shards: int) -> Iterator[Piece]:
+        """What ``rank`` of ``shards`` updates."""
+        shard_ranges = list(self.layout.shard(rank, shards))
+        for parameter, (first, last) in zip(self.parameters, self.layout.parameters):
+            for shard_start, shard_stop in shard_ranges:
+                start, stop = max(first, shard_start), min(last, shard_stop)
+                if start < stop:
+                    yield Piece(
+                        info_of(parameter),
+                        start - first,
+                        stop - first,
+                        self.weights[start:stop],
+                        self.gradients[start:stop],
+                    )

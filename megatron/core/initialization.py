@@ -1,0 +1,76 @@
+"""Initial weights as a function of (seed, parameter name, global index) alone.
+
+Every rank computes exactly its own elements, so that every layout starts from the same model and none ever
+holds more than its part. The generator is counter based: SplitMix64 (Steele et al., 2014, "Fast splittable
+pseudorandom number generators") of key + index gives 64 random bits, whose upper 52 become a uniform number and,
+through the inverse error function, a normal one.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.parameter import ParameterInfo, info_of
+
+_CHUNK = 1 << 20
+
+
+def parameter_key(seed: int, name: str) -> int:
+    """64 bits (signed) that seed the generator of one parameter."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical shift of int64 (torch's own keeps the sign)."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+def random_bits(key: int, index: Tensor) -> Tensor:
+    """SplitMix64's output number ``index`` (int64) for the state ``key``; int64 arithmetic wraps."""
+    bits = (index + 1) * _signed(0x9E3779B97F4A7C15) + key
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    return bits ^ _shift_right(bits, 31)
+
+
+def normal_numbers(key: int, index: Tensor) -> Tensor:
+    """Standard normal fp64 numbers for the global indices ``index`` (int64)."""
+    uniform = (_shift_right(random_bits(key, index), 12).double() + 0.5) * 2.0**-52
+    return torch.erfinv(2.0 * uniform - 1.0) * math.sqrt(2.0)
+
+
+@torch.no_grad()
+def initialize_parameter(parameter: Tensor, info: ParameterInfo, seed: int) -> None:
+    """Fill a rank's local tensor: normal with ``info.init_std``, or ones; padding is zero."""
+    if info.init_std is None:
+        parameter.fill_(1.0)
+        return
+    parameter.zero_()
+    key = parameter_key(seed, info.name)
+    width = info.global_shape[-1] if len(info.global_shape) > 1 else 1
+    for box in info.boxes:
+        target = box.view(parameter)
+        rows_at_a_time = max(1, _CHUNK // max(1, target[0].numel()))
+        columns = torch.arange(math.prod(box.shape[1:]), device=parameter.device)
+        if len(box.global_offset) > 1:
+            columns = columns + box.global_offset[1]
+        for start in range(0, box.shape[0], rows_at_a_time):
+            stop = min(start + rows_at_a_time, box.shape[0])
+            rows = torch.arange(start, stop, device=parameter.device) + box.global_offset[0]
+            index = rows.unsqueeze(1) * width + columns
+            part = target[start:stop]
+            part.copy_((normal_numbers(key, index) * info.init_std).view(part.shape))
+
+
+def initialize_parameters(parameters: Iterable[nn.Parameter], seed: int) -> None:
+    """Fill every parameter from its own facts."""
+    for parameter in parameters:
+        initialize_parameter(parameter, info_of(parameter), seed)

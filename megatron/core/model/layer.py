@@ -1,0 +1,139 @@
+"""One Llama layer: norm, attention, norm, MLP, with two residual connections.
+
+Activations are ``[s, b, h]``, or ``[s/tp, b, h]`` between the parallel regions under sequence parallelism.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import LlamaConfig
+from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
+from megatron.core.ops.norm import rms_norm
+from megatron.core.ops.swiglu import swiglu
+from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What every module needs to be built: how it is shared, where it lives, which kernel attends."""
+
+    parallel: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+    attention_kernel: AttentionKernel
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a gain, whole on every tensor-parallel rank."""
+
+    def __init__(self, name: str, size: int, epsilon: float, context: BuildContext) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        info = ParameterInfo(
+            f"{name}.weight",
+            *sharded_boxes((size,), (), rank=0, size=1),
+            init_std=None,
+            weight_decay=False,
+            tensor_parallel_sharded=False,
+            gradient_is_partial=context.parallel.sequence_parallel,
+        )
+        self.weight = empty_parameter(info, context.dtype, context.device)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., h] -> [..., h]``."""
+        return rms_norm(inputs, self.weight, self.epsilon)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; the heads are divided over the tensor-parallel ranks."""
+
+    def __init__(self, name: str, config: LlamaConfig, context: BuildContext) -> None:
+        super().__init__()
+        sections = (config.query_size, config.key_value_size, config.key_value_size)
+        size = context.parallel.size
+        self.kernel = context.attention_kernel
+        self.shape = AttentionShape(
+            config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels
+        )
+        self.linear_qkv = ColumnParallelLinear(
+            f"{name}.linear_qkv",
+            config.hidden_size,
+            sections,
+            context.parallel,
+            init_std=config.init_method_std,
+            dtype=context.dtype,
+            device=context.device,
+        )
+        self.linear_proj = RowParallelLinear(
+            f"{name}.linear_proj",
+            config.query_size,
+            config.hidden_size,
+            context.parallel,
+            init_std=residual_init_std(config),
+            dtype=context.dtype,
+            device=context.device,
+        )
+
+    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+        """``[s(/tp), b, h] -> [s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions of this rank's heads."""
+        attended = fused_attention(self.linear_qkv(hidden), rotary, self.shape, self.kernel)
+        output: Tensor = self.linear_proj(attended)
+        return output
+
+
+class MLP(nn.Module):
+    """SwiGLU MLP; gate and up projections are one column-parallel weight."""
+
+    def __init__(self, name: str, config: LlamaConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.linear_fc1 = ColumnParallelLinear(
+            f"{name}.linear_fc1",
+            config.hidden_size,
+            (config.ffn_hidden_size, config.ffn_hidden_size),
+            context.parallel,
+            init_std=config.init_method_std,
+            dtype=context.dtype,
+            device=context.device,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            f"{name}.linear_fc2",
+            config.ffn_hidden_size,
+            config.hidden_size,
+            context.parallel,
+            init_std=residual_init_std(config),
+            dtype=context.dtype,
+            device=context.device,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
+        output: Tensor = self.linear_fc2(swiglu(self.linear_fc1(hidden)))
+        return output
+
+
+def residual_init_std(config: LlamaConfig) -> float:
+    """Standard deviation of projections into the residual stream: scaled by ``1 / sqrt(2 layers)`` (GPT-2)."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+class TransformerLayer(nn.Module):
+    """A pre-norm Llama layer; ``number`` is its global number, from 0."""
+
+    def __init__(self, number: int, config: LlamaConfig, context: BuildContext) -> None:
+        super().__init__()
+        name = f"layers.{number}"
+        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.norm_epsilon, context)
+        self.self_attention = SelfAttention(f"{name}.self_attention", config, context)
+        self.pre_mlp_layernorm = RMSNorm(f"{name}.pre_mlp_layernorm", config.hidden_size, config.norm_epsilon, context)
+        self.mlp = MLP(f"{name}.mlp", config, context)
+
+    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+        """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
+        hidden = hidden + self.self_attention(self.input_layernorm(hidden), rotary)
+        output: Tensor = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
+        return output

@@ -1,0 +1,56 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864) with Llama 3.1's frequency scaling.
+
+Neighbouring elements ``(2i, 2i+1)`` of a head are the pair that is rotated, as in the paper and in Meta's own
+weights: a pair is one complex number and the rotation one complex product. Hugging Face stores heads with the
+two halves of the pairs apart; conversion permutes the rows of the query and key weights.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotary_frequencies(
+    head_size: int, base: float, *, scaling_factor: float | None = None, original_length: int = 8192
+) -> Tensor:
+    """Angles per position, ``[head_size / 2]`` in fp64; ``scaling_factor`` turns on Llama 3.1's scaling.
+
+    The scaling keeps wavelengths under ``original_length / 4``, stretches those over ``original_length`` by the
+    factor, and blends between (the constants 1 and 4 of Llama 3.1's released model code).
+    """
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
+    frequencies = 1.0 / base**exponents
+    if scaling_factor is None:
+        return frequencies
+    low, high = 1.0, 4.0
+    turns = original_length * frequencies / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / scaling_factor)
+
+
+def rotary_table(frequencies: Tensor, positions: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Rotations ``[s, 1, heads * head_size / 2]`` as complex numbers, repeated for ``heads`` heads.
+
+    ``positions`` ``[s]``; ``dtype`` is that of the activations (half precisions rotate in fp32).
+    """
+    angles = torch.outer(positions.to(torch.float64), frequencies.to(positions.device))
+    table = torch.polar(torch.ones_like(angles), angles).repeat(1, heads).unsqueeze(1)
+    return table.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+
+
+def rotate_(activations: Tensor, table: Tensor) -> Tensor:
+    """Rotate ``[s, b, heads * head_size]`` in place; the conjugate table rotates back."""
+    if activations.dtype in (torch.float32, torch.float64):
+        pairs = torch.view_as_complex(activations.unflatten(-1, (-1, 2)))
+        pairs.mul_(table)
+        return activations
+    return activations.copy_(rotate_(activations.to(torch.float32, copy=True), table))
+
+
+def rotate_reference(heads: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:
+    """Rotate ``[s, b, n, head_size]``, written out with sines and cosines."""
+    angles = torch.outer(positions.to(torch.float64), frequencies)[:, None, None, :]
+    even, odd = heads[..., 0::2].double(), heads[..., 1::2].double()
+    rotated = (even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos())
+    return torch.stack(rotated, dim=-1).flatten(-2).to(heads.dtype)

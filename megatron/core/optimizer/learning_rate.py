@@ -1,0 +1,94 @@
+"""The learning rate as a pure function of the samples consumed (as in Megatron-LM, so that a batch-size ramp
+does not hurry the schedule)."""
+
+import math
+from dataclasses import asdict, dataclass
+
+from megatron.config.errors import ConfigError
+from megatron.config.optimizer import LearningRateConfig
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up, then a decay to ``minimum``; lengths in samples."""
+
+    peak: float
+    minimum: float
+    initial: float
+    warmup: int
+    decay: int
+    """Warm-up and decay together."""
+    style: str
+    wsd_decay: int = 0
+    wsd_style: str = "exponential"
+
+    def __call__(self, samples: int) -> float:
+        """Learning rate of the iteration that starts after ``samples`` samples."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.initial + (self.peak - self.initial) * samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if samples > self.decay:
+            return self.minimum
+        if self.style == "inverse-square-root":
+            return max(self.minimum, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        return self.minimum + self._share(samples) * (self.peak - self.minimum)
+
+    def _share(self, samples: int) -> float:
+        """Share of the way from minimum to peak."""
+        progress = (samples - self.warmup) / max(self.decay - self.warmup, 1)
+        if self.style == "linear":
+            return 1.0 - progress
+        if self.style == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        assert self.style == "WSD", self.style
+        start = self.decay - self.wsd_decay
+        return 1.0 if samples <= start else self._annealing_share((samples - start) / max(self.wsd_decay, 1))
+
+    def _annealing_share(self, progress: float) -> float:
+        shares = {
+            "linear": 1.0 - progress,
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+            "exponential": 2.0 * 0.5**progress - 1.0,
+            "minus_sqrt": 1.0 - math.sqrt(progress),
+        }
+        return shares[self.wsd_style]
+
+    def to_json(self) -> dict[str, float | int | str]:
+        """The schedule as a checkpoint keeps it."""
+        return asdict(self)
+
+
+def build_schedule(
+    config: LearningRateConfig, *, train_iters: int | None, train_samples: int | None, global_batch_size: int
+) -> LearningRateSchedule:
+    """The schedule of the flags; iterations count as full global batches.
+
+    Raises :class:`ConfigError` when the parts are longer than the whole.
+    """
+    assert config.lr is not None
+    if train_samples is not None:
+        decay = config.lr_decay_samples or train_samples
+        warmup, annealing = config.lr_warmup_samples, config.lr_wsd_decay_samples or 0
+    else:
+        assert train_iters is not None
+        decay = (config.lr_decay_iters or train_iters) * global_batch_size
+        warmup = config.lr_warmup_iters * global_batch_size
+        annealing = (config.lr_wsd_decay_iters or 0) * global_batch_size
+    if config.lr_warmup_fraction is not None:
+        warmup = int(config.lr_warmup_fraction * decay)
+    if warmup + annealing > decay:
+        raise ConfigError(
+            f"The warm-up ({warmup} samples) and the annealing ({annealing}) exceed the decay length ({decay} "
+            "samples): lower --lr-warmup-iters or --lr-wsd-decay-iters, or raise --lr-decay-iters."
+        )
+    return LearningRateSchedule(
+        peak=config.lr,
+        minimum=config.min_lr,
+        initial=config.lr_warmup_init,
+        warmup=warmup,
+        decay=decay,
+        style=config.lr_decay_style,
+        wsd_decay=annealing,
+        wsd_style=config.lr_wsd_decay_style,
+    )

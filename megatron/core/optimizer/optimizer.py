@@ -1,0 +1,182 @@
+"""AdamW or SGD over the pieces that this rank owns, with master weights and clipping by the global norm.
+
+The update itself is torch's (fused where torch has it). Master weights have the gradient's precision; where the
+model has it too, they *are* the model's weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.buffer import Piece
+from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.parameter import ParameterInfo
+from megatron.core.topology import Topology
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step tells."""
+
+    grad_norm: float
+    """Global L2 norm before clipping, of the gradient of the mean loss."""
+    is_applied: bool
+    """False when the norm was not finite: then nothing was changed."""
+    num_zeros: int | None
+    """Zeros in the gradient, if asked for."""
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """One tensor of the optimizer's state: ``kind`` of elements ``[start, start + numel)`` of a parameter."""
+
+    kind: str
+    info: ParameterInfo
+    start: int
+    tensor: Tensor
+
+
+class Optimizer:
+    """Updates the pieces of ``data_parallel``."""
+
+    def __init__(self, config: OptimizerConfig, data_parallel: DataParallel, topology: Topology) -> None:
+        self._clip_grad = config.clip_grad
+        self._data_parallel = data_parallel
+        self._ranks = topology.communicator(*data_parallel.piece_axes)
+        self._pieces = data_parallel.pieces
+        self._masters = [_master_weight(piece) for piece in self._pieces]
+        for master, piece in zip(self._masters, self._pieces):
+            master.grad = piece.gradient
+        # A parameter that every tensor-parallel rank holds counts on the first alone.
+        is_first = topology.tensor_parallel.rank == 0
+        self._counted = [piece.gradient for piece in self._pieces if is_first or piece.info.tensor_parallel_sharded]
+        self._counted_weights = [
+            master
+            for master, piece in zip(self._masters, self._pieces)
+            if is_first or piece.info.tensor_parallel_sharded
+        ]
+        self._device = topology.device
+        self._torch_optimizer = _build_torch_optimizer(config, self._parameter_groups(config.weight_decay))
+        _fill_state(self._torch_optimizer, self._masters)
+
+    def _parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
+        groups = []
+        for decays in (True, False):
+            members = [m for m, piece in zip(self._masters, self._pieces) if piece.info.weight_decay is decays]
+            if members:
+                groups.append({"params": members, "weight_decay": weight_decay if decays else 0.0})
+        return groups
+
+    def step(self, learning_rate: float, gradient_factor: float, count_zeros: bool = False) -> StepResult:
+        """Clip and update.
+
+        The gradients times ``gradient_factor`` are those of the mean loss. With a norm that is not finite,
+        nothing changes. Gradients are overwritten.
+        """
+        grad_norm = self.global_norm(self._counted) * abs(gradient_factor)
+        num_zeros = self._count_zeros() if count_zeros else None
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            return StepResult(grad_norm, is_applied=False, num_zeros=num_zeros)
+        factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
+        if factor != 1.0 and self._pieces:
+            torch._foreach_mul_([piece.gradient for piece in self._pieces], factor)
+        for group in self._torch_optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._torch_optimizer.step()
+        self.publish()
+        return StepResult(grad_norm, is_applied=True, num_zeros=num_zeros)
+
+    def publish(self) -> None:
+        """Write the master weights to the model, on every rank."""
+        outdated = [
+            (piece.weight, master) for piece, master in zip(self._pieces, self._masters) if piece.weight is not master
+        ]
+        if outdated:
+            weights, masters = zip(*outdated)
+            torch._foreach_copy_(weights, masters)
+        self._data_parallel.publish_parameters()
+
+    def reload_master_weights(self) -> None:
+        """Take the model's weights as master weights (after loading a model without optimizer state)."""
+        for piece, master in zip(self._pieces, self._masters):
+            if piece.weight is not master:
+                master.copy_(piece.weight)
+
+    def global_norm(self, tensors: list[Tensor]) -> float:
+        """L2 norm over this rank's ``tensors`` and those of all ranks with other pieces."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if tensors:
+            total += torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+        return float(self._ranks.all_reduce(total).sqrt())
+
+    def weight_norm(self) -> float:
+        """L2 norm of all weights."""
+        return self.global_norm(self._counted_weights)
+
+    def _count_zeros(self) -> int:
+        zeros = sum(tensor.numel() - int(torch.count_nonzero(tensor)) for tensor in self._counted)
+        return int(self._ranks.all_reduce(torch.tensor(zeros, dtype=torch.int64, device=self._device)))
+
+    def state(self) -> Iterator[OptimizerState]:
+        """Every tensor of the state but the step count; loading writes into them."""
+        for master, piece in zip(self._masters, self._pieces):
+            if master is not piece.weight:
+                yield OptimizerState("master", piece.info, piece.start, master)
+            for kind, tensor in self._torch_optimizer.state[master].items():
+                if kind != "step":
+                    yield OptimizerState(kind, piece.info, piece.start, tensor)
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether master weights exist beside the model's."""
+        return any(master is not piece.weight for master, piece in zip(self._masters, self._pieces))
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far (Adam's bias correction)."""
+        steps = (state["step"] for state in self._torch_optimizer.state.values() if "step" in state)
+        return int(next(steps, 0))
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        for state in self._torch_optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+
+
+def clip_coefficient(grad_norm: float, limit: float) -> float:
+    """Factor that brings ``grad_norm`` down to ``limit``; 1 below it, or when ``limit`` is 0 (no clipping)."""
+    if limit == 0.0 or grad_norm <= limit:
+        return 1.0
+    return limit / (grad_norm + 1e-6)
+
+
+def _master_weight(piece: Piece) -> Tensor:
+    if piece.weight.dtype == piece.gradient.dtype:
+        return piece.weight
+    return piece.weight.to(piece.gradient.dtype)
+
+
+def _build_torch_optimizer(config: OptimizerConfig, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+    # A rank whose shard is all padding owns nothing; torch refuses an empty list.
+    groups = groups or [{"params": [torch.zeros(0)]}]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
+    """Make the state now instead of at the first step, so that it can be counted, saved and loaded before."""
+    for master in masters:
+        if isinstance(optimizer, torch.optim.AdamW):
+            optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+        elif optimizer.defaults["momentum"]:
+            optimizer.state[master] = {"momentum_buffer": torch.zeros_like(master)}

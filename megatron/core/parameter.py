@@ -1,0 +1,143 @@
+"""What a parameter knows about itself.
+
+Gradient norm, weight decay, initialisation, gradient synchronisation and checkpoints all read these facts
+from the parameter instead of keeping lists of names.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTE = "parameter_info"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a global tensor and the place where a rank's local tensor holds it.
+
+    ``global_offset``, ``local_offset`` and ``shape`` have one entry per dimension of the tensor.
+    """
+
+    global_offset: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def view(self, local: Tensor) -> Tensor:
+        """The part of ``local`` that this box describes, as a view."""
+        return local[tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape))]
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """Facts about one parameter, the same on every rank but for ``boxes`` and ``local_shape``."""
+
+    name: str
+    """Global name, independent of the layout, such as ``layers.17.mlp.linear_fc1.weight``."""
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    """Where the local tensor's pieces lie in the global tensor, in the order in which it stores them along dim 0.
+    What they leave free at its end is padding, which is and stays zero and exists in no checkpoint."""
+    init_std: float | None
+    """Standard deviation of the initial weights; None means ones (a norm's gain)."""
+    weight_decay: bool
+    tensor_parallel_sharded: bool
+    """False: every tensor-parallel rank holds the whole parameter, and only the first counts it."""
+    gradient_is_partial: bool = False
+    """True: each tensor-parallel rank sees only its part of the sequence (sequence parallelism), so the
+    gradients must be summed over the tensor-parallel group."""
+
+
+def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
+    """Store ``info`` on ``parameter`` and return it."""
+    assert tuple(parameter.shape) == info.local_shape, (info.name, parameter.shape, info.local_shape)
+    setattr(parameter, _ATTRIBUTE, info)
+    return parameter
+
+
+def info_of(parameter: Tensor) -> ParameterInfo:
+    """The facts attached to ``parameter``; every parameter of the core has them."""
+    info: ParameterInfo = getattr(parameter, _ATTRIBUTE)
+    return info
+
+
+def sharded_boxes(
+    section_sizes: Sequence[int], other_sizes: Sequence[int], rank: int, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
+    """Split each section of dim 0 evenly over ``size`` ranks and stack this rank's parts.
+
+    Fused weights (query-key-value, gate-up) are several sections of dim 0; each rank holds its part of every
+    section. Returns (global shape, local shape, boxes).
+    """
+    other = tuple(other_sizes)
+    zeros = (0,) * len(other)
+    boxes = []
+    global_start = local_start = 0
+    for section in section_sizes:
+        assert section % size == 0, (section, size)
+        part = section // size
+        boxes.append(Box((global_start + rank * part, *zeros), (local_start, *zeros), (part, *other)))
+        global_start += section
+        local_start += part
+    return (global_start, *other), (local_start, *other), tuple(boxes)
+
+
+def padded_rows_box(
+    rows: int, padded_rows: int, columns: int, rank: int, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
+    """Split ``padded_rows`` evenly over ``size`` ranks, of which only the first ``rows`` exist globally.
+
+    Returns (global shape, local shape, boxes); a rank that holds padding alone has no box.
+    """
+    assert padded_rows % size == 0 and padded_rows >= rows, (rows, padded_rows, size)
+    part = padded_rows // size
+    first = rank * part
+    real = min(rows, first + part) - first
+    boxes = (Box((first, 0), (0, 0), (real, columns)),) if real > 0 else ()
+    return (rows, columns), (part, columns), boxes
+
+
+def columns_box(
+    rows: int, columns: int, rank: int, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
+    """Split dim 1 of a ``[rows, columns]`` weight evenly over ``size`` ranks: (global shape, local shape, boxes)."""
+    assert columns % size == 0, (columns, size)
+    part = columns // size
+    return (rows, columns), (rows, part), (Box((0, rank * part), (0, 0), (rows, part)),)
+
+
+def flat_range_boxes(info: ParameterInfo, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
+    """Cut elements ``[start, stop)`` of the flattened local tensor into boxes.
+
+    Yields ``(box, begin, end)``: elements ``[begin, end)`` of the flattened local tensor, viewed as
+    ``box.shape``, are that box of the global tensor. A range of a 2-D tensor with one box gives at most three.
+    """
+    width = prod(info.local_shape[1:])
+    for box in info.boxes:
+        first = box.local_offset[0] * width
+        last = first + prod(box.shape)
+        begin, end = max(start, first), min(stop, last)
+        while begin < end:
+            row, column = divmod(begin, width)
+            # Whole rows in one box; a partial first or last row each in a box of its own.
+            rows = (end - begin) // width if column == 0 else 0
+            length = rows * width if rows else min(end, (row + 1) * width) - begin
+            yield _row_box(info, box, row, column, rows, length), begin, begin + length
+            begin += length
+
+
+def _row_box(info: ParameterInfo, box: Box, row: int, column: int, rows: int, length: int) -> Box:
+    global_row = box.global_offset[0] + row - box.local_offset[0]
+    if len(info.local_shape) == 1:
+        return Box((global_row,), (row,), (rows,))
+    assert len(info.local_shape) == 2, info.local_shape
+    shape = (rows, info.local_shape[1]) if rows else (1, length)
+    return Box((global_row, box.global_offset[1] + column), (row, column), shape)
+
+
+def empty_parameter(info: ParameterInfo, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """An uninitialised parameter of the local shape with its facts attached."""
+    return attach_info(nn.Parameter(torch.empty(info.local_shape, dtype=dtype, device=device)), info)

@@ -1,0 +1,141 @@
+"""The rank grid and its communicators: the only place that knows degrees and rank order.
+
+The grid is arithmetic over rank numbers; a process group is made when a communicator is first used, by its
+members alone, so a grid of 16,384 ranks costs nothing. (Llama 3 orders ranks [TP, CP, PP, DP] from the fastest
+link to the slowest: arXiv 2407.21783, section 3.3.2.)
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+
+from megatron.config.errors import ConfigError
+from megatron.core.communication import Communicator
+
+AXES = ("tp", "cp", "ep", "pp", "dp")
+DEFAULT_ORDER = "tp-cp-ep-pp-dp"
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """A grid of ranks with one size per axis.
+
+    The axis ``dp`` consists of ``dp_shard`` (neighbouring ranks, which may divide optimizer state among them)
+    and ``dp_replicate`` (``dp_replicas`` copies of such a group).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    dp_replicas: int = 1
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ConfigError(
+                f"--rank-order {self.order} must name each of {', '.join(AXES)} once, such as {DEFAULT_ORDER}."
+            )
+        assert self.dp % self.dp_replicas == 0, (self.dp, self.dp_replicas)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the grid."""
+        return prod(size for _, size in self._dimensions())
+
+    def _dimensions(self) -> list[tuple[str, int]]:
+        """(axis, size) from the fastest-varying to the slowest."""
+        dimensions = []
+        for axis in self.order.split("-"):
+            if axis == "dp":
+                dimensions += [("dp_shard", self.dp // self.dp_replicas), ("dp_replicate", self.dp_replicas)]
+            else:
+                dimensions.append((axis, getattr(self, axis)))
+        return dimensions
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of ``rank`` on every axis, ``dp`` and its two parts included."""
+        position = {}
+        rest = rank
+        for axis, size in self._dimensions():
+            rest, position[axis] = divmod(rest, size)
+        position["dp"] = position["dp_replicate"] * (self.dp // self.dp_replicas) + position["dp_shard"]
+        return position
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``axes`` alone, ascending along them."""
+        chosen = set(_expand(axes))
+        position = self.coordinates(rank)
+        offsets: list[range] = []
+        stride = 1
+        base = 0
+        for axis, size in self._dimensions():
+            if axis in chosen:
+                offsets.append(range(0, stride * size, stride))
+            else:
+                base += position[axis] * stride
+            stride *= size
+        return tuple(base + sum(steps) for steps in product(*reversed(offsets)))
+
+    def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
+        """Every group along ``axes``; together they partition the ranks."""
+        names = tuple(axes)
+        seen: set[int] = set()
+        for rank in range(self.world_size):
+            if rank not in seen:
+                members = self.group(rank, names)
+                seen.update(members)
+                yield members
+
+
+def _expand(axes: Iterable[str]) -> Iterator[str]:
+    for axis in axes:
+        assert axis in (*AXES, "dp_shard", "dp_replicate"), axis
+        yield from ("dp_shard", "dp_replicate") if axis == "dp" else (axis,)
+
+
+class Topology:
+    """One rank's place in the grid, its device, and the communicators along the axes."""
+
+    def __init__(self, grid: RankGrid, rank: int, device: torch.device) -> None:
+        self.grid = grid
+        self.rank = rank
+        self.device = device
+        self.coordinates = grid.coordinates(rank)
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
+
+    def communicator(self, *axes: str) -> Communicator:
+        """The communicator along ``axes`` that this rank belongs to; its process group is made on first use."""
+        ranks = self.grid.group(self.rank, axes)
+        if ranks not in self._communicators:
+            self._communicators[ranks] = Communicator(ranks, self.rank, name="x".join(axes))
+        return self._communicators[ranks]
+
+    @property
+    def tensor_parallel(self) -> Communicator:
+        """Ranks that share every layer."""
+        return self.communicator("tp")
+
+    @property
+    def data_parallel(self) -> Communicator:
+        """Ranks that hold the same part of the model and see different samples."""
+        return self.communicator("dp")
+
+    @property
+    def model_parallel(self) -> Communicator:
+        """Ranks that together hold one copy of the model."""
+        return self.communicator("tp", "pp")
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks."""
+        return self.communicator(*AXES)
+
+
+def single_process(device: torch.device | None = None) -> Topology:
+    """The topology of a run of one process."""
+    return Topology(RankGrid(), 0, device or torch.device("cpu"))

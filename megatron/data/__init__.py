@@ -1,0 +1,1 @@
+"""Data: tokenizers, indexed token files, sample order, datasets and loaders."""

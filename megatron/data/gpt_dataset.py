@@ -1,0 +1,328 @@
+"""Datasets of training samples: one split of one corpus, a blend of several, and synthetic data.
+
+Every dataset maps a sample index to a dict of NumPy arrays: ``tokens`` [s] int64, ``labels`` [s] int64 (the
+tokens one place on) and ``loss_mask`` [s] float32. A sample depends on the seed and its index alone.
+
+The order of samples is built once and kept on disk as ``.npy`` arrays, under a key that is the md5 of a JSON
+description of everything the order depends on. Keys and files are those of Megatron-LM.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config.errors import DataError
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.sample_order import (
+    SPLIT_NAMES,
+    SampleOrder,
+    blend_order,
+    build_sample_order,
+    exhaustive_blend_order,
+    normalize,
+    parse_split,
+    plan_epochs,
+    split_range,
+)
+
+Sample = dict[str, npt.NDArray[Any]]
+Description = dict[str, Any]
+_Arrays = dict[str, npt.NDArray[Any]]
+
+_MOCK_NOISE = 0.1  # share of mock tokens that are random
+_MOCK_STRIDES = 4
+
+
+class Dataset(Protocol):
+    """Samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What all corpora of a run have in common."""
+
+    seq_length: int
+    seed: int
+    split: str
+    """Weights of train, validation and test, as in ``--split``."""
+    tokenizer: Description | None = None
+    """Description of the tokenizer; part of the cache key."""
+    cache_directory: str | None = None
+    """Where orders are kept; None: nowhere."""
+    masked_token: int | None = None
+    """No loss where the input is this token (``--eod-mask-loss``: end-of-document)."""
+
+
+class GPTDataset:
+    """Samples of ``seq_length`` tokens from one split (0 train, 1 validation, 2 test) of one corpus.
+
+    Documents are shuffled, laid end to end and cut, for as many epochs as ``num_samples`` needs; all samples
+    of these epochs are there, so the length may exceed ``num_samples`` (None: one epoch). Raises
+    :class:`DataError` when samples are asked of a split that has not the tokens for one.
+    """
+
+    def __init__(
+        self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
+    ) -> None:
+        self._corpus = corpus
+        self._masked_token = settings.masked_token
+        split = SPLIT_NAMES[split_index]
+        split_matrix = parse_split(settings.split)
+        sequences = split_range(split_matrix[split_index], len(corpus))
+        tokens = int(corpus.sequence_lengths[slice(*sequences)].sum(dtype=np.int64))
+        if tokens <= settings.seq_length and num_samples:
+            raise DataError(_too_few_tokens(corpus.prefix, split, sequences, tokens, settings))
+        self.description: Description = {
+            "class": "GPTDataset",
+            "dataset_path": corpus.prefix,
+            "num_samples": num_samples,
+            "index_split": split,
+            "random_seed": settings.seed,
+            "sequence_length": settings.seq_length,
+            "split": settings.split,
+            "split_matrix": split_matrix,
+            "tokenizer": settings.tokenizer,
+        }
+        self.order = self._load_or_build_order(sequences, tokens, num_samples or None, settings)
+
+    def _load_or_build_order(
+        self, sequences: tuple[int, int], tokens: int, num_samples: int | None, settings: SampleSettings
+    ) -> SampleOrder:
+        plan = plan_epochs(tokens, settings.seq_length, num_samples)
+        shapes = {
+            "document_index": (plan.num_epochs * (sequences[1] - sequences[0]),),
+            "sample_index": (plan.num_samples + 1, 2),
+            "shuffle_index": (plan.num_samples,),
+        }
+
+        def build() -> _Arrays:
+            lengths, seq_length = self._corpus.sequence_lengths, settings.seq_length
+            return build_sample_order(
+                lengths, sequences, seq_length=seq_length, num_samples=num_samples, seed=settings.seed
+            )._asdict()
+
+        corpus_time = os.path.getmtime(f"{self._corpus.prefix}.idx")
+        return SampleOrder(
+            **load_or_build(
+                settings.cache_directory, self.description, shapes=shapes, newer_than=corpus_time, build=build
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self.order.shuffle_index)
+
+    def __getitem__(self, index: int) -> Sample:
+        return _sample(self._text(int(self.order.shuffle_index[index])), self._masked_token)
+
+    def _text(self, row: int) -> npt.NDArray[np.int64]:
+        """The s + 1 tokens from one row of the sample index up to and including the start of the next."""
+        (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
+        documents = self.order.document_index[first : last + 1].tolist()
+        if first == last:
+            return self._corpus.get(documents[0], offset, last_offset + 1 - offset).astype(np.int64)
+        parts = [self._corpus.get(documents[0], offset)]
+        parts += [self._corpus.get(document) for document in documents[1:-1]]
+        parts.append(self._corpus.get(documents[-1], 0, last_offset + 1))
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+
+
+class BlendedDataset:
+    """Samples from several datasets of one split, interleaved in proportion to ``weights``.
+
+    ``size`` None takes every sample of every dataset once, with weights proportional to their lengths.
+    Raises :class:`DataError` when a dataset is shorter than its part of the blend.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[GPTDataset],
+        weights: Sequence[float],
+        size: int | None,
+        split_index: int,
+        cache_directory: str | None = None,
+    ) -> None:
+        self._datasets = datasets
+        lengths = [len(dataset) for dataset in datasets]
+        self.description: Description = {
+            "class": "BlendedDataset",
+            "datasets": [dataset.description for dataset in datasets],
+            "split": SPLIT_NAMES[split_index],
+            "weights": lengths if size is None else normalize(weights),
+            "size": size,
+        }
+        total = sum(lengths) if size is None else size
+        arrays = load_or_build(
+            cache_directory,
+            self.description,
+            shapes={"dataset_index": (total,), "dataset_sample_index": (total,)},
+            newer_than=0.0,
+            build=lambda: self._build_order(lengths, size),
+        )
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+
+    def _build_order(self, lengths: list[int], size: int | None) -> _Arrays:
+        if size is None:
+            datasets, samples = exhaustive_blend_order(lengths)
+        else:
+            datasets, samples = blend_order(self.description["weights"], size)
+        served = np.bincount(datasets, minlength=len(lengths)).tolist()
+        for description, needed, available in zip(self.description["datasets"], served, lengths, strict=True):
+            if needed > available:
+                raise DataError(
+                    f"The blend takes {needed} samples of {description['dataset_path']}, which has "
+                    f"{available}: lower its weight in --data-path."
+                )
+        return {"dataset_index": datasets, "dataset_sample_index": samples}
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+
+
+class MockDataset:
+    """Synthetic samples, a pure function of (seed, split, index): noisy arithmetic progressions.
+
+    Each sample counts up modulo ``vocab_size`` from a random start by a random small stride, and every tenth
+    token or so is random: a model learns it within a few hundred steps, yet never to a loss of zero.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        seq_length: int,
+        vocab_size: int,
+        size: int,
+        *,
+        split_index: int = 0,
+        masked_token: int | None = None,
+    ) -> None:
+        self._seed = seed
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+        self._size = size
+        self._split_index = split_index
+        self._masked_token = masked_token
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
+        key = np.array([self._seed, index], dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, self._split_index]))
+        length = self._seq_length + 1
+        start, stride = random.integers(self._vocab_size), random.integers(1, _MOCK_STRIDES + 1)
+        text = (start + stride * np.arange(length, dtype=np.int64)) % self._vocab_size
+        noisy = random.random(length, dtype=np.float32) < _MOCK_NOISE
+        text[noisy] = random.integers(self._vocab_size, size=int(noisy.sum()))
+        return _sample(text, self._masked_token)
+
+
+def _sample(text: npt.NDArray[np.int64], masked_token: int | None) -> Sample:
+    """A sample from its s + 1 tokens."""
+    tokens = text[:-1]
+    loss_mask = np.ones(len(tokens), dtype=np.float32)
+    if masked_token is not None:
+        # Megatron-LM looks at the input: what follows an end of document cannot be predicted from it.
+        loss_mask[tokens == masked_token] = 0.0
+    return {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask}
+
+
+def _too_few_tokens(prefix: str, split: str, sequences: tuple[int, int], tokens: int, settings: SampleSettings) -> str:
+    return (
+        f"The {split} split of {prefix} has {tokens} tokens in {sequences[1] - sequences[0]} documents, but "
+        f"one sample needs {settings.seq_length + 1}: give it a larger share in --split {settings.split!r}, "
+        "use a shorter --seq-length, or ask for no samples of this split."
+    )
+
+
+def description_hash(description: Description) -> str:
+    """The cache key of a description: the md5 of its JSON text, in which the order of fields counts."""
+    return hashlib.md5(_description_text(description).encode(), usedforsecurity=False).hexdigest()
+
+
+def _description_text(description: Description) -> str:
+    return json.dumps(description, indent=4)
+
+
+def load_or_build(
+    directory: str | None,
+    description: Description,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    newer_than: float,
+    build: Callable[[], _Arrays],
+) -> _Arrays:
+    """The arrays named in ``shapes``: mapped from the cache, or built and written to it.
+
+    An entry counts only if its arrays have these shapes and are not older than the data (``newer_than``,
+    seconds since the epoch): the key names the data by path, and someone may have made them anew.
+    Processes that build at the same time write the same bytes, each file in one atomic step. Without a
+    ``directory`` nothing is kept.
+    """
+    if directory is None:
+        return build()
+    split = description.get("index_split") or description["split"]
+    stem = os.path.join(directory, f"{description_hash(description)}-{description['class']}-{split}")
+    cached = _load(stem, shapes, newer_than)
+    if cached is not None:
+        return cached
+    arrays = build()
+    try:
+        os.makedirs(directory, exist_ok=True)
+        _write_atomically(f"{stem}-description.txt", _description_text(description).encode())
+        for name, array in arrays.items():
+            _write_atomically(f"{stem}-{name}.npy", array)
+    except OSError as error:
+        raise DataError(
+            f"Cannot write the sample order to {directory} ({error.strerror or error}): give a writable "
+            "directory that all ranks share with --data-cache-path."
+        ) from error
+    return _load(stem, shapes, newer_than) or arrays
+
+
+def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -> _Arrays | None:
+    """The arrays of an entry, mapped, or None when there is none or it does not fit the data."""
+    arrays: _Arrays = {}
+    for name, shape in shapes.items():
+        path = f"{stem}-{name}.npy"
+        try:
+            if os.path.getmtime(path) < newer_than:
+                return None
+            array = np.load(path, mmap_mode=None if 0 in shape else "r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        if array.shape != shape:
+            return None
+        arrays[name] = array.view(np.ndarray)  # indexing a plain array is several times faster
+    return arrays
+
+
+def _write_atomically(path: str, content: bytes | npt.NDArray[Any]) -> None:
+    """Write a text or an array to a temporary file beside ``path``, then give it that name."""
+    temporary = f"{path}.{uuid.uuid4().hex[:8]}.incomplete"
+    try:
+        with open(temporary, "wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                np.save(file, content, allow_pickle=False)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)

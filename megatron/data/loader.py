@@ -1,0 +1,274 @@
+"""From flags to datasets, and from datasets to microbatches of tensors."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.config.data import DataConfig
+from megatron.config.errors import ConfigError, DataError
+from megatron.data.gpt_dataset import (
+    BlendedDataset,
+    Dataset,
+    Description,
+    GPTDataset,
+    MockDataset,
+    Sample,
+    SampleSettings,
+)
+from megatron.data.indexed_dataset import IndexedDataset, check_token_range
+from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize, parse_split
+
+Microbatch = dict[str, torch.Tensor]
+
+_MAX_CORPORA = 32_767  # the number of a corpus is stored as int16
+
+
+def parse_data_path(data_path: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
+    """Prefixes and their weights from ``--data-path``; weights None when only prefixes are given.
+
+    As in Megatron-LM, an even list whose every other word is a number is one of pairs. A corpus of weight 0
+    is left out.
+    """
+    if len(data_path) % 2:
+        return list(data_path), None
+    try:
+        weights = [float(word) for word in data_path[::2]]
+    except ValueError:
+        return list(data_path), None
+    if not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
+        raise ConfigError(f"--data-path has weights {weights}: they must not be negative, nor all zero.")
+    pairs = [(prefix, weight) for prefix, weight in zip(data_path[1::2], weights, strict=True) if weight > 0]
+    return [prefix for prefix, _ in pairs], [weight for _, weight in pairs]
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    vocab_size: int,
+    eod: int,
+    seed: int,
+    sample_counts: tuple[int, int, int],
+    tokenizer_description: Description | None,
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """The train, validation and test datasets for so many samples each; None where the count is 0.
+
+    ``vocab_size`` counts the ids that tokens may have. Builds the sample orders that are not cached yet, so
+    in a run of many processes one should call this before the others. Raises :class:`ConfigError` and
+    :class:`DataError`.
+    """
+    if data.seq_length is None:
+        raise ConfigError("--seq-length is required: give the tokens per sample.")
+    if not data.mock_data and not data.data_path:
+        raise ConfigError("There is no data: give --data-path, or --mock-data for synthetic samples.")
+    masked_token = eod if data.eod_mask_loss else None
+    build: Callable[[int, int], Dataset]
+    if data.mock_data:
+        build = partial(_build_mock, seed, data.seq_length, vocab_size, masked_token)
+    else:
+        settings = SampleSettings(
+            seq_length=data.seq_length,
+            seed=seed,
+            split=data.split,
+            tokenizer=tokenizer_description,
+            cache_directory=_cache_directory(data),
+            masked_token=masked_token,
+        )
+        prefixes, weights = parse_data_path(data.data_path)
+        build = partial(_build_split, _open_corpora(prefixes, data.mmap_bin_files, vocab_size), weights, settings)
+    train, valid, test = (build(index, count) if count else None for index, count in enumerate(sample_counts))
+    return train, valid, test
+
+
+def _build_mock(
+    seed: int, seq_length: int, vocab_size: int, masked_token: int | None, split_index: int, count: int
+) -> Dataset:
+    return MockDataset(seed, seq_length, vocab_size, count, split_index=split_index, masked_token=masked_token)
+
+
+def _cache_directory(data: DataConfig) -> str:
+    if data.data_cache_path is not None:
+        return data.data_cache_path
+    prefixes, _ = parse_data_path(data.data_path)
+    return os.path.join(os.path.dirname(prefixes[0]), "cache", "GPTDataset_indices")
+
+
+def _open_corpora(prefixes: list[str], mmap: bool, vocab_size: int) -> list[IndexedDataset]:
+    if len(prefixes) > _MAX_CORPORA:
+        raise ConfigError(f"--data-path names {len(prefixes)} corpora: blend at most {_MAX_CORPORA}.")
+    corpora = [IndexedDataset(prefix, mmap) for prefix in prefixes]
+    for corpus in corpora:
+        check_token_range(corpus, vocab_size, corpus.prefix)
+    return corpora
+
+
+def _build_split(
+    corpora: list[IndexedDataset],
+    weights: list[float] | None,
+    settings: SampleSettings,
+    split_index: int,
+    count: int,
+) -> Dataset:
+    if parse_split(settings.split)[split_index] is None:
+        raise DataError(
+            f"{count} samples of the {SPLIT_NAMES[split_index]} split are needed, but --split "
+            f"{settings.split!r} gives it nothing: give it a weight, or ask for no samples of it."
+        )
+    if weights is not None:
+        return _build_weighted(corpora, normalize(weights), split_index, count, settings)
+    if len(corpora) == 1:
+        return GPTDataset(corpora[0], split_index, count, settings)
+    return _build_proportional(corpora, split_index, count, settings)
+
+
+def _build_weighted(
+    corpora: list[IndexedDataset],
+    weights: list[float],
+    split_index: int,
+    count: int,
+    settings: SampleSettings,
+) -> BlendedDataset:
+    """A blend with given, normalised weights."""
+    targets, counts = blend_targets(weights, count)
+    size = sum(targets)
+    children = [GPTDataset(corpus, split_index, n, settings) for corpus, n in zip(corpora, counts, strict=True)]
+    # No corpus is ever a whole sample ahead of its share. Rounded-up targets can make the blend so much
+    # larger than asked that a share outgrows the surplus; such a corpus is built again, large enough.
+    if any(len(child) < math.ceil(weight * size) for child, weight in zip(children, weights, strict=True)):
+        served = np.bincount(blend_order(weights, size)[0], minlength=len(corpora)).tolist()
+        children = [
+            child if len(child) >= n else GPTDataset(corpus, split_index, n, settings)
+            for corpus, child, n in zip(corpora, children, served, strict=True)
+        ]
+    return BlendedDataset(children, weights, size, split_index, settings.cache_directory)
+
+
+def _build_proportional(
+    corpora: list[IndexedDataset], split_index: int, count: int, settings: SampleSettings
+) -> BlendedDataset:
+    """A blend without weights: each corpus in proportion to the samples that it has."""
+    children = [GPTDataset(corpus, split_index, None, settings) for corpus in corpora]
+    lengths = [float(len(child)) for child in children]
+    if not sum(lengths):
+        raise DataError(
+            f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[split_index]} split: "
+            f"give it a larger share in --split {settings.split!r}, or use a shorter --seq-length."
+        )
+    if count <= sum(lengths):
+        return BlendedDataset(children, lengths, count, split_index, settings.cache_directory)
+    # Megatron-LM would stop at the end of the first epoch; with the same weights made explicit it goes on.
+    used = [corpus for corpus, length in zip(corpora, lengths, strict=True) if length]
+    return _build_weighted(used, normalize([n for n in lengths if n]), split_index, count, settings)
+
+
+def microbatch_sample_indices(
+    start_sample: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+) -> list[int]:
+    """The samples of one rank in the microbatch that begins, over all ranks, with ``start_sample``."""
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
+    first = start_sample + data_parallel_rank * micro_batch_size
+    return list(range(first, first + micro_batch_size))
+
+
+def single_pass_microbatches(
+    num_samples: int,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[list[int]]:
+    """Sample indices of each microbatch of a rank, in order; an incomplete last one is dropped."""
+    chunk = micro_batch_size * data_parallel_size
+    for start in range(consumed_samples, num_samples - chunk + 1, chunk):
+        yield microbatch_sample_indices(start, micro_batch_size, data_parallel_rank, data_parallel_size)
+
+
+def cyclic_microbatches(
+    num_samples: int,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    seed: int = 0,
+) -> Iterator[list[int]]:
+    """Sample indices of each microbatch of a rank, without end, shuffled anew in every epoch.
+
+    Each rank owns one contiguous bucket of samples and permutes it with a generator seeded by ``seed`` +
+    epoch; seed 0 gives Megatron-LM's order. The buckets, and so the order, depend on the data-parallel size.
+    """
+    chunk = micro_batch_size * data_parallel_size
+    epoch_samples = num_samples - num_samples % chunk
+    if not epoch_samples:
+        raise DataError(
+            f"The dataset has {num_samples} samples, fewer than the {chunk} of one microbatch on all "
+            "data-parallel ranks: use a smaller --micro-batch-size or more data."
+        )
+    if consumed_samples % epoch_samples % chunk:
+        raise DataError(
+            f"--dataloader-type cyclic cannot resume at sample {consumed_samples} with microbatches of "
+            f"{chunk} samples over all data-parallel ranks: keep the --micro-batch-size and the "
+            "data-parallel size of the saved run."
+        )
+    bucket = epoch_samples // data_parallel_size
+    epoch, consumed_in_epoch = divmod(consumed_samples, epoch_samples)
+    start = consumed_in_epoch // data_parallel_size
+    while True:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(bucket, generator=generator) + data_parallel_rank * bucket
+        for first in range(start, bucket, micro_batch_size):
+            yield order[first : first + micro_batch_size].tolist()
+        epoch, start = epoch + 1, 0
+
+
+def build_loader(
+    dataset: Dataset,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int,
+    dataloader_type: Literal["single", "cyclic"] = "single",
+    seed: int = 0,
+    pin_memory: bool = False,
+) -> Iterator[Microbatch]:
+    """This rank's microbatches: ``tokens`` and ``labels`` [mbs, s] int64, ``loss_mask`` [mbs, s] float32.
+
+    ``num_workers`` 0 reads in this process. ``seed`` matters to cyclic order only. Asking for more than the
+    dataset has raises :class:`DataError`.
+    """
+    place = (len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+    cyclic = dataloader_type == "cyclic"
+    sampler = cyclic_microbatches(*place, seed) if cyclic else single_pass_microbatches(*place)
+    loader: DataLoader[Any] = DataLoader(
+        cast(Any, dataset),
+        batch_sampler=cast(Any, sampler),
+        collate_fn=_stack,
+        num_workers=num_workers,
+        worker_init_fn=_use_one_thread,
+        pin_memory=pin_memory,
+    )
+    return _raise_when_exhausted(loader, len(dataset))
+
+
+def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterator[Microbatch]:
+    yield from loader
+    raise DataError(
+        f"All {num_samples} samples of the dataset have been consumed: train for fewer iterations, or let "
+        "the run ask for more samples when it builds its datasets."
+    )
+
+
+def _stack(samples: list[Sample]) -> Microbatch:
+    """Samples [s] to a microbatch [mbs, s]."""
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+
+
+def _use_one_thread(worker: int) -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,277 @@
+"""In which order samples come out of a corpus, as Megatron-LM has it: pure functions over NumPy arrays.
+
+A corpus is a list of token sequences. Its split (train, validation or test) is a range of them. The
+*document index* lists the split's sequences for all epochs, shuffled; laid end to end they make one long
+stream of tokens. The *sample index* cuts the stream every ``seq_length`` tokens. The *shuffle index* says
+which cut is sample i. A blend then says which corpus serves each sample.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config.errors import ConfigError
+
+SPLIT_NAMES = ("train", "valid", "test")
+SplitMatrix = list[tuple[float, float] | None]
+
+# A last epoch of which less than this share is needed is shuffled apart, so that its few samples do not
+# come in between those of the earlier epochs.
+_LAST_EPOCH_APART_BELOW = 0.80
+
+_SURPLUS = 0.005  # blended corpora build this much more than their target
+_BLEND_SEGMENT = 2048  # steps of the blend order that are walked one after the other
+_MAX_BLEND_LANES = 4096  # segments that are walked side by side ...
+_MAX_BLEND_STATES = 1 << 20  # ... but no more lanes x corpora than this
+
+
+class EpochPlan(NamedTuple):
+    """How many epochs serve a number of samples."""
+
+    num_epochs: int
+    num_samples: int
+    """All whole samples of these epochs; at least as many as were asked for."""
+    samples_before_last_epoch: int
+    last_epoch_apart: bool
+    """The last epoch is shuffled by itself, after the others."""
+
+
+class SampleOrder(NamedTuple):
+    """The three index arrays of one split of one corpus, for n samples."""
+
+    document_index: npt.NDArray[np.int32]
+    """[epochs x sequences] sequence numbers."""
+    sample_index: npt.NDArray[Any]
+    """[n + 1, 2] position in the document index, and token offset there, of the stream's token k x s."""
+    shuffle_index: npt.NDArray[Any]
+    """[n] row of the sample index where sample i starts."""
+
+
+def parse_split(split: str) -> SplitMatrix:
+    """The share of a corpus that train, validation and test get: (start, end) in 0..1, None for an empty one.
+
+    ``969, 30, 1`` gives (0, .969), (.969, .999), (.999, 1). Missing weights are 0. Raises
+    :class:`ConfigError` on anything but one to three non-negative numbers.
+    """
+    parts = re.split(r"[\s,;:/]+", split.strip())
+    weights = [float(part) for part in parts if re.fullmatch(r"\d+\.?\d*|\.\d+", part)]
+    if len(weights) != len(parts) or len(weights) > 3 or sum(weights) <= 0:
+        raise ConfigError(
+            f"--split {split!r} must be one to three weights, not all of them zero, such as '969, 30, 1'."
+        )
+    shares = normalize(weights + [0.0] * (3 - len(weights)))
+    matrix: SplitMatrix = []
+    # The first start is the integer 0, because this matrix is part of a cache key.
+    start: float = 0
+    for share in shares:
+        end = start + share
+        matrix.append((start, end) if end > start else None)
+        start = end
+    return matrix
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """``weights`` divided by their sum."""
+    array = np.array(weights, dtype=np.float64)
+    return [float(share) for share in array / np.sum(array)]
+
+
+def split_range(bounds: tuple[float, float] | None, num_sequences: int) -> tuple[int, int]:
+    """The sequences [first, end) of a split with these bounds in a corpus of ``num_sequences``."""
+    if bounds is None:
+        return 0, 0
+    return round(bounds[0] * num_sequences), round(bounds[1] * num_sequences)
+
+
+def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> EpochPlan:
+    """The fewest epochs that hold ``num_samples`` samples (None: exactly one epoch).
+
+    A sample needs one token more than ``seq_length``, shared with its neighbour.
+    """
+    epochs = 1
+    if num_samples is not None:
+        epochs = -(-(num_samples * seq_length + 1) // tokens_per_epoch)
+    total = max(0, (epochs * tokens_per_epoch - 1) // seq_length)
+    if epochs == 1 or num_samples is None:
+        return EpochPlan(epochs, total, total, False)
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
+    per_epoch = (tokens_per_epoch - 1) // seq_length
+    apart = num_samples - before_last < int(_LAST_EPOCH_APART_BELOW * per_epoch)
+    return EpochPlan(epochs, total, before_last, apart)
+
+
+def build_sample_order(
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: tuple[int, int],
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+) -> SampleOrder:
+    """The order of samples in the sequences [first, end) of a corpus, for at least ``num_samples`` samples.
+
+    ``sequence_lengths`` [S] are those of the whole corpus; ``num_samples`` None means one epoch.
+    """
+    first, end = sequences
+    sequence_lengths = np.require(sequence_lengths, requirements="A")  # unaligned gathers are slow
+    tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
+    plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
+    # One generator for both shuffles: the second continues where the first stopped.
+    generator = np.random.RandomState(seed)
+    documents = build_document_index(sequences, plan.num_epochs, plan.last_epoch_apart, generator)
+    samples = build_sample_index(sequence_lengths, documents, seq_length, plan.num_samples)
+    first_part = plan.samples_before_last_epoch if plan.last_epoch_apart else plan.num_samples
+    return SampleOrder(documents, samples, build_shuffle_index(first_part, plan.num_samples, generator))
+
+
+def build_document_index(
+    sequences: tuple[int, int], num_epochs: int, last_epoch_apart: bool, generator: np.random.RandomState
+) -> npt.NDArray[np.int32]:
+    """The sequences [first, end), once per epoch, shuffled together; or the last epoch apart."""
+    if last_epoch_apart and num_epochs > 1:
+        before = build_document_index(sequences, num_epochs - 1, False, generator)
+        return np.concatenate((before, build_document_index(sequences, 1, False, generator)))
+    documents = np.tile(np.arange(*sequences, dtype=np.int32), num_epochs)
+    generator.shuffle(documents)
+    return documents
+
+
+def build_sample_index(
+    sequence_lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    seq_length: int,
+    num_samples: int,
+) -> npt.NDArray[Any]:
+    """Where token ``k * seq_length`` of the stream lies, for k in 0..num_samples: [num_samples + 1, 2].
+
+    int32, or int64 when the document index is too long for it.
+    """
+    dtype = np.int64 if len(document_index) > np.iinfo(np.int32).max else np.int32
+    rows = np.zeros((num_samples + 1, 2), dtype=dtype)
+    ends = np.cumsum(sequence_lengths[document_index], dtype=np.int64)
+    # The first document that ends behind the token holds it, so empty documents are passed over ...
+    targets = np.arange(1, num_samples + 1, dtype=np.int64) * seq_length
+    positions = np.searchsorted(ends, targets, side="right")
+    rows[1:, 0] = positions
+    rows[1:, 1] = targets - (ends[positions] - sequence_lengths[document_index[positions]])
+    # ... except by row 0, which stays (0, 0) even when the first document is empty.
+    return rows
+
+
+def build_shuffle_index(first_part: int, total: int, generator: np.random.RandomState) -> npt.NDArray[Any]:
+    """0..first_part shuffled, then first_part..total shuffled: [total] uint32, or int64 when too many."""
+    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
+    shuffled = np.arange(total, dtype=dtype)
+    generator.shuffle(shuffled[:first_part])
+    if first_part < total:
+        generator.shuffle(shuffled[first_part:])
+    return shuffled
+
+
+def blend_targets(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
+    """Samples that each corpus of a blend should serve, and the slightly more that it should build.
+
+    ``weights`` are normalised. Targets are rounded up, so their sum may exceed ``size``, by less than one per
+    corpus.
+    """
+    targets = [math.ceil(size * weight) for weight in weights]
+    return targets, [math.ceil(math.ceil(size * weight) * (1 + _SURPLUS)) for weight in weights]
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """Which corpus serves each of ``size`` samples, and with which of its own samples: [size] each.
+
+    At step k the corpus that is furthest behind its share, by weight * max(k, 1) - samples so far, is next;
+    ties go to the lowest.
+    """
+    return _greedy_order(np.array(weights, dtype=np.float64), size, None)
+
+
+def exhaustive_blend_order(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """As :func:`blend_order`, with weights proportional to ``sizes``, until every sample has served once."""
+    limits = np.array(sizes, dtype=np.float64)
+    return _greedy_order(limits / max(float(sum(sizes)), 1.0), sum(sizes), limits)
+
+
+def _greedy_order(
+    weights: npt.NDArray[np.float64], size: int, limits: npt.NDArray[np.float64] | None
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """The greedy order, computed in many places at once.
+
+    Each step depends on the one before, but the past is soon forgotten. So the order is cut in segments that
+    are walked side by side, each from a guess of its starting counts; then every segment whose guess differs
+    from the end of its predecessor is walked again from there, until none differs. The result is exactly
+    that of walking step by step: the first segment is right, and each one is consistent with the one before.
+    """
+    corpora = np.zeros(size, dtype=np.int16)
+    corpus_samples = np.zeros(size, dtype=np.int64)
+    counts = np.zeros(len(weights))
+    segment = max(1, min(_BLEND_SEGMENT, size))
+    block = segment * max(1, min(_MAX_BLEND_LANES, _MAX_BLEND_STATES // len(weights)))
+    for begin in range(0, size, block):
+        end = min(begin + block, size)
+        starts = np.arange(begin, end, segment)
+        picks, served, counts = _walk_until_consistent(weights, limits, starts, segment, counts)
+        corpora[begin:end] = picks.T.reshape(-1)[: end - begin]
+        corpus_samples[begin:end] = served.T.reshape(-1)[: end - begin]
+    return corpora, corpus_samples
+
+
+def _walk_until_consistent(
+    weights: npt.NDArray[np.float64],
+    limits: npt.NDArray[np.float64] | None,
+    starts: npt.NDArray[np.int64],
+    segment: int,
+    first_counts: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Picks and samples served, [segment, starts] each, and the counts [corpora] after the last segment."""
+    picks = np.empty((segment, len(starts)), dtype=np.int16)
+    served = np.empty((segment, len(starts)), dtype=np.int64)
+    counts = _guess_counts(weights, starts)
+    counts[0] = first_counts
+    ends = np.empty_like(counts)
+    stale = np.arange(len(starts))
+    while len(stale):
+        walked, samples, ends[stale] = _walk(weights, limits, starts[stale], segment, counts[stale])
+        picks[:, stale], served[:, stale] = walked, samples
+        stale = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
+        counts[stale] = ends[stale - 1]
+    return picks, served, ends[-1]
+
+
+def _guess_counts(weights: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Probable counts [steps, corpora]: shares rounded down, and the rest to the largest fractions."""
+    shares = steps[:, None] * weights
+    counts = np.floor(shares)
+    rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1, kind="stable")
+    counts += rank < (steps - counts.sum(axis=1))[:, None]
+    return counts
+
+
+def _walk(
+    weights: npt.NDArray[np.float64],
+    limits: npt.NDArray[np.float64] | None,
+    starts: npt.NDArray[np.int64],
+    segment: int,
+    counts: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Picks and samples served after each start, from ``counts`` [starts, corpora]; also the last counts."""
+    picks = np.empty((segment, len(starts)), dtype=np.int16)
+    served = np.empty((segment, len(starts)), dtype=np.int64)
+    lanes, steps = np.arange(len(starts)), starts.astype(np.float64)[:, None]
+    counts, error = counts.copy(), np.empty_like(counts)
+    for row in range(segment):
+        # Double precision and this order of operations are part of the format: ties decide.
+        np.multiply(weights, np.maximum(steps + row, 1.0), out=error)
+        error -= counts
+        if limits is not None:
+            error[counts >= limits] = -np.inf
+        pick = error.argmax(axis=1)
+        picks[row] = pick
+        served[row] = counts[lanes, pick]
+        counts[lanes, pick] += 1
+    return picks, served, counts

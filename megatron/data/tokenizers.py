@@ -1,0 +1,342 @@
+"""Tokenizers: text to token ids and back.
+
+No special token is ever parsed out of text: what looks like one in a document is ordinary text. Tokenizer
+files are read as data; nothing in them is unpickled or executed, and nothing is fetched.
+"""
+
+import base64
+import binascii
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.errors import ConfigError, DataError
+
+# Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Names by place behind the ordinary tokens; every other place is reserved.
+_LLAMA3_SPECIAL_TOKENS = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+# tiktoken's regular expressions overflow their stack on some 300,000 blanks in a row.
+_MAX_BLANK_RUN = 100_000
+_LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
+
+_END_OF_DOCUMENT_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
+_BEGIN_OF_DOCUMENT_NAMES = ("<s>", "<|begin_of_text|>", "<|startoftext|>")
+
+# The class that Megatron-LM puts into the keys of its sample-order caches, for every text tokenizer.
+_MEGATRON_TOKENIZER_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
+
+
+class Tokenizer(ABC):
+    """Maps text to ids in 0..vocab_size-1 and back."""
+
+    vocab_size: int
+    """Number of ids, special ones included."""
+    eod: int
+    """Id that ends a document."""
+    bos: int | None
+    """Id that begins a text, where the vocabulary has one. Never added by :meth:`tokenize`."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text, without any special ones around it."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several texts."""
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids. Raises :class:`DataError` on an id outside the vocabulary."""
+        ids = [int(token) for token in ids]
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(f"Token id {token} has no text: the vocabulary is 0..{self.vocab_size - 1}.")
+        return self._decode(ids)
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """The text of ids within the vocabulary."""
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model, such as Llama 2's ``tokenizer.model``; end of document is its ``</s>``.
+
+    SentencePiece writes a space as U+2581, so that one character of a text comes back as a space.
+    """
+
+    def __init__(self, path: str) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        content = _read_file(path)
+        self._processor = SentencePieceProcessor()
+        try:
+            loaded = self._processor.LoadFromSerializedProto(content)
+        except (RuntimeError, TypeError) as error:
+            raise DataError(_not_a(path, "a SentencePiece model")) from error
+        if not loaded or not self._processor.get_piece_size():
+            raise DataError(_not_a(path, "a SentencePiece model"))
+        self.vocab_size = int(self._processor.get_piece_size())
+        self.eod = int(self._processor.eos_id())
+        if self.eod < 0:
+            raise DataError(f"{path} has no end-of-sentence token to end documents with: use another model.")
+        bos = int(self._processor.bos_id())
+        self.bos = bos if bos >= 0 else None
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._processor.decode(ids)
+        return text
+
+
+Llama2Tokenizer = SentencePieceTokenizer
+
+
+class TikTokenizer(Tokenizer):
+    """Llama 3's ``tokenizer.model``: lines of a token in base64 and its rank, followed by special tokens."""
+
+    def __init__(self, path: str, num_special_tokens: int = 256) -> None:
+        import tiktoken
+
+        ranks = _parse_ranks(path)
+        specials = _llama3_special_tokens(len(ranks), num_special_tokens)
+        self._encoding = tiktoken.Encoding(
+            os.path.basename(path), pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = len(ranks) + num_special_tokens
+        self.bos = specials["<|begin_of_text|>"]
+        self.eod = specials["<|end_of_text|>"]
+
+    def tokenize(self, text: str) -> list[int]:
+        if len(text) <= _MAX_BLANK_RUN:
+            return self._encoding.encode_ordinary(text)
+        return [token for part in _cut_blank_runs(text) for token in self._encoding.encode_ordinary(part)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A ``tokenizer.json``, or a directory that holds one.
+
+    The end of a document is the ``eos_token`` of tokenizer_config.json or special_tokens_map.json beside it,
+    else one of the usual names.
+    """
+
+    def __init__(self, path: str) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        content = _read_file(path)
+        try:
+            self._tokenizer = FastTokenizer.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(_not_a(path, "a tokenizer.json")) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # "as text"
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _named_special_tokens(os.path.dirname(path))
+        eod = _first_known(vocabulary, named.get("eos_token"), _END_OF_DOCUMENT_NAMES)
+        if eod is None:
+            raise DataError(
+                f"{path} names no end-of-document token: put eos_token into tokenizer_config.json beside it."
+            )
+        self.eod = eod
+        self.bos = _first_known(vocabulary, named.get("bos_token"), _BEGIN_OF_DOCUMENT_NAMES)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(e.ids) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class NullTokenizer(Tokenizer):
+    """Text is ids 0..size-1 separated by blanks; one more id, ``size``, ends a document."""
+
+    def __init__(self, size: int) -> None:
+        self.vocab_size = size + 1
+        self.eod = size
+        self.bos = None
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(
+                f"NullTokenizer reads ids separated by blanks, but the text is {_excerpt(text)}: use another "
+                "--tokenizer-type."
+            ) from error
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"Token id {token} in the text is outside 0..{self.vocab_size - 1}: raise --vocab-size, "
+                    "or mend the text."
+                )
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the flags describe; :class:`ConfigError` or :class:`DataError` if there is none."""
+    config.check()
+    if config.tokenizer_type == "NullTokenizer":
+        assert config.vocab_size is not None  # check() has seen to it
+        if config.vocab_size < 1:
+            raise ConfigError(f"--vocab-size {config.vocab_size} must be positive.")
+        return NullTokenizer(config.vocab_size)
+    tokenizer = _build_from_file(config)
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        raise ConfigError(
+            f"--vocab-size {config.vocab_size} differs from the {tokenizer.vocab_size} ids of "
+            f"{config.tokenizer_model}: drop the flag."
+        )
+    return tokenizer
+
+
+def _build_from_file(config: TokenizerConfig) -> Tokenizer:
+    path = config.tokenizer_model or ""
+    match config.tokenizer_type:
+        case "SentencePieceTokenizer" | "Llama2Tokenizer":
+            return SentencePieceTokenizer(path)
+        case "TikTokenizer":
+            return TikTokenizer(path, config.tiktoken_num_special_tokens)
+        case "HuggingFaceTokenizer":
+            return HuggingFaceTokenizer(path)
+    raise ConfigError("A tokenizer is needed: give --tokenizer-type, and --tokenizer-model with its file.")
+
+
+def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
+    """What the keys of cached sample orders say of a tokenizer: as Megatron-LM does for the same flags."""
+    description: dict[str, str | None] = {
+        "class": _MEGATRON_TOKENIZER_CLASS,
+        "tokenizer_path": config.tokenizer_model,
+    }
+    match config.tokenizer_type:
+        case "NullTokenizer":
+            description |= {"tokenizer_path": None, "vocab_size": str((config.vocab_size or 0) + 1)}
+        case "SentencePieceTokenizer" | "Llama2Tokenizer":
+            description |= {"legacy": "False", "special_tokens": "None"}
+        case "TikTokenizer":
+            specials = str(config.tiktoken_num_special_tokens)
+            description |= {"num_special_tokens": specials, "special_tokens": "None"}
+        case "HuggingFaceTokenizer":
+            description |= {
+                "vocab_file": "None",
+                "merges_file": "None",
+                "additional_special_tokens": "[]",
+                "use_fast": "True",
+                "trust_remote_code": "False",
+                "include_special_tokens": "True",
+            }
+    return description
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist: give the tokenizer's file as --tokenizer-model.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): give the tokenizer's file.") from error
+
+
+def _not_a(path: str, kind: str) -> str:
+    return f"{path} is not {kind}: check that --tokenizer-model and --tokenizer-type belong together."
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _parse_ranks(path: str) -> dict[bytes, int]:
+    """Token bytes and ranks; the ranks must be 0..n-1."""
+    ranks: dict[bytes, int] = {}
+    try:
+        for line in _read_file(path).splitlines():
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(_not_a(path, "a file of base64 tokens and ranks")) from error
+    if not ranks or set(ranks.values()) != set(range(len(ranks))):
+        raise DataError(_not_a(path, "a complete file of base64 tokens and ranks"))
+    return ranks
+
+
+def _llama3_special_tokens(first_id: int, count: int) -> dict[str, int]:
+    """Names and ids of ``count`` special tokens from ``first_id``."""
+    if count <= max(_LLAMA3_SPECIAL_TOKENS):
+        raise ConfigError(
+            f"--tiktoken-num-special-tokens {count} leaves no room for Llama 3's: use 256, or at least "
+            f"{max(_LLAMA3_SPECIAL_TOKENS) + 1}."
+        )
+    reserved = (f"<|reserved_special_token_{number}|>" for number in range(count))
+    return {_LLAMA3_SPECIAL_TOKENS.get(place) or next(reserved): first_id + place for place in range(count)}
+
+
+def _cut_blank_runs(text: str) -> Iterator[str]:
+    """``text`` in parts, cut only inside very long runs of blanks."""
+    start = 0
+    for run in _LONG_BLANK_RUN.finditer(text):
+        for cut in range(run.start() + _MAX_BLANK_RUN, run.end(), _MAX_BLANK_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def _named_special_tokens(directory: str) -> dict[str, str]:
+    """Special tokens by role (``eos_token`` ...), from the files beside a tokenizer.json."""
+    named: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = os.path.join(directory, name)
+        if not os.path.exists(path):
+            continue
+        try:
+            content: Any = json.loads(_read_file(path))
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: mend it, or remove it.") from error
+        for role, token in content.items() if isinstance(content, dict) else ():
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                named[role] = token
+    return named
+
+
+def _first_known(vocabulary: dict[str, int], named: str | None, usual: Sequence[str]) -> int | None:
+    """The id of the named token, or else of the first of the usual ones that exists."""
+    for token in usual if named is None else (named, *usual):
+        if token in vocabulary:
+            return vocabulary[token]
+    return None

@@ -1,0 +1,160 @@
+"""Model FLOPs, the peak of a device, and the ratio of the two (MFU).
+
+MFU counts what the model needs, not what the hardware does: causal attention is counted at half of the full
+square, recomputed activations are not counted, and the peak is the dense one (without 2:4 sparsity).
+"""
+
+import re
+import time
+from collections.abc import Mapping
+
+import torch
+
+from megatron.core.ops.matmul import linear
+
+_LARGEST_PROBE = 4096
+
+
+def model_flops_per_token(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    num_attention_heads: int,
+    kv_channels: int,
+    num_query_groups: int,
+    vocab_size: int,
+    seq_length: int,
+) -> float:
+    """FLOPs of forward and backward per token of a Llama model.
+
+    Six per matmul parameter (two forward, four backward), counting the output head but neither the embedding
+    lookup nor the norms, plus ``6 L q s`` for causal attention, where q is the total query width: scores and
+    values take ``2 * 2 q s`` forward over the full square, half of it under the causal mask, three times that
+    with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the causal half.
+
+    Args:
+        kv_channels: width of one head.
+        num_query_groups: key/value heads.
+        vocab_size: rows of the output head.
+        seq_length: tokens per sequence.
+    """
+    query_width = num_attention_heads * kv_channels
+    key_value_width = num_query_groups * kv_channels
+    attention_parameters = hidden_size * (2 * query_width + 2 * key_value_width)
+    mlp_parameters = 3 * hidden_size * ffn_hidden_size
+    matmul_parameters = num_layers * (attention_parameters + mlp_parameters) + hidden_size * vocab_size
+    return 6.0 * matmul_parameters + 6.0 * num_layers * query_width * seq_length
+
+
+def achieved_tflops(tokens_per_s_per_gpu: float, flops_per_token: float) -> float:
+    """Model TFLOP/s of one device at a rate of tokens per second and device."""
+    return tokens_per_s_per_gpu * flops_per_token / 1e12
+
+
+def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak_tflops: float | None) -> float | None:
+    """Model FLOPs utilisation as a fraction of the dense peak; None when the peak is unknown."""
+    if peak_tflops is None:
+        return None
+    return achieved_tflops(tokens_per_s_per_gpu, flops_per_token) / peak_tflops
+
+
+_AMPERE_A100 = {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}
+_HOPPER_SXM = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
+_HOPPER_PCIE = {"bf16": 756.5, "fp16": 756.5, "fp8": 1513.0, "tf32": 378.0, "fp32": 51.2}
+_HOPPER_NVL = {"bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "tf32": 417.5, "fp32": 60.0}
+_HOPPER_H20 = {"bf16": 148.0, "fp16": 148.0, "fp8": 296.0, "tf32": 74.0, "fp32": 44.0}
+_BLACKWELL_B100 = {"bf16": 1750.0, "fp16": 1750.0, "fp8": 3500.0}
+_BLACKWELL_HGX = {"bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0, "tf32": 1125.0, "fp32": 75.0}
+_BLACKWELL_GRACE = {"bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0, "tf32": 1250.0, "fp32": 80.0}
+
+DENSE_PEAK_TFLOPS: tuple[tuple[str, Mapping[str, float]], ...] = (
+    (r"V100", {"fp16": 125.0, "fp32": 15.7}),
+    (r"A[18]00", _AMPERE_A100),
+    (r"A10G?\b", {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2}),
+    (r"L40S", {"bf16": 362.0, "fp16": 362.0, "fp8": 733.0, "tf32": 183.0, "fp32": 91.6}),
+    (r"H[12]00 NVL", _HOPPER_NVL),
+    (r"H[18]00.*(PCIe|HBM2e)", _HOPPER_PCIE),
+    (r"(H|GH)[128]00", _HOPPER_SXM),
+    (r"H20\b", _HOPPER_H20),
+    (r"GB[23]00", _BLACKWELL_GRACE),
+    (r"B[23]00", _BLACKWELL_HGX),
+    (r"B100", _BLACKWELL_B100),
+)
+"""Dense peak in TFLOP/s by precision, for the first pattern found in the device's name, from NVIDIA's data
+sheets (half of the figures they quote with sparsity). ``fp32`` is without tensor cores."""
+
+
+def device_peak_tflops(device_name: str, dtype: str) -> float | None:
+    """Dense peak of a GPU in TFLOP/s, or None where it is not known.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` gives it.
+        dtype: ``bf16``, ``fp16``, ``fp8``, ``tf32`` or ``fp32``.
+    """
+    if "MIG" in device_name:
+        return None  # a slice of a GPU: the whole one's peak would make MFU look absurdly low
+    for pattern, peaks in DENSE_PEAK_TFLOPS:
+        if re.search(rf"\b{pattern}", device_name):
+            return peaks.get(dtype)
+    return None
+
+
+_PROBE_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    # On a CPU, FP8 products are computed from wider numbers, so that no FP8 peak exists to measure.
+    "fp8": torch.bfloat16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def measured_peak_tflops(dtype: str, seconds: float = 0.25) -> float:
+    """Best rate in TFLOP/s of a square matrix product on this process's CPU threads.
+
+    The size doubles from 64 until one product takes a fair share of the time allowed, because the same
+    product takes microseconds in one precision and seconds in another; the fastest product counts.
+
+    Args:
+        dtype: precision of the run, as in :func:`device_peak_tflops`, or ``fp64``.
+        seconds: time allowed, kept to within one product.
+    """
+    deadline = time.perf_counter() + seconds
+    best, size = 0.0, 64
+    operand = torch.ones(size, size, dtype=_PROBE_DTYPES[dtype])
+    while True:
+        start = time.perf_counter()
+        linear(operand, operand)
+        end = time.perf_counter()
+        best = max(best, 2.0 * size**3 / (end - start) / 1e12)
+        if end >= deadline:
+            return best
+        # Twice the size takes eight times as long: grow while two such products would still fit.
+        if size < _LARGEST_PROBE and 16 * (end - start) < deadline - end:
+            size *= 2
+            operand = torch.ones(size, size, dtype=operand.dtype)
+
+
+def resolve_peak(
+    device_name: str | None,
+    dtype: str,
+    peak_tflops: float | None = None,
+) -> tuple[float | None, str]:
+    """The peak that MFU is measured against, and a sentence for the log that says where it comes from.
+
+    Args:
+        device_name: GPU name, or None on a CPU, whose peak is measured.
+        dtype: precision of the run: ``bf16``, ``fp16``, ``fp8``, ``tf32``, ``fp32`` or ``fp64``.
+        peak_tflops: value of ``--peak-tflops``, which outranks everything.
+    """
+    if peak_tflops is not None:
+        return peak_tflops, f"MFU is relative to {peak_tflops:g} TFLOP/s, given by --peak-tflops."
+    if device_name is None:
+        measured = measured_peak_tflops(dtype)
+        return measured, f"MFU is relative to {measured:.3g} TFLOP/s, measured on this CPU ({dtype} product)."
+    known = device_peak_tflops(device_name, dtype)
+    if known is None:
+        return None, f"MFU is not reported: no {dtype} peak of {device_name} is known; give --peak-tflops."
+    return known, f"MFU is relative to {known:g} TFLOP/s, the dense {dtype} peak of {device_name}."

@@ -1,0 +1,109 @@
+"""From a process started by torchrun (or alone) to a rank in the grid."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.errors import ConfigError, UserError
+from megatron.config.parallel import ParallelConfig
+from megatron.core.communication import Communicator
+from megatron.core.data_parallel.strategy import data_parallel_replicas
+from megatron.core.topology import RankGrid, Topology
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> "Process":
+        """What torchrun (or SLURM with its variables exported likewise) says; alone without it."""
+        return Process(
+            int(environment.get("RANK", 0)),
+            int(environment.get("LOCAL_RANK", 0)),
+            int(environment.get("WORLD_SIZE", 1)),
+        )
+
+
+def choose_device(wanted: str, process: Process) -> torch.device:
+    """The device of this process for ``--device``."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("--device cuda needs a GPU that torch can use, and there is none: use --device cpu.")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if process.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"{process.local_rank + 1} processes share this node but it has {torch.cuda.device_count()} GPUs: start "
+            "one process per GPU (torchrun --nproc-per-node)."
+        )
+    return torch.device("cuda", process.local_rank)
+
+
+def join(parallel: ParallelConfig, process: Process, device: torch.device) -> Topology:
+    """Join the other processes and take this one's place in the grid."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if process.world_size > 1:
+        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        if backend == "nccl" and device.type == "cpu":
+            raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or leave the flag out.")
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+            rank=process.rank,
+            world_size=process.world_size,
+            device_id=device if backend == "nccl" else None,
+        )
+    data_parallel_size = parallel.data_parallel_size(process.world_size)
+    grid = RankGrid(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        dp=data_parallel_size,
+        dp_replicas=data_parallel_replicas(parallel, data_parallel_size),
+        order=parallel.rank_order,
+    )
+    return Topology(grid, process.rank, device)
+
+
+def leave() -> None:
+    """Part from the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def together(world: Communicator, action: Callable[[], T], first: bool = False) -> T:
+    """Run ``action``, which communicates nothing, on every rank; if one fails, all do with its sentence.
+
+    With ``first`` rank 0 runs it before the others, to write files that they then read.
+    """
+    result: list[T] = []
+    for turn in (world.rank == 0, world.rank > 0) if first else (True,):
+        error: UserError | None = None
+        if turn:
+            try:
+                result.append(action())
+            except UserError as raised:
+                error = raised
+        for failure in world.all_gather_object(error):
+            if failure is not None:
+                raise failure
+    return result[0]
+
+
+def limit_threads(world_size: int, device: torch.device) -> None:
+    """Give each CPU rank its share of the cores, unless OMP_NUM_THREADS already says how many threads to use."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))

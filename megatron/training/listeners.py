@@ -1,0 +1,160 @@
+"""What listens to the training loop: metrics, evaluation, checkpoints, garbage collection."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.logging import LoggingConfig
+from megatron.training.flops import achieved_tflops, mfu
+from megatron.training.metrics import EvaluationRecord, IterationRecord
+from megatron.training.step import Microbatch, evaluate_batches
+from megatron.training.timers import combine, format_timer_report
+from megatron.training.trainer import IterationResult, Listener, Trainer, next_microbatch
+
+
+@dataclass
+class Metrics(Listener):
+    """Makes one record per ``--log-interval`` and hands it to every writer (on the writing rank)."""
+
+    config: LoggingConfig
+    train_iters: int
+    flops_per_token: float
+    peak_tflops: float | None
+    _pending: list[IterationResult] = field(default_factory=list)
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Collect, and report at the interval."""
+        self._pending.append(result)
+        iteration = trainer.state.progress.iteration
+        if iteration % self.config.log_interval == 0:
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        record = self._record(trainer, self._pending)
+        self._pending = []
+        for writer in trainer.writers:
+            writer.write_iteration(record)
+
+    def _record(self, trainer: Trainer, results: Sequence[IterationResult]) -> IterationRecord:
+        progress, last = trainer.state.progress, results[-1]
+        applied = [result.outcome for result in results if not result.outcome.is_skipped]
+        seconds = sum(result.seconds for result in results)
+        tokens = sum(result.global_batch_size for result in results) * trainer.seq_length
+        tokens_per_s = tokens / seconds / trainer.topology.grid.world_size
+        timers = trainer.topology.world.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
+        return IterationRecord(
+            iteration=progress.iteration,
+            train_iters=self.train_iters,
+            consumed_samples=progress.consumed_samples,
+            skipped_samples=progress.skipped_samples,
+            lm_loss=sum(outcome.loss for outcome in applied) / len(applied) if applied else None,
+            grad_norm=None if last.outcome.is_skipped else last.outcome.grad_norm,
+            learning_rate=last.learning_rate,
+            loss_scale=1.0,
+            global_batch_size=last.global_batch_size,
+            iteration_time_ms=seconds / len(results) * 1e3,
+            tokens_per_s_per_gpu=tokens_per_s,
+            tflops_per_gpu=achieved_tflops(tokens_per_s, self.flops_per_token),
+            mfu=mfu(tokens_per_s, self.flops_per_token, self.peak_tflops),
+            skipped=len(results) - len(applied),
+            nan_iterations=sum(not math.isfinite(result.outcome.loss) for result in results),
+            num_zeros=last.outcome.num_zeros,
+            params_norm=trainer.state.optimizer.weight_norm() if self.config.log_params_norm else None,
+            world_size=trainer.topology.grid.world_size,
+            timers=combine(timers, self.config.timing_log_option),
+            timer_report=format_timer_report(timers, self.config.timing_log_option),
+        )
+
+
+@dataclass
+class Evaluation(Listener):
+    """Evaluates every ``--eval-interval`` iterations, and the test split at the end of a complete run."""
+
+    interval: int | None
+    batches: int
+    microbatches_per_batch: int
+    validation: Iterator[Microbatch] | None
+    test: Iterator[Microbatch] | None
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Evaluate at the interval."""
+        if self.interval is not None and trainer.state.progress.iteration % self.interval == 0:
+            self.evaluate(trainer, "validation")
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Evaluate the test split, when the run came to its planned end."""
+        if trainer.state.progress.iteration >= trainer.stop.train_iters:
+            self.evaluate(trainer, "test")
+
+    def evaluate(self, trainer: Trainer, split: Literal["validation", "test"]) -> None:
+        """Report the loss over ``--eval-iters`` batches of a split, if it has data."""
+        source = self.validation if split == "validation" else self.test
+        if source is None:
+            return
+        count = self.batches * self.microbatches_per_batch
+        microbatches = (next_microbatch(source, trainer.topology.rank) for _ in range(count))
+        with trainer.timers("evaluation"):
+            topology = trainer.topology
+            loss = evaluate_batches(trainer.state.model, microbatches, topology.data_parallel, topology.device)
+        progress = trainer.state.progress
+        record = EvaluationRecord(
+            iteration=progress.iteration, consumed_samples=progress.consumed_samples, split=split, loss=loss.mean
+        )
+        for writer in trainer.writers:
+            writer.write_evaluation(record)
+
+
+@dataclass
+class Checkpoints(Listener):
+    """Saves every ``--save-interval`` iterations and whenever the loop ends."""
+
+    config: CheckpointConfig
+    say: Callable[[str], None]
+    _last_saved: int = -1
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Save at the interval."""
+        interval = self.config.save_interval
+        if interval is not None and trainer.state.progress.iteration % interval == 0:
+            self._save(trainer)
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Save what is not saved yet."""
+        if trainer.state.progress.iteration != self._last_saved:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self.config.save is None:
+            return
+        with trainer.timers("save-checkpoint"):
+            path = trainer.state.save(self.config)
+        self._last_saved = trainer.state.progress.iteration
+        self.say(f"saved checkpoint {path}")
+
+
+class GarbageCollection(Listener):
+    """Collects Python's garbage at the same iterations on every rank, so that none waits for another's pause."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        gc.disable()
+        gc.collect()
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Collect at the interval."""
+        if self._interval and trainer.state.progress.iteration % self._interval == 0:
+            gc.collect()
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Collect as usual again."""
+        gc.enable()
+
+
+def device_name(device: torch.device) -> str | None:
+    """The GPU's name; None on a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None

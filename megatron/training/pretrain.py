@@ -1,0 +1,41 @@
+"""Pretraining from flags to the last checkpoint."""
+
+from megatron.config.run import RunConfig
+from megatron.training.launch import Process, choose_device, join, leave, limit_threads
+from megatron.training.listeners import Evaluation
+from megatron.training.setup import build_trainer
+from megatron.training.stop import watch_signals
+from megatron.training.trainer import Trainer
+
+
+def pretrain(config: RunConfig, process: Process) -> None:
+    """Run this process's part of the training that ``config`` describes.
+
+    Raises :class:`~megatron.config.errors.UserError` for what the user can mend.
+    """
+
+    def say(text: str) -> None:
+        if process.rank == 0:
+            print(f"> {text}", flush=True)
+
+    device = choose_device(config.training.device, process)
+    limit_threads(process.world_size, device)
+    with watch_signals(config.training) as signals:
+        topology = join(config.parallel, process, device)
+        trainer = build_trainer(config, topology, signals, say)
+        try:
+            if config.validation.skip_train:
+                evaluate_only(trainer)
+            else:
+                say(f"stopped: {trainer.run()}")
+        finally:
+            trainer.close()
+        leave()
+
+
+def evaluate_only(trainer: Trainer) -> None:
+    """Evaluate the loaded weights on the validation and test splits (``--skip-train``)."""
+    for listener in trainer.listeners:
+        if isinstance(listener, Evaluation):
+            listener.evaluate(trainer, "validation")
+            listener.evaluate(trainer, "test")

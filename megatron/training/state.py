@@ -1,0 +1,185 @@
+"""The state of a run as a checkpoint holds it, in global names and coordinates, and its way back."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.checkpointing import load_checkpoint, read_state, read_tensor_shapes, save_checkpoint
+from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.errors import CheckpointError
+from megatron.config.model import LlamaConfig
+from megatron.config.optimizer import LearningRateConfig
+from megatron.core.model.llama import LlamaModel
+from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import info_of
+
+
+@dataclass
+class Progress:
+    """How far the run is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_samples: int = 0
+
+
+def model_tensors(model: LlamaModel) -> dict[str, Tensor]:
+    """The weights by global name."""
+    parameters = [(info_of(parameter), parameter.detach()) for parameter in model.parameters()]
+    return {f"model/{info.name}": BoxedTensor.from_parameter(info, tensor) for info, tensor in parameters}
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Master weights and moments by global name; a rank names only what it has a part of."""
+    return {
+        f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(state.info, state.tensor, state.start)
+        for state in optimizer.state()
+    }
+
+
+def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The random-number states of a rank. Nothing in Llama draws from them; a user's code may."""
+    states = {f"random/torch/rank_{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"random/cuda/rank_{rank}"] = torch.cuda.get_rng_state(device)
+    numbers: Any = np.random.get_state(legacy=False)["state"]
+    states[f"random/numpy/rank_{rank}"] = torch.from_numpy(np.append(numbers["key"].astype(np.int64), numbers["pos"]))
+    version, words, _ = random.getstate()
+    assert version == 3
+    states[f"random/python/rank_{rank}"] = torch.tensor(words, dtype=torch.int64)
+    return states
+
+
+def restore_random(states: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
+    """The inverse of :func:`random_tensors`."""
+    torch.set_rng_state(states[f"random/torch/rank_{rank}"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[f"random/cuda/rank_{rank}"], device)
+    numbers = states[f"random/numpy/rank_{rank}"].numpy()
+    np.random.set_state(("MT19937", numbers[:-1].astype(np.uint32), int(numbers[-1]), 0, 0.0))
+    random.setstate((3, tuple(states[f"random/python/rank_{rank}"].tolist()), None))
+
+
+@dataclass
+class RunState:
+    """Everything of a run that a checkpoint holds."""
+
+    model: LlamaModel
+    optimizer: Optimizer
+    schedule: LearningRateSchedule
+    learning_rate: LearningRateConfig
+    progress: Progress
+    rank: int
+    device: torch.device
+    flags: Mapping[str, Any]
+
+    def save(self, config: CheckpointConfig) -> Path:
+        """Save under ``--save``; all ranks call it."""
+        assert config.save is not None
+        tensors = model_tensors(self.model)
+        if config.save_optim:
+            tensors |= optimizer_tensors(self.optimizer)
+        if config.save_rng:
+            tensors |= random_tensors(self.rank, self.device)
+        state = {
+            **asdict(self.progress),
+            "optimizer_steps": self.optimizer.num_steps,
+            "has_master_weights": self.optimizer.has_master_weights,
+            "schedule": self.schedule.to_json(),
+            "architecture": asdict(self.model.config),
+            "flags": dict(self.flags),
+        }
+        return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state)
+
+    def load(self, config: CheckpointConfig) -> bool:
+        """Load from ``--load``; False when there is nothing to load. All ranks call it."""
+        assert config.load is not None
+        root = Path(config.load)
+        iteration = find_checkpoint(root, config.ckpt_step)
+        if iteration is None:
+            if config.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")
+            return False
+        shapes, state = read_tensor_shapes(root, iteration), read_state(root, iteration)
+        _check_architecture(self.model.config, state, root)
+        if not config.finetune:
+            self.schedule = settle_schedule(self.schedule, state["schedule"], self.learning_rate)
+        tensors = model_tensors(self.model)
+        with_optimizer = config.load_optim and not config.finetune
+        if with_optimizer:
+            tensors |= self._wanted_optimizer_tensors(shapes, root)
+        random_states = random_tensors(self.rank, self.device)
+        with_random = config.load_rng and not config.finetune and random_states.keys() <= shapes.keys()
+        if with_random:
+            tensors |= random_states
+        load_checkpoint(root, iteration, tensors)
+        if with_random:
+            restore_random(random_states, self.rank, self.device)
+        self._take_over(state, config, with_optimizer)
+        return True
+
+    def _wanted_optimizer_tensors(self, shapes: Mapping[str, object], root: Path) -> dict[str, Tensor]:
+        if not any(name.startswith("optimizer/") for name in shapes):
+            raise CheckpointError(
+                f"The checkpoint under {root} holds no optimizer state: add --no-load-optim to start it afresh."
+            )
+        wanted = optimizer_tensors(self.optimizer)
+        # A checkpoint of a run whose weights were as wide as its master weights has them once.
+        has_masters = any(name.startswith("optimizer/master/") for name in shapes)
+        return {name: t for name, t in wanted.items() if has_masters or not name.startswith("optimizer/master/")}
+
+    def _take_over(self, state: Mapping[str, Any], config: CheckpointConfig, with_optimizer: bool) -> None:
+        if with_optimizer and self.optimizer.has_master_weights and not state["has_master_weights"]:
+            self.optimizer.reload_master_weights()
+        if with_optimizer:
+            self.optimizer.num_steps = state["optimizer_steps"]
+        else:
+            self.optimizer.reload_master_weights()
+        if not config.finetune:
+            for field in ("iteration", "consumed_samples", "skipped_samples"):
+                setattr(self.progress, field, state[field])
+
+
+def _check_architecture(wanted: LlamaConfig, state: Mapping[str, Any], root: Path) -> None:
+    """Raise :class:`CheckpointError` naming every flag whose value differs from the checkpoint's."""
+    saved = state["architecture"]
+    # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
+    free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
+    different = [
+        f"--{name.replace('_', '-')} is {value} here and {saved[name]} there"
+        for name, value in asdict(wanted).items()
+        if name not in free and saved[name] != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"The checkpoint under {root} is of another model: {'; '.join(different)}. Give the flags it was trained "
+            "with, or another --load."
+        )
+
+
+def settle_schedule(
+    wanted: LearningRateSchedule, saved: Mapping[str, Any], config: LearningRateConfig
+) -> LearningRateSchedule:
+    """The schedule to resume with; raises :class:`CheckpointError` where flags and checkpoint differ undecided."""
+    if wanted.to_json() == saved or config.override_opt_param_scheduler:
+        return wanted
+    if config.use_checkpoint_opt_param_scheduler:
+        return LearningRateSchedule(**saved)
+    different = [
+        f"{name} {value} (checkpoint: {saved[name]})"
+        for name, value in wanted.to_json().items()
+        if saved[name] != value
+    ]
+    raise CheckpointError(
+        f"The learning-rate schedule of the flags differs from the checkpoint's, in samples: {', '.join(different)}. "
+        "Add --override-opt-param-scheduler to take the flags', or --use-checkpoint-opt-param-scheduler."
+    )

@@ -1,0 +1,72 @@
+"""When to stop, agreed among all ranks."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+from megatron.config.training import TrainingConfig
+from megatron.core.communication import Communicator
+
+
+@contextmanager
+def watch_signals(config: TrainingConfig) -> Iterator["SignalWatch"]:
+    """Note SIGINT and ``--exit-signal`` instead of dying of them; a second signal acts as usual."""
+    watch = SignalWatch()
+    names = ("SIGINT", config.exit_signal) if config.exit_signal_handler else ()
+    numbers = [signal.Signals[name] for name in names]
+    previous = {number: signal.signal(number, watch.note) for number in numbers}
+    watch.previous = dict(previous)
+    try:
+        yield watch
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class SignalWatch:
+    """Remembers the first signal."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self.previous: dict[signal.Signals, object] = {}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handler: remember, and give the signal its usual effect from now on."""
+        self.received = signal.Signals(number).name
+        signal.signal(number, self.previous[signal.Signals(number)])  # type: ignore[arg-type]
+
+
+@dataclass
+class StopConditions:
+    """Everything that ends a run."""
+
+    train_iters: int
+    config: TrainingConfig
+    signals: SignalWatch
+    world: Communicator
+    device: torch.device
+    started: float
+
+    def reason(self, iteration: int) -> str | None:
+        """Why to stop after ``iteration`` iterations, or None; the same on every rank."""
+        if iteration >= self.train_iters:
+            return "the run is complete"
+        if self.config.exit_interval is not None and iteration > 0 and iteration % self.config.exit_interval == 0:
+            return f"--exit-interval {self.config.exit_interval}"
+        # Clocks and signals differ between ranks, so the ranks agree on one answer.
+        flags = torch.tensor([self.signals.received is not None, self._is_time_up()], dtype=torch.int32)
+        got_signal, time_is_up = self.world.all_reduce(flags.to(self.device), "max").tolist()
+        if got_signal:
+            return f"signal {self.signals.received or 'on another rank'}"
+        if time_is_up:
+            return f"--exit-duration-in-mins {self.config.exit_duration_in_mins}"
+        return None
+
+    def _is_time_up(self) -> bool:
+        limit = self.config.exit_duration_in_mins
+        return limit is not None and time.monotonic() - self.started > limit * 60

@@ -1,0 +1,118 @@
+"""The training loop. It fires events; metrics, evaluation, checkpoints and the rest listen."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.config.errors import DataError, UserError
+from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.topology import Topology
+from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.metrics import MetricsWriter
+from megatron.training.state import RunState
+from megatron.training.step import Microbatch, StepOutcome, train_step
+from megatron.training.stop import StopConditions
+from megatron.training.timers import Timers
+
+
+class RankError(UserError):
+    """An error that only this rank knows of."""
+
+    is_local = True
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """What listeners are told of an iteration."""
+
+    outcome: StepOutcome
+    learning_rate: float
+    global_batch_size: int
+    seconds: float
+
+
+class Listener:
+    """Reacts to events; every method is called on all ranks."""
+
+    def on_iteration(self, trainer: "Trainer", result: IterationResult) -> None:
+        """After an iteration; ``trainer.state.progress`` counts it."""
+
+    def on_end(self, trainer: "Trainer", reason: str) -> None:
+        """When the loop is over, for whatever ``reason``."""
+
+
+@dataclass
+class Trainer:
+    """A run, ready to train."""
+
+    topology: Topology
+    state: RunState
+    data_parallel: DataParallel
+    batches: BatchSchedule
+    microbatches: Iterator[Microbatch]
+    stop: StopConditions
+    timers: Timers
+    listeners: Sequence[Listener]
+    writers: Sequence[MetricsWriter]
+    """The writers of metrics, on the rank that has them."""
+    seq_length: int
+    check_for_nan: bool
+    count_zeros: bool
+
+    def run(self) -> str:
+        """Train until a reason to stop, and return it."""
+        while (reason := self.stop.reason(self.state.progress.iteration)) is None:
+            result = self.train_one_iteration()
+            for listener in self.listeners:
+                listener.on_iteration(self, result)
+        for listener in self.listeners:
+            listener.on_end(self, reason)
+        return reason
+
+    def train_one_iteration(self) -> IterationResult:
+        """One global batch, one update."""
+        started = time.perf_counter()
+        progress = self.state.progress
+        batch_size = self.batches.global_batch_size(progress.consumed_samples)
+        learning_rate = self.state.schedule(progress.consumed_samples)
+        outcome = train_step(
+            self.state.model,
+            self.data_parallel,
+            self.state.optimizer,
+            self._take(self.batches.num_microbatches(progress.consumed_samples)),
+            expected_tokens=batch_size * self.seq_length,
+            learning_rate=learning_rate,
+            ranks=self.topology.data_parallel,
+            device=self.topology.device,
+            timers=self.timers,
+            count_zeros=self.count_zeros,
+        )
+        if outcome.is_skipped and self.check_for_nan:
+            raise UserError(
+                f"Iteration {progress.iteration + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}: "
+                "lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad skips such iterations."
+            )
+        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)
+        progress.consumed_samples += batch_size
+        progress.iteration += 1
+        return IterationResult(outcome, learning_rate, batch_size, time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Finish the writers; call it however the run ended."""
+        for writer in self.writers:
+            writer.close()
+
+    def _take(self, count: int) -> Iterator[Microbatch]:
+        """The next ``count`` microbatches of this rank."""
+        for _ in range(count):
+            with self.timers("batch-generator", level=2):
+                microbatch = next_microbatch(self.microbatches, self.topology.rank)
+            yield microbatch
+
+
+def next_microbatch(microbatches: Iterator[Microbatch], rank: int) -> Microbatch:
+    """The next microbatch; a fault in the data is this rank's own."""
+    try:
+        return next(microbatches)
+    except DataError as error:
+        raise RankError(f"rank {rank}: {error}") from error

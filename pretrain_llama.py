@@ -1,0 +1,31 @@
+#!/usr/bin/env python3
+"""Pretrain a Llama: parse the flags, check them, train. See ``--help``."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as ``arguments`` say; the exit code."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        config = parse_command_line(arguments, print_messages=rank == 0)
+        config.check(world_size)
+        # Only now: torch is not needed to explain a flag.
+        from megatron.training.launch import Process
+        from megatron.training.pretrain import pretrain
+
+        pretrain(config, Process.from_environment(os.environ))
+    except UserError as error:
+        if rank == 0 or error.is_local:
+            print(f"ERROR: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

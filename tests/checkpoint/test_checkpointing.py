@@ -1,0 +1,472 @@
+"""Saved by any ranks, loaded by any others, bit for bit; and when one rank fails, all know."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from math import ceil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron.checkpoint.checkpointing import (
+    load_checkpoint,
+    read_state,
+    read_tensor_shapes,
+    save_checkpoint,
+    spread_replicas,
+)
+from megatron.checkpoint.directory import find_checkpoint, list_checkpoints, new_saving_directory
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.storage import DTYPES, MANIFEST, write_safetensors
+from megatron.config.errors import CheckpointError
+from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
+
+WORLD_SIZE = 8
+SLICE_BYTES = 50  # of what is replicated, so that this small model is sliced too
+SAVED_AS = (2, 4)  # tensor-parallel x data-parallel
+LOADED_AS = [(1, 1), (2, 1), (1, 3), (4, 1), (2, 3), (2, 4), (1, 8)]
+
+# --- a small model in any layout, cut by plain tensor operations -------------------------------------------
+
+
+def truth(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The value of the global tensor ``name``: bits that no two elements share by chance."""
+    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(name.encode()))
+    return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def cut(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+    """The part of ``whole`` that tensor-parallel rank ``rank`` of ``size`` holds."""
+    if name == "qkv":
+        return torch.cat([section.chunk(size)[rank] for section in whole.split([8, 4, 4])])
+    if name == "proj":
+        return whole.chunk(size, dim=1)[rank]
+    return whole.chunk(size)[rank] if name == "embedding" else whole
+
+
+def facts(name: str, rank: int, size: int) -> ParameterInfo:
+    parts = {
+        "embedding": sharded_boxes([12], [6], rank, size),
+        "qkv": sharded_boxes([8, 4, 4], [6], rank, size),
+        "proj": columns_box(6, 8, rank, size),
+        "norm": ((6,), (6,), (Box((0,), (0,), (6,)),)),
+    }[name]
+    return ParameterInfo(name, *parts, None, True, name != "norm")
+
+
+NAMES = ["embedding", "qkv", "proj", "norm"]
+
+
+def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tuple[BoxedTensor, Tensor, Tensor]]:
+    """What ``rank`` holds of each tensor: (boxed, its memory, what that memory should be).
+
+    The weights (bf16) are replicated over data parallelism; master weights (fp32) and moments (fp64) are flat
+    ranges of one buffer that runs over all parameters, so a range begins and ends anywhere.
+    """
+    tensor_rank, data_rank = rank % tensor_parallel, rank // tensor_parallel
+    held = {}
+    infos = [facts(name, tensor_rank, tensor_parallel) for name in NAMES]
+    share = ceil(sum(torch.Size(info.local_shape).numel() for info in infos) / data_parallel)
+    first, last = data_rank * share, (data_rank + 1) * share
+    position = 0
+    for info in infos:
+        size = torch.Size(info.local_shape).numel()
+        start = min(max(first - position, 0), size)
+        stop = min(max(last - position, 0), size)
+        position += size
+        for kind, dtype in (("model", torch.bfloat16), ("master", torch.float32), ("moment", torch.float64)):
+            whole = truth(f"{kind}.{info.name}", info.global_shape, dtype)
+            local = cut(info.name, whole, tensor_rank, tensor_parallel)
+            expected = local.contiguous() if kind == "model" else local.flatten()[start:stop]
+            memory = torch.full_like(expected, -1)
+            if kind == "model":
+                boxed = BoxedTensor.from_parameter(info, memory)
+            else:
+                boxed = BoxedTensor.from_flat_range(info, memory, start)
+            held[f"{kind}.{info.name}"] = (boxed, memory, expected)
+    return held
+
+
+def global_shapes() -> dict[str, tuple[int, ...]]:
+    return {
+        f"{kind}.{name}": facts(name, 0, 1).global_shape for kind in ("model", "master", "moment") for name in NAMES
+    }
+
+
+# --- what the ranks do -------------------------------------------------------------------------------------
+
+
+def sentence(call: Callable[[], object]) -> str:
+    """The message of the :class:`CheckpointError` that ``call`` must raise."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def save_all(root: Path, rank: int) -> str:
+    tensors: dict[str, Tensor] = {"step": torch.tensor(17), f"rng/rank_{rank}": torch.full((5,), rank)}
+    for name, (boxed, memory, expected) in layout(*SAVED_AS, rank).items():
+        memory.copy_(expected)
+        tensors[name] = boxed
+    with mock.patch("megatron.checkpoint.checkpointing.SLICE_BYTES", SLICE_BYTES):
+        return save_checkpoint(root, 100, tensors, {"iteration": 100, "rank": rank}).name
+
+
+def load_as(root: Path, tensor_parallel: int, data_parallel: int, rank: int, group: dist.ProcessGroup) -> list[str]:
+    """The names of the tensors that came back other than they should."""
+    held = layout(tensor_parallel, data_parallel, rank)
+    step, generator = torch.tensor(0), torch.zeros(5, dtype=torch.int64)
+    own = f"rng/rank_{WORLD_SIZE - 1 - rank}"
+    tensors = {"step": step, own: generator, **{name: boxed for name, (boxed, _, _) in held.items()}}
+    state = load_checkpoint(root, 100, tensors, group)
+    wrong = [name for name, (_, memory, expected) in held.items() if not torch.equal(memory, expected)]
+    wrong += ["state"] * (state != {"iteration": 100, "rank": 0})
+    wrong += ["step"] * (step.item() != 17)
+    wrong += [own] * (generator.tolist() != [WORLD_SIZE - 1 - rank] * 5)
+    return wrong
+
+
+def dtensor_and_boxes(root: Path, rank: int) -> list[bool]:
+    """A DTensor, uneven over the ranks, goes into a file and comes back as a DTensor and as boxes."""
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    whole = truth("uneven", (10, 3), torch.float32)
+    root = root / "dtensor"
+    save_checkpoint(root, 1, {"uneven": distribute_tensor(whole, mesh, [Shard(0)])}, {})
+    sharded, plain = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]), torch.zeros(10, 3)
+    load_checkpoint(root, 1, {"uneven": sharded})
+    load_checkpoint(root, 1, {"uneven": plain})
+    return [torch.equal(sharded.full_tensor(), whole), torch.equal(plain, whole)]
+
+
+def save_where_one_rank_cannot_write(root: Path, rank: int) -> str:
+    def spoiled(root: Path, iteration: int) -> Path:
+        directory = new_saving_directory(root, iteration)
+        (directory / "rank_00005.safetensors").mkdir()
+        return directory
+
+    tensors = {f"of/rank_{rank}": torch.zeros(3)}
+    with mock.patch("megatron.checkpoint.checkpointing.new_saving_directory", spoiled):
+        return sentence(lambda: save_checkpoint(root, 200, tensors, {}))
+
+
+def save_where_nobody_can(root: Path, rank: int) -> str:
+    return sentence(lambda: save_checkpoint(root / "iter_0000100" / MANIFEST / "x", 1, {"x": torch.zeros(1)}, {}))
+
+
+def load_where_one_rank_is_another_model(root: Path, rank: int) -> str:
+    wanted = torch.zeros(7 if rank == 3 else 6, dtype=torch.bfloat16)
+    return sentence(lambda: load_checkpoint(root, 100, {"model.norm": wanted}))
+
+
+def load_what_was_not_saved(root: Path, rank: int) -> str:
+    return sentence(lambda: load_checkpoint(root, 100, {"a": torch.zeros(1), "b": torch.zeros(1)}))
+
+
+def load_from_a_broken_file(root: Path, rank: int) -> str:
+    """Only the rank that needs the broken file meets it."""
+    broken = root / "broken" / "iter_0000100"
+    if rank == 0:
+        shutil.copytree(root / "iter_0000100", broken)
+        os.truncate(broken / "rank_00006.safetensors", 100)
+    dist.barrier()
+    return sentence(lambda: load_checkpoint(root / "broken", 100, {f"rng/rank_{rank}": torch.zeros(5).long()}))
+
+
+def save_with_a_hole(root: Path, rank: int) -> str:
+    pieces = [] if rank == 4 else [((rank,), torch.zeros(1))]
+    boxed = BoxedTensor.from_pieces((WORLD_SIZE,), torch.float32, pieces)
+    try:
+        save_checkpoint(root, 300, {"holey": boxed}, {})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+FAILURES = [
+    save_where_one_rank_cannot_write,
+    save_where_nobody_can,
+    load_where_one_rank_is_another_model,
+    load_what_was_not_saved,
+    load_from_a_broken_file,
+    save_with_a_hole,
+]
+
+
+def work(rank: int, root: Path) -> None:
+    """All that the ranks do, one after the other; what each found goes into a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(root / "store"), WORLD_SIZE)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60))
+    found: dict[str, object] = {"save": save_all(root, rank)}
+    for tensor_parallel, data_parallel in LOADED_AS:
+        size = tensor_parallel * data_parallel
+        # Groups that do not begin with rank 0, where they can.
+        first = min(1, WORLD_SIZE - size)
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= rank < first + size:
+            assert isinstance(group, dist.ProcessGroup)
+            found[f"{tensor_parallel}x{data_parallel}"] = load_as(
+                root, tensor_parallel, data_parallel, rank - first, group
+            )
+    found["dtensor"] = dtensor_and_boxes(root, rank)
+    for failure in FAILURES:
+        found[failure.__name__] = failure(root, rank)
+    (root / f"found_{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which eight ranks saved, loaded and failed."""
+    root = tmp_path_factory.mktemp("ranks")
+    # One process imports torch, and the ranks are forked from it: much quicker than eight imports.
+    torch.multiprocessing.set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
+        work, args=(root,), nprocs=WORLD_SIZE, start_method="forkserver"
+    )
+    return root
+
+
+def found(root: Path, what: str) -> list[object]:
+    """What each rank that took part found."""
+    records = [json.loads((root / f"found_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    return [record[what] for record in records if what in record]
+
+
+# --- ranks together ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tensor_parallel", "data_parallel"), LOADED_AS)
+def test_any_layout_loads_what_another_saved(root: Path, tensor_parallel: int, data_parallel: int) -> None:
+    ranks = tensor_parallel * data_parallel
+    assert found(root, f"{tensor_parallel}x{data_parallel}") == [[]] * ranks
+
+
+def test_one_process_without_distributed_loads_it_too(root: Path) -> None:
+    held = layout(1, 1, 0)
+    load_checkpoint(root, 100, {name: boxed for name, (boxed, _, _) in held.items()})
+    assert all(torch.equal(memory, expected) for _, memory, expected in held.values())
+
+
+def test_every_element_is_on_disk_once(root: Path) -> None:
+    manifest = json.loads((root / "iter_0000100" / MANIFEST).read_text())
+    for name, shape in global_shapes().items():
+        times = torch.zeros(shape, dtype=torch.int64)
+        for chunk in manifest["tensors"][name]["chunks"]:
+            place = tuple(slice(at, at + size) for at, size in zip(chunk["offset"], chunk["shape"]))
+            times[place] += 1
+        assert (times == 1).all(), name
+    assert {name for name in manifest["tensors"] if name.startswith("rng/")} == {
+        f"rng/rank_{rank}" for rank in range(WORLD_SIZE)
+    }
+
+
+def test_ranks_write_about_equally_much(root: Path) -> None:
+    manifest = json.loads((root / "iter_0000100" / MANIFEST).read_text())
+    written = dict.fromkeys(manifest["files"], 0)
+    for tensor in manifest["tensors"].values():
+        for chunk in tensor["chunks"]:
+            written[chunk["file"]] += torch.Size(chunk["shape"]).numel() * DTYPES[tensor["dtype"]].itemsize
+    assert len(written) == WORLD_SIZE
+    assert max(written.values()) - min(written.values()) <= SLICE_BYTES
+
+
+def test_dtensors_and_boxes_read_each_other(root: Path) -> None:
+    assert found(root, "dtensor") == [[True, True]] * WORLD_SIZE
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (
+            save_where_one_rank_cannot_write,
+            r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away",
+        ),
+        (save_where_nobody_can, r"Rank 0: Cannot write .*Not a directory.*choose another directory"),
+        (
+            load_where_one_rank_is_another_model,
+            r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this",
+        ),
+        (load_what_was_not_saved, r"^The checkpoint has no a \(nor 1 others\): it is of another model"),
+        (load_from_a_broken_file, r"Rank 6: .*rank_00006.safetensors has 100 bytes but was written with"),
+        (save_with_a_hole, r"invalid fill tensor-volume|Failed to validate global plan"),
+    ],
+)
+def test_all_ranks_learn_of_a_failure(root: Path, failure: Callable[[Path, int], str], told: str) -> None:
+    sentences = found(root, failure.__name__)
+    assert len(sentences) == WORLD_SIZE
+    assert len(set(sentences)) == 1
+    assert isinstance(sentences[0], str)
+    assert re.search(told, sentences[0]), sentences[0]
+
+
+def test_a_failed_save_leaves_nothing_behind(root: Path) -> None:
+    assert list_checkpoints(root) == [100]
+    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "100"
+
+
+# --- one process -------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_not_asked_for_stay_where_they_are(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"a": torch.ones(2), "b": torch.ones(3)}, {})
+    b = torch.zeros(3)
+    load_checkpoint(tmp_path, 1, {"b": b})
+    assert b.sum() == 3
+
+
+def test_shapes_and_state_are_read_without_tensors(tmp_path: Path) -> None:
+    directory = save_checkpoint(tmp_path, 1, {"a": torch.ones(2, 3), "s": torch.tensor(1)}, {"iteration": 1})
+    assert read_tensor_shapes(tmp_path, 1) == {"a": (2, 3), "s": ()}
+    assert read_state(tmp_path, 1) == {"iteration": 1}
+    assert directory == tmp_path / "iter_0000001"
+    with pytest.raises(CheckpointError, match="iter_0000002 is not a checkpoint"):
+        read_state(tmp_path, 2)
+
+
+def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(3, 2)
+    expected = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    save_checkpoint(tmp_path, 1, dict(linear.named_parameters()), {})
+    with torch.no_grad():
+        linear.weight.zero_()
+    load_checkpoint(tmp_path, 1, dict(linear.named_parameters()))
+    assert torch.equal(linear.weight, expected["weight"])
+    assert linear.weight.requires_grad and linear.weight.grad_fn is None
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float64])
+def test_floating_point_is_converted(tmp_path: Path, saved: torch.dtype, wanted: torch.dtype) -> None:
+    value = torch.linspace(-3, 3, 50, dtype=torch.float64).to(saved)
+    save_checkpoint(tmp_path, 1, {"x": value}, {})
+    loaded = torch.zeros(50, dtype=wanted)
+    load_checkpoint(tmp_path, 1, {"x": loaded})
+    assert torch.equal(loaded, value.to(wanted))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (
+            {"x": torch.zeros(4, 2)},
+            r"x is \[2, 4\] in the checkpoint but \[4, 2\] in this model: give the flags",
+        ),
+        (
+            {"x": torch.zeros(2, 4).int()},
+            r"x is torch.float32 in the checkpoint but torch.int32 in this model",
+        ),
+        ({"x": torch.zeros(8), "y": torch.zeros(1)}, r"but \[8\] in this model \(and 1 others differ\)"),
+        ({"z": torch.zeros(1)}, r"The checkpoint has no z: it is of another model"),
+    ],
+)
+def test_another_model_is_refused_with_the_difference(tmp_path: Path, wanted: dict[str, Tensor], told: str) -> None:
+    save_checkpoint(tmp_path, 1, {"x": torch.ones(2, 4), "y": torch.ones(5)}, {})
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(tmp_path, 1, wanted)
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        save_checkpoint(tmp_path, 1, {"x": torch.tensor(value)}, {"value": value})
+    loaded = torch.tensor(0.0)
+    assert load_checkpoint(tmp_path, 1, {"x": loaded}) == {"value": 2.0}
+    assert loaded == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize("pieces", [[], [((0,), torch.zeros(2))]], ids=["no rank has any of it", "a part is missing"])
+def test_a_tensor_that_is_not_all_there_is_not_saved(tmp_path: Path, pieces: list[tuple[tuple[int], Tensor]]) -> None:
+    with pytest.raises(RuntimeError, match="of holey"):
+        save_checkpoint(tmp_path, 1, {"holey": BoxedTensor.from_pieces((3,), torch.float32, pieces)}, {})
+    assert find_checkpoint(tmp_path) is None
+
+
+def test_what_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="int"):
+        save_checkpoint(tmp_path, 1, {"x": 3}, {})  # type: ignore[dict-item]
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_stays_one_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    def interrupted(path: Path, tensors: dict[str, Tensor]) -> int:
+        write_safetensors(path, tensors)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch("megatron.checkpoint.storage.write_safetensors", interrupted),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        save_checkpoint(tmp_path, 1, {"x": torch.zeros(3)}, {})
+    assert os.listdir(tmp_path) == []
+
+
+# --- who writes what ---------------------------------------------------------------------------------------
+
+
+def plan(tensors: dict[str, Tensor]) -> SavePlan:
+    items = []
+    for name, tensor in tensors.items():
+        boxed = tensor if isinstance(tensor, BoxedTensor) else BoxedTensor.from_whole(tensor)
+        items += boxed.__create_write_items__(name, boxed)
+    return SavePlan(items)
+
+
+def bytes_of(plan: SavePlan) -> int:
+    data = [item.tensor_data for item in plan.items]
+    return sum(d.chunk.sizes.numel() * d.properties.dtype.itemsize for d in data if d is not None)
+
+
+def test_replicas_go_first_to_the_ranks_with_little_of_their_own() -> None:
+    replicated = {f"layer_{number}": torch.zeros(100) for number in range(6)}
+    plans = [
+        plan({**replicated, "mine": torch.zeros(300)}),
+        plan(replicated),
+        plan({"only_here": torch.zeros(10), **replicated}),
+    ]
+    assert [bytes_of(spread) for spread in spread_replicas(plans)] == [4 * 300, 4 * 300, 4 * 310]
+
+
+def test_pieces_weigh_what_they_hold_and_not_their_whole_tensor() -> None:
+    def piece(size: int) -> BoxedTensor:
+        return BoxedTensor.from_pieces((1000,), torch.float32, [((0,), torch.zeros(size))])
+
+    replicated: dict[str, Tensor] = {"small": piece(10), "also": piece(10), "large": piece(20)}
+    assert [bytes_of(spread) for spread in spread_replicas([plan(replicated)] * 2)] == [80, 80]
+
+
+def test_a_large_replica_is_cut_for_all_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.checkpoint.checkpointing.SLICE_BYTES", 100)
+    rows = {"embedding": torch.zeros(20, 10)}
+    assert [bytes_of(spread) for spread in spread_replicas([plan(rows)] * 4)] == [200] * 4
+    # What only one rank has stays whole, and a row is never cut.
+    assert [len(spread.items) for spread in spread_replicas([plan(rows), plan({})])] == [1, 0]
+    assert sum(len(spread.items) for spread in spread_replicas([plan({"wide": torch.zeros(2, 1000)})] * 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (torch.zeros(3), torch.zeros(4)),
+        (torch.zeros(3), torch.zeros(3).int()),
+        (torch.zeros(3), BoxedTensor.from_pieces((3,), torch.float32, [((0,), torch.zeros(2))])),
+    ],
+    ids=["shape", "dtype", "piece"],
+)
+def test_ranks_that_disagree_about_a_tensor_are_refused(left: Tensor, right: Tensor) -> None:
+    with pytest.raises(AssertionError):
+        spread_replicas([plan({"x": left}), plan({"x": right})])

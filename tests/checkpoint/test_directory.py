@@ -1,0 +1,238 @@
+"""Which checkpoint is found, and what a crash in the middle of a commit leaves."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron.checkpoint.directory import (
+    TRACKER,
+    commit,
+    find_checkpoint,
+    iteration_directory,
+    list_checkpoints,
+    locate_checkpoint,
+    new_saving_directory,
+    remove_checkpoint,
+)
+from megatron.checkpoint.storage import MANIFEST, Manifest, encode_manifest, read_manifest
+from megatron.config.errors import CheckpointError
+
+
+def write(root: Path, iteration: int, label: str = "") -> None:
+    """Save a checkpoint without tensors, whose state is ``label``."""
+    saving = new_saving_directory(root, iteration)
+    (saving / "rank_00000.safetensors").write_text(label)
+    (saving / MANIFEST).write_text(encode_manifest(Manifest(Metadata({}), {"label": label})))
+    commit(saving, root, iteration)
+
+
+def label(root: Path, iteration: int) -> str:
+    """The label of the checkpoint that a reader finds; its file must be there too."""
+    directory = locate_checkpoint(root, iteration)
+    text: str = read_manifest(directory).state["label"]
+    assert (directory / "rank_00000.safetensors").read_text() == text
+    return text
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_layout(tmp_path: Path) -> None:
+    root = tmp_path / "new" / "root"
+    write(root, 100)
+    assert names(root) == ["iter_0000100", TRACKER]
+    assert (root / TRACKER).read_text() == "100"
+    assert iteration_directory(root, 12_345_678).name == "iter_12345678"
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_nothing_saved_yet_is_a_fresh_start(tmp_path: Path, make: bool) -> None:
+    root = tmp_path / "root"
+    if make:
+        root.mkdir()
+        (root / "notes.txt").touch()
+    assert find_checkpoint(root) is None
+    assert list_checkpoints(root) == []
+
+
+@pytest.mark.parametrize("tracker", ["", "garbage", "\x00\x00", "10", "99999", "-1", "release", None])
+def test_whatever_the_tracker_says_the_newest_readable_directory_wins(tmp_path: Path, tracker: str | None) -> None:
+    for iteration in (10, 9, 200):
+        write(tmp_path, iteration)
+    if tracker is None:
+        (tmp_path / TRACKER).unlink()
+    else:
+        (tmp_path / TRACKER).write_text(tracker)
+    assert find_checkpoint(tmp_path) == 200
+    assert list_checkpoints(tmp_path) == [9, 10, 200]
+
+
+def test_an_unreadable_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "iter_0000002" / MANIFEST).write_text("{")
+    assert find_checkpoint(tmp_path) == 1
+    assert list_checkpoints(tmp_path) == [1]
+    assert "iteration 2" in caplog.text and "damaged" in caplog.text
+    assert "iter_0000002" in names(tmp_path)
+
+
+def test_a_requested_step_is_taken_or_refused_with_what_there_is(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        write(tmp_path, iteration)
+    assert find_checkpoint(tmp_path, 10) == 10
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 15; it has: 10, 20"):
+        find_checkpoint(tmp_path, 15)
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 15; it has: none"):
+        find_checkpoint(tmp_path / "elsewhere", 15)
+    (tmp_path / "iter_0000020" / MANIFEST).write_text("")
+    with pytest.raises(CheckpointError, match=r"iter_0000020/manifest\.json is damaged"):
+        find_checkpoint(tmp_path, 20)
+
+
+@pytest.mark.parametrize("spoil", ["empty manifest", "no manifest", "no directory"])
+def test_the_loss_of_all_checkpoints_is_not_a_fresh_start(tmp_path: Path, spoil: str) -> None:
+    write(tmp_path, 1)
+    manifest = tmp_path / "iter_0000001" / MANIFEST
+    if spoil == "empty manifest":
+        manifest.write_text("")
+    else:
+        manifest.unlink()
+    if spoil == "no directory":
+        (tmp_path / "iter_0000001").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="holds no readable checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_root_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "root").touch()
+    with pytest.raises(CheckpointError, match="root"):
+        find_checkpoint(tmp_path / "root")
+    with pytest.raises(CheckpointError, match="root"):
+        new_saving_directory(tmp_path / "root", 1)
+
+
+def test_the_next_save_clears_leftovers_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    for leftover in (".iter_0000002.saving-0123abcd", ".iter_0000001.replaced-0123abcd"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "rank_00000.safetensors").touch()
+    (tmp_path / f".{TRACKER}.saving-0123abcd").touch()
+    (tmp_path / ".iter_notes").mkdir()
+    write(tmp_path, 3)
+    assert names(tmp_path) == [".iter_notes", "iter_0000001", "iter_0000003", TRACKER]
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        write(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "iter_0000001").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_checkpoint_behind_a_link_is_replaced_and_stays_where_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "other", 1, "far")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "iter_0000001").symlink_to(tmp_path / "other" / "iter_0000001")
+    write(tmp_path / "root", 1, "near")
+    assert label(tmp_path / "root", 1) == "near"
+    assert label(tmp_path / "other", 1) == "far"
+
+
+class Crash(BaseException):
+    """The process is gone: no handler of an ordinary error sees it."""
+
+
+class CrashAt:
+    """Let ``allowed`` changes of the file system pass; die before the next one."""
+
+    CALLS = ("rename", "replace", "unlink", "rmdir", "fsync", "mkdir")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+        self.left = allowed
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self.guard(getattr(os, name)))
+
+    def guard(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Crash
+            self.left -= 1
+            return call(*args, **kwargs)
+
+        return guarded
+
+
+def crash(monkeypatch: pytest.MonkeyPatch, allowed: int, root: Path, iteration: int) -> bool:
+    """Save until the crash; whether it came."""
+    with monkeypatch.context() as patch:
+        CrashAt(patch, allowed)
+        try:
+            write(root, iteration, "new")
+        except Crash:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("iteration", [1, 2])
+def test_a_crash_at_any_moment_leaves_a_checkpoint_and_no_leftover_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int
+) -> None:
+    """Over an earlier save of the same iteration (1), and of another one (2)."""
+    labels = []
+    for allowed in range(100):
+        root = tmp_path / str(allowed)
+        write(root, 1, "old")
+        crashed = crash(monkeypatch, allowed, root, iteration)
+        found = find_checkpoint(root)
+        assert found in (1, iteration)
+        labels.append(label(root, found))
+        if not crashed:
+            break
+        write(root, 3, "next")
+        assert names(root) in (
+            ["iter_0000001", "iter_0000003", TRACKER],
+            ["iter_0000001", "iter_0000002", "iter_0000003", TRACKER],
+        )
+        assert label(root, found) == labels[-1]
+    # First the old one, from one moment on the new one, and never anything else.
+    assert sorted(labels, reverse=True) == labels
+    assert {"old", "new"} == set(labels)
+    assert len(labels) > 8
+
+
+def test_a_half_removed_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for allowed in range(1, 12):
+        write(tmp_path, 1)
+        directory = iteration_directory(tmp_path, 1)
+        for number in range(10):
+            (directory / f"another_{number}").touch()
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            CrashAt(patch, allowed)
+            remove_checkpoint(directory)
+        assert list_checkpoints(tmp_path) == []
+
+
+def test_an_error_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1, "old")
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if ".saving-" in source.name:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(CheckpointError, match=r"Cannot write .*iter_0000001 .*Input/output error"):
+        write(tmp_path, 1, "new")
+    assert label(tmp_path, 1) == "old"
+    assert "iter_0000001" in names(tmp_path)

@@ -1,0 +1,232 @@
+"""What lies on disk: readable by others, checked when read, and never code."""
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint
+from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.storage import (
+    DTYPES,
+    JSON,
+    MANIFEST,
+    decode_manifest,
+    encode_manifest,
+    explained,
+    read_manifest,
+    write_safetensors,
+)
+from megatron.config.errors import CheckpointError
+
+
+def tensors_of_every_dtype() -> dict[str, Tensor]:
+    """All bit patterns that a byte has, seen as each dtype; with a scalar, an empty one and a view."""
+    pattern = torch.arange(256, dtype=torch.uint8)
+    tensors = {str(dtype): pattern.view(dtype) for dtype in DTYPES.values() if dtype != torch.bool}
+    tensors["torch.bool"] = pattern > 100
+    tensors["scalar"] = torch.tensor(7)
+    tensors["empty"] = torch.empty(0, 3)
+    tensors["transposed"] = torch.arange(12.0).view(3, 4).t()
+    return tensors
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (left, right)))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A root with one checkpoint, of iteration 5."""
+    save_checkpoint(tmp_path, 5, {"weight": torch.arange(100.0)}, {"iteration": 5})
+    return tmp_path
+
+
+def load(root: Path) -> Tensor:
+    weight = torch.zeros(100)
+    load_checkpoint(root, 5, {"weight": weight})
+    return weight
+
+
+def only_file(root: Path) -> Path:
+    return root / "iter_0000005" / "rank_00000.safetensors"
+
+
+def manifest_file(root: Path) -> Path:
+    return root / "iter_0000005" / MANIFEST
+
+
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
+    tensors = tensors_of_every_dtype()
+    path = tmp_path / "file.safetensors"
+    assert write_safetensors(path, tensors) == path.stat().st_size
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert [name for name in tensors if not same_bits(read[name], tensors[name])] == []
+
+
+def test_every_entry_is_aligned_for_its_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    write_safetensors(path, {"a": torch.zeros(3).byte(), "b": torch.zeros(3).double(), "c": torch.zeros(3).bfloat16()})
+    content = path.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:data])
+    for entry in entries.values():
+        assert (data + entry["data_offsets"][0]) % DTYPES[entry["dtype"]].itemsize == 0
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    tensors = tensors_of_every_dtype()
+    save_checkpoint(tmp_path, 1, tensors, {})
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    load_checkpoint(tmp_path, 1, loaded)
+    assert [name for name in tensors if not same_bits(loaded[name], tensors[name])] == []
+
+
+def test_a_file_is_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_text("precious")
+    with pytest.raises(FileExistsError):
+        write_safetensors(path, {"x": torch.zeros(1)})
+    assert path.read_text() == "precious"
+
+
+def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state: dict[str, JSON] = {
+        "iteration": 3,
+        "loss": 0.1 + 0.2,
+        "flags": {"a": [1, None, True, "é"]},
+        "big": 2**70,
+    }
+    save_checkpoint(tmp_path, 3, {"x": torch.zeros(2)}, state)
+    assert load_checkpoint(tmp_path, 3, {}) == state
+    assert read_state(tmp_path, 3) == state
+
+
+def test_the_manifest_text_is_stable(saved: Path) -> None:
+    text = manifest_file(saved).read_text()
+    assert encode_manifest(decode_manifest(text)) == text
+
+
+@pytest.mark.parametrize("keep", [lambda n: 0, lambda n: n // 2, lambda n: n - 1, lambda n: n + 1])
+def test_a_file_of_another_size_is_refused_by_name(saved: Path, keep: Callable[[int], int]) -> None:
+    os.truncate(only_file(saved), keep(only_file(saved).stat().st_size))
+    with pytest.raises(CheckpointError, match=r"iter_0000005/rank_00000\.safetensors has .* bytes"):
+        load(saved)
+
+
+def test_a_missing_file_is_refused_by_name(saved: Path) -> None:
+    only_file(saved).unlink()
+    with pytest.raises(CheckpointError, match=r"Cannot read .*iter_0000005/rank_00000\.safetensors"):
+        load(saved)
+
+
+def test_a_file_with_other_entries_is_refused_by_name(saved: Path) -> None:
+    content = only_file(saved).read_bytes()
+    only_file(saved).write_bytes(content.replace(b'"F32"', b'"I32"'))
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged .*not what the manifest"):
+        load(saved)
+    only_file(saved).write_bytes(content.replace(b'"weight@0"', b'"height@0"'))
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged"):
+        load(saved)
+
+
+def edit(change: Callable[[Any], object], text: str) -> str:
+    document = json.loads(text)
+    change(document)
+    return json.dumps(document)
+
+
+def chunk(document: Any) -> Any:
+    return document["tensors"]["weight"]["chunks"][0]
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "empty": lambda text: "",
+    "half": lambda text: text[: len(text) // 2],
+    "not an object": lambda text: "[1, 2]",
+    "no tensors": partial(edit, lambda d: d.pop("tensors")),
+    "a newer format": partial(edit, lambda d: d.update(format_version=2)),
+    "state is a list": partial(edit, lambda d: d.update(state=[])),
+    "unknown dtype": partial(edit, lambda d: d["tensors"]["weight"].update(dtype="F31")),
+    "a hole": partial(edit, lambda d: chunk(d).update(shape=[99])),
+    "out of bounds": partial(edit, lambda d: chunk(d).update(offset=[1])),
+    "negative": partial(edit, lambda d: chunk(d).update(offset=[-1])),
+    "shape of strings": partial(edit, lambda d: chunk(d).update(shape=["100"])),
+    "other rank": partial(edit, lambda d: chunk(d).update(offset=[0, 0])),
+    "huge number": partial(edit, lambda d: d["tensors"]["weight"].update(shape=[10**40])),
+    "unlisted file": partial(edit, lambda d: chunk(d).update(file="rank_00001.safetensors")),
+    "file elsewhere": lambda text: text.replace("rank_00000.safetensors", "../rank_00000.safetensors"),
+    "deeply nested": lambda text: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_manifest_is_refused_by_name(saved: Path, damage: Callable[[str], str]) -> None:
+    text = damage(manifest_file(saved).read_text())
+    manifest_file(saved).write_text(text)
+    for read in (lambda: read_manifest(saved / "iter_0000005"), lambda: load(saved)):
+        with pytest.raises(CheckpointError, match=r"iter_0000005/manifest\.json is damaged"):
+            read()
+
+
+class Malicious:
+    """Its pickle creates a file when it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.trace,)
+
+
+@pytest.mark.parametrize("same_size", [False, True])
+@pytest.mark.parametrize("victim", [only_file, manifest_file])
+def test_a_pickle_in_place_of_a_file_is_never_executed(
+    saved: Path, victim: Callable[[Path], Path], same_size: bool
+) -> None:
+    trace = saved / "executed"
+    content = pickle.dumps(Malicious(trace))
+    size = victim(saved).stat().st_size
+    victim(saved).write_bytes(content.ljust(size, b"\0") if same_size else content)
+    with pytest.raises(CheckpointError, match=victim(saved).name):
+        load(saved)
+    assert not trace.exists()
+    # The trap works: Python's own loader walks into it.
+    pickle.loads(content)
+    assert trace.exists()
+
+
+def test_nothing_pickled_is_written(saved: Path) -> None:
+    names = sorted(path.name for path in (saved / "iter_0000005").iterdir())
+    assert names == ["manifest.json", "rank_00000.safetensors"]
+    json.loads(manifest_file(saved).read_text())
+    assert load_file(only_file(saved)).keys() == {"weight@0"}
+
+
+def test_a_state_that_is_not_json_fails_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="not JSON serializable"):
+        save_checkpoint(tmp_path / "root", 1, {"x": torch.zeros(1)}, {"path": Path()})  # type: ignore[dict-item]
+    assert not (tmp_path / "root").exists()
+    assert find_checkpoint(tmp_path / "root") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "free some space"), (errno.EACCES, "access"), (errno.EIO, "file system")],
+)
+def test_errors_of_the_system_name_the_path_and_the_remedy(code: int, remedy: str) -> None:
+    with pytest.raises(CheckpointError, match=f"Cannot write here .*{os.strerror(code)}.*{remedy}"):
+        with explained("write", Path("here")):
+            raise OSError(code, os.strerror(code))

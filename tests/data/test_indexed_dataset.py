@@ -1,0 +1,193 @@
+"""The .bin/.idx files: byte-equal to Megatron-LM's, and damage is named in one sentence."""
+
+import hashlib
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.errors import DataError
+from megatron.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    check_token_range,
+    token_dtype,
+)
+
+CORPUS_A = [5, 3, 7, 4, 6, 2, 8, 5, 9, 1]
+CORPUS_B = [10, 4, 6]
+INDEX_OF_B = """
+    4d4d49444944580000 0100000000000000 08 0300000000000000 0400000000000000
+    0a000000 04000000 06000000
+    0000000000000000 1400000000000000 1c00000000000000
+    0000000000000000 0100000000000000 0200000000000000 0300000000000000
+"""
+
+
+def golden_documents(lengths: list[int], start: int = 0) -> list[list[int]]:
+    """Documents that count on modulo 999 from ``start``, each ended by 999."""
+    documents = []
+    for length in lengths:
+        documents.append([(start + place) % 999 for place in range(length - 1)] + [999])
+        start += length
+    return documents
+
+
+def write(prefix: Path | str, documents: list[list[int]], vocab_size: int = 1000) -> str:
+    with IndexedDatasetWriter(str(prefix), vocab_size) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def md5(path: str) -> str:
+    return hashlib.md5(Path(path).read_bytes()).hexdigest()
+
+
+def test_files_equal_those_of_megatron_byte_for_byte(tmp_path: Path) -> None:
+    a = write(tmp_path / "a", golden_documents(CORPUS_A))
+    b = write(tmp_path / "b", golden_documents(CORPUS_B, start=500))
+    assert md5(f"{a}.bin") == "e72c411bf04d1c1214ec55b9db499e95"
+    assert md5(f"{a}.idx") == "045bc847e634ccdcb75bbbcc71b20c20"
+    assert md5(f"{b}.bin") == "bea6878fcec7394ee1baedfaae60d70e"
+    assert md5(f"{b}.idx") == "8ffc3e62e93cd366d1cbb4017ca19584"
+    assert Path(f"{b}.idx").read_bytes() == bytes.fromhex(INDEX_OF_B)
+
+
+def test_writing_in_bulk_gives_the_same_bytes(tmp_path: Path) -> None:
+    documents = golden_documents(CORPUS_A)
+    one_by_one = write(tmp_path / "one", documents)
+    with IndexedDatasetWriter(str(tmp_path / "bulk"), 1000) as writer:
+        writer.add_documents(np.concatenate(documents[:4]), [len(d) for d in documents[:4]])
+        writer.add_documents(np.concatenate(documents[4:]), [len(d) for d in documents[4:]])
+    for kind in (".bin", ".idx"):
+        assert md5(one_by_one + kind) == md5(str(tmp_path / "bulk") + kind)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("vocab_size", [65_499, 65_500, 128_256])
+def test_round_trip(tmp_path: Path, mmap: bool, vocab_size: int) -> None:
+    generator = np.random.default_rng(vocab_size)
+    documents = [generator.integers(vocab_size, size=n).tolist() for n in (3, 0, 1, 50, 0)]
+    dataset = IndexedDataset(write(tmp_path / "corpus", documents, vocab_size), mmap=mmap)
+    assert dataset.dtype == (np.uint16 if vocab_size < 65_500 else np.int32)
+    assert len(dataset) == 5 and dataset.num_tokens == 54
+    assert dataset.sequence_lengths.tolist() == [3, 0, 1, 50, 0]
+    assert dataset.document_indices.tolist() == [0, 1, 2, 3, 4, 5]
+    for copy in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert [copy.get(i).tolist() for i in range(5)] == documents
+        assert copy.get(3, 10).tolist() == documents[3][10:]
+        assert copy.get(3, 10, 5).tolist() == documents[3][10:15]
+    with pytest.raises(IndexError):
+        dataset.get(0, 2, 2)
+
+
+def test_dtype_rule() -> None:
+    assert token_dtype(65_499) == np.uint16
+    assert token_dtype(65_500) == np.int32
+
+
+def test_empty_corpus_and_trailing_modes_are_readable(tmp_path: Path) -> None:
+    assert len(IndexedDataset(write(tmp_path / "empty", []))) == 0
+    prefix = write(tmp_path / "modes", [[1, 2], [3]])
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(bytes(2))
+    assert IndexedDataset(prefix).get(1).tolist() == [3]
+
+
+def test_files_appear_only_when_complete(tmp_path: Path) -> None:
+    old = write(tmp_path / "corpus", [[1, 2, 3]])
+    before = md5(f"{old}.bin"), md5(f"{old}.idx")
+    with pytest.raises(KeyError), IndexedDatasetWriter(old, 1000) as writer:
+        writer.add_document([4])
+        raise KeyError
+    assert (md5(f"{old}.bin"), md5(f"{old}.idx")) == before
+    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
+    assert IndexedDataset(write(tmp_path / "corpus", [[4]])).get(0).tolist() == [4]
+
+
+@pytest.mark.parametrize("token", [1000, -1, 70_000])
+def test_writer_refuses_ids_outside_the_vocabulary(tmp_path: Path, token: int) -> None:
+    with pytest.raises(DataError, match="vocabulary of 1000 ids"):
+        write(tmp_path / "corpus", [[1, token]])
+    assert not os.listdir(tmp_path)
+
+
+def remove(path: str) -> None:
+    os.remove(path)
+
+
+def truncate(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) - 1)
+
+
+def truncate_to_nothing(path: str) -> None:
+    os.truncate(path, 0)
+
+
+def patch(offset: int, content: bytes):  # type: ignore[no-untyped-def]
+    def apply(path: str) -> None:
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            file.write(content)
+
+    return apply
+
+
+DAMAGE = {
+    "no index": (".idx", remove, r"corpus\.idx does not exist: give --data-path prefixes"),
+    "no tokens": (".bin", remove, r"corpus\.bin does not exist: give --data-path prefixes"),
+    "empty index": (
+        ".idx",
+        truncate_to_nothing,
+        r"corpus\.idx is too short to be an index: write the data again",
+    ),
+    "wrong magic": (
+        ".idx",
+        patch(0, b"PARQUET"),
+        r"corpus\.idx is not an index of tokens.*: write the data again",
+    ),
+    "other version": (
+        ".idx",
+        patch(9, b"\x02"),
+        r"corpus\.idx has format version 2, .*: write the data again",
+    ),
+    "bad dtype": (
+        ".idx",
+        patch(17, b"\x09"),
+        r"corpus\.idx has unknown token dtype code 9 .*: write the data",
+    ),
+    "short index": (".idx", truncate, r"corpus\.idx has 101 bytes where its header announces 102: write the"),
+    "short tokens": (
+        ".bin",
+        truncate,
+        r"corpus\.bin has 39 bytes where .*corpus\.idx announces 40: copy it again",
+    ),
+    "bad documents": (
+        ".idx",
+        patch(94, struct.pack("<q", 7)),
+        r"corpus\.idx has documents that do not end with",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_one_sentence_with_file_and_remedy(tmp_path: Path, case: str) -> None:
+    kind, damage, sentence = DAMAGE[case]
+    prefix = write(tmp_path / "corpus", golden_documents(CORPUS_B))
+    damage(prefix + kind)
+    with pytest.raises(DataError, match=sentence) as caught:
+        IndexedDataset(prefix)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_another_tokenizer_is_noticed(tmp_path: Path, mmap: bool) -> None:
+    prefix = write(tmp_path / "corpus", [list(range(100))] * 1000)
+    check_token_range(IndexedDataset(prefix, mmap), 100, prefix)
+    with pytest.raises(DataError, match=r"corpus\.bin holds token id 99, .*tokenizer does not match the data"):
+        check_token_range(IndexedDataset(prefix, mmap), 99, prefix)
+    check_token_range(IndexedDataset(write(tmp_path / "empty", [])), 1, "empty")

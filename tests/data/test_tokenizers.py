@@ -1,0 +1,291 @@
+"""Tokenizers: text comes back unchanged, specials are never parsed out of it, bad files are named."""
+
+import base64
+import importlib.metadata
+import importlib.util
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.data.tokenizers import (
+    HuggingFaceTokenizer,
+    Llama2Tokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    describe_tokenizer,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+AWKWARD_TEXTS = [
+    "",
+    " ",
+    "  two before",
+    "two after  ",
+    "\tif x:\r\n\t\treturn 12345\n\n\n",
+    "na\u00efve caf\u00e9 \u00a0 \u4e2d\u6587 \U0001f600\ufeff e\u0301",
+    "nul \0 bell \a",
+    "</s> <s> <unk> <0x0A> <|end_of_text|> <|begin_of_text|> <|endoftext|>",
+]
+
+
+def random_texts(count: int) -> Iterator[str]:
+    generator = random.Random(0)
+    alphabet = "ab  \n\t09_(:\u00e9\u4e2d\U0001f600"
+    for _ in range(count):
+        yield "".join(generator.choices(alphabet, k=generator.randrange(40)))
+
+
+def assert_text_survives(tokenizer: Tokenizer) -> None:
+    texts = [*AWKWARD_TEXTS, *random_texts(200)]
+    batch = tokenizer.tokenize_batch(texts)
+    for text, ids in zip(texts, batch, strict=True):
+        assert list(ids) == list(tokenizer.tokenize(text))
+        assert tokenizer.detokenize(ids) == text
+        assert all(0 <= token < tokenizer.vocab_size for token in ids)
+        assert tokenizer.eod not in ids and tokenizer.bos not in ids
+    with pytest.raises(DataError, match=f"Token id {tokenizer.vocab_size} has no text"):
+        tokenizer.detokenize([tokenizer.vocab_size])
+
+
+@pytest.fixture(scope="module")
+def train_tokenizer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_tokenizer", ROOT / "tools" / "train_tokenizer.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def python_sources() -> list[str]:
+    """Some 800 kB of source code."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return [path.read_text(encoding="utf-8") for path in sorted(library.glob("*.py"))[:40]]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(
+    tmp_path_factory: pytest.TempPathFactory, train_tokenizer: Any, python_sources: list[str]
+) -> str:
+    directory = tmp_path_factory.mktemp("sentencepiece")
+    with open(directory / "sources.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"code": source}) + "\n" for source in python_sources)
+    config = train_tokenizer.TrainTokenizerConfig(
+        input=(str(directory / "sources.jsonl"),),
+        model_prefix=str(directory / "deeper" / "python"),
+        vocab_size=1000,
+        json_key="code",
+        num_threads=2,
+    )
+    path: str = train_tokenizer.train(config)
+    assert [file.name for file in (directory / "deeper").iterdir()] == ["python.model"]
+    return path
+
+
+def test_trained_sentencepiece_keeps_source_code(sentencepiece_model: str, python_sources: list[str]) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (1000, 1, 2)
+    assert_text_survives(tokenizer)
+    batch = tokenizer.tokenize_batch(python_sources)
+    assert [tokenizer.detokenize(ids) for ids in batch] == python_sources
+    assert sum(map(len, python_sources)) / sum(map(len, batch)) > 2.0
+    # Newlines, indents and single digits are what Llama 2's settings make of code.
+    pieces = [tokenizer.detokenize([token]) for token in tokenizer.tokenize("x\n        return 123\n")]
+    assert pieces[-4:-1] == ["1", "2", "3"] and len(pieces) < 11
+
+
+def test_training_reports_its_errors(tmp_path: Path, train_tokenizer: Any) -> None:
+    def train(content: bytes, vocab_size: int = 300) -> None:
+        (tmp_path / "in.jsonl").write_bytes(content)
+        prefix = str(tmp_path / "out")
+        train_tokenizer.train(train_tokenizer.TrainTokenizerConfig((str(tmp_path / "in.jsonl"),), prefix, vocab_size))
+
+    with pytest.raises(DataError, match=r"in\.jsonl, line 2 is not valid JSON"):
+        train(b'{"text": "a"}\n{"text')
+    with pytest.raises(DataError, match=r"in\.jsonl, line 1 has no text under the key 'text'"):
+        train(b'{"content": "a"}')
+    with pytest.raises(DataError, match=r"cannot train 300 pieces on this text .*choose another --vocab-size"):
+        train(b'{"text": "a b"}')
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def llama3_model() -> str:
+    """Llama 3's tokenizer.model from the llama-models package, which is not imported."""
+    try:
+        files = importlib.metadata.files("llama-models") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("llama-models is not installed")
+    (model,) = (file for file in files if file.as_posix() == "llama_models/llama3/tokenizer.model")
+    return str(model.locate())
+
+
+def test_llama3_tokenizer() -> None:
+    tokenizer = TikTokenizer(llama3_model())
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (128_256, 128_000, 128_001)
+    assert_text_survives(tokenizer)
+    # Published ids of Llama 3.
+    assert tokenizer.tokenize("Hello world!") == [9906, 1917, 0]
+    assert tokenizer.tokenize("This is a test sentence.") == [2028, 374, 264, 1296, 11914, 13]
+    names = {
+        128_004: "<|finetune_right_pad_id|>",
+        128_009: "<|eot_id|>",
+        128_255: "<|reserved_special_token_247|>",
+    }
+    assert {token: tokenizer.detokenize([token]) for token in names} == names
+    with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5 leaves no room"):
+        TikTokenizer(llama3_model(), 5)
+
+
+@pytest.fixture
+def byte_ranks(tmp_path: Path) -> str:
+    """A model of single bytes and a few merges, in Llama 3's format."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"  ", b"    ", b"ab"]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"".join(lines))
+    return str(path)
+
+
+def test_tiktoken_format(byte_ranks: str) -> None:
+    tokenizer = TikTokenizer(byte_ranks, 20)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (279, 259, 260)
+    assert_text_survives(tokenizer)
+    assert tokenizer.tokenize("ab") == [258]
+
+
+@pytest.mark.parametrize("text", [" " * 1_000_000, "x" + "\t" * 350_000 + "y " * 200_000, "x" * 300_000])
+def test_endless_runs_do_not_crash_the_tiktoken_engine(byte_ranks: str, text: str) -> None:
+    tokenizer = TikTokenizer(byte_ranks)
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+@pytest.fixture
+def hugging_face_directory(tmp_path: Path) -> Path:
+    """A byte-level BPE that would add <s>, truncate and pad if it were asked to."""
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>", "<|end_of_text|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(["a loop over words in a list of words"] * 3, trainer)
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast.enable_truncation(5)
+    fast.enable_padding(length=8)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_hugging_face_tokenizer(hugging_face_directory: Path) -> None:
+    for path in (hugging_face_directory, hugging_face_directory / "tokenizer.json"):
+        tokenizer = HuggingFaceTokenizer(str(path))
+        assert (tokenizer.bos, tokenizer.eod) == (0, 1)
+        assert_text_survives(tokenizer)
+    (hugging_face_directory / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    (hugging_face_directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end_of_text|>"}}')
+    assert HuggingFaceTokenizer(str(hugging_face_directory)).eod == 2
+    (hugging_face_directory / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
+        HuggingFaceTokenizer(str(hugging_face_directory))
+
+
+def test_hugging_face_tokenizer_needs_an_end_of_document(hugging_face_directory: Path) -> None:
+    path = hugging_face_directory / "tokenizer.json"
+    path.write_text(path.read_text().replace("</s>", "<end>").replace("<|end_of_text|>", "<stop>"))
+    with pytest.raises(DataError, match="names no end-of-document token: put eos_token"):
+        HuggingFaceTokenizer(str(path))
+
+
+def test_null_tokenizer() -> None:
+    tokenizer = NullTokenizer(999)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos) == (1000, 999, None)
+    assert tokenizer.tokenize(" 0 7\n999 ") == [0, 7, 999]
+    assert tokenizer.detokenize([0, 7, 999]) == "0 7 999"
+    assert tokenizer.tokenize("") == []
+    for text in ("1000", "-1"):
+        with pytest.raises(DataError, match=f"Token id {text} in the text is outside 0..999: raise --vocab-size"):
+            tokenizer.tokenize(text)
+    with pytest.raises(DataError, match="reads ids separated by blanks, but the text is 'def f'"):
+        tokenizer.tokenize("def f")
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "HuggingFaceTokenizer"])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "does not exist: give the tokenizer's file"),
+        (b"", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
+        (b"{}", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
+        (b"IQ== 0\nIQ== 7\n", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
+        (bytes(range(256)), r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
+    ],
+)
+def test_bad_file_is_one_sentence(tmp_path: Path, kind: Any, content: bytes | None, sentence: str) -> None:
+    path = tmp_path / "model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=sentence) as caught:
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path)))
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: str) -> None:
+    def build(kind: Any, model: str | None = None, **other: Any) -> Tokenizer:
+        return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=model, **other))
+
+    assert isinstance(build("Llama2Tokenizer", sentencepiece_model), Llama2Tokenizer)
+    assert isinstance(build("SentencePieceTokenizer", sentencepiece_model, vocab_size=1000), SentencePieceTokenizer)
+    assert build("TikTokenizer", byte_ranks, tiktoken_num_special_tokens=30).vocab_size == 289
+    assert build("NullTokenizer", vocab_size=10).eod == 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({}, "A tokenizer is needed: give --tokenizer-type"),
+        ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0 must be positive"),
+        ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),
+        (
+            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "trust_remote_code": True},
+            "--trust-remote-code",
+        ),
+    ],
+)
+def test_bad_flags_are_one_sentence(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        build_tokenizer(TokenizerConfig(**flags))
+
+
+def test_vocabulary_size_must_be_the_tokenizer_s_own(sentencepiece_model: str) -> None:
+    with pytest.raises(ConfigError, match="--vocab-size 32000 differs from the 1000 ids of"):
+        build_tokenizer(TokenizerConfig("SentencePieceTokenizer", sentencepiece_model, vocab_size=32_000))
+
+
+def test_description_tells_tokenizers_apart() -> None:
+    null = describe_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=999))
+    assert list(null.items())[1:] == [("tokenizer_path", None), ("vocab_size", "1000")]
+    others = [
+        describe_tokenizer(TokenizerConfig(kind, "model"))
+        for kind in ("SentencePieceTokenizer", "TikTokenizer", "HuggingFaceTokenizer")
+    ]
+    assert len({tuple(description) for description in others}) == 3
+    assert all(description["tokenizer_path"] == "model" for description in others)

@@ -1,0 +1,180 @@
+"""A short fp64 training run in any layout, and everything about it that a layout must not change.
+
+A later parallelism adds fields to :class:`Layout` and rows to the matrix, not files.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import LlamaConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.buffer import Piece
+from megatron.core.data_parallel.strategy import DataParallel, wrap_data_parallel
+from megatron.core.model.layer import BuildContext
+from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.optimizer.optimizer import Optimizer, StepResult
+from megatron.core.parameter import Box, flat_range_boxes
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import RankGrid, Topology
+from megatron.training.step import Microbatch, train_step
+from megatron.training.timers import Timers
+
+CPU = torch.device("cpu")
+MODEL = LlamaConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=4,
+    vocab_size=90,
+    padded_vocab_size=96,
+    max_position_embeddings=16,
+    use_rope_scaling=True,
+)
+TIED_MODEL = LlamaConfig(**{**MODEL.__dict__, "untie_embeddings_and_output_weights": False})
+SEQUENCE, BATCH, STEPS, SEED = 16, 8, 5, 7
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the run is divided; the default is one process with the whole batch at once."""
+
+    tp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    shard_optimizer: bool = False
+    instances: int = 1
+    microbatches: int = 1
+    order: str = "tp-cp-ep-pp-dp"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks needed."""
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, in every layout the same."""
+
+    optimizer: OptimizerConfig
+    model: LlamaConfig = MODEL
+    learning_rate: float = 1e-2
+
+
+LocalTensor = tuple[str, tuple[int, ...], Box, Tensor]
+"""Name, global shape, and one box of a global tensor."""
+
+
+@dataclass
+class Trace:
+    """One rank's record of every step."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: list[list[LocalTensor]] = field(default_factory=list)
+    weights: list[list[LocalTensor]] = field(default_factory=list)
+
+
+class RecordingOptimizer(Optimizer):
+    """Notes the gradient of the mean loss before clipping touches it."""
+
+    trace: Trace
+
+    def step(self, learning_rate: float, gradient_factor: float, count_zeros: bool = False) -> StepResult:
+        """Record, then step."""
+        pieces = [(piece, piece.gradient * gradient_factor) for piece in self._data_parallel.pieces]
+        self.trace.gradients.append(_boxes(pieces))
+        return super().step(learning_rate, gradient_factor, count_zeros)
+
+
+def _boxes(pieces: list[tuple[Piece, Tensor]]) -> list[LocalTensor]:
+    return [
+        (
+            piece.info.name,
+            piece.info.global_shape,
+            box,
+            tensor[begin - piece.start : end - piece.start].clone().view(box.shape),
+        )
+        for piece, tensor in pieces
+        for box, begin, end in flat_range_boxes(piece.info, piece.start, piece.stop)
+    ]
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    """Sample number ``index``: ids, and a mask whose density differs widely (every fifth sample has no loss).
+
+    The samples repeat, so that the loss falls.
+    """
+    index %= BATCH
+    generator = torch.Generator().manual_seed(1000 + index)
+    text = torch.randint(0, MODEL.vocab_size, (SEQUENCE + 1,), generator=generator)
+    mask = torch.rand(SEQUENCE, generator=generator) < (index % 5) / 4
+    return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask.float()}
+
+
+def microbatches(step: int, layout: Layout, data_parallel_rank: int) -> Iterator[Microbatch]:
+    """This rank's microbatches of a step, dealt out as the loader deals them."""
+    size = BATCH // (layout.dp * layout.microbatches)
+    for number in range(layout.microbatches):
+        first = step * BATCH + (number * layout.dp + data_parallel_rank) * size
+        samples = [sample(index) for index in range(first, first + size)]
+        yield {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+
+
+def grid_of(layout: Layout) -> RankGrid:
+    """The rank grid of a layout."""
+    replicas = layout.instances if layout.shard_optimizer else layout.dp
+    return RankGrid(tp=layout.tp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
+
+
+def build(task: Task, layout: Layout, topology: Topology) -> tuple[LlamaModel, DataParallel, RecordingOptimizer]:
+    """Model, strategy and optimizer of one rank, in fp64."""
+    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
+    kernel = choose_attention_kernel("auto", CPU, torch.float64)
+    model = build_model(task.model, BuildContext(parallel, torch.float64, CPU, kernel), SEED)
+    data_parallel = wrap_data_parallel(model, torch.float64, topology)
+    return model, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
+
+
+def train(task: Task, layout: Layout) -> Trace:
+    """Train ``STEPS`` steps on this rank."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    topology = Topology(grid_of(layout), rank, CPU)
+    model, data_parallel, optimizer = build(task, layout, topology)
+    trace = optimizer.trace = Trace()
+    for step in range(STEPS):
+        outcome = train_step(
+            model,
+            data_parallel,
+            optimizer,
+            microbatches(step, layout, topology.data_parallel.rank),
+            expected_tokens=BATCH * SEQUENCE,
+            learning_rate=task.learning_rate,
+            ranks=topology.data_parallel,
+            device=CPU,
+            timers=Timers(0),
+        )
+        trace.losses.append(outcome.loss)
+        trace.grad_norms.append(outcome.grad_norm)
+        trace.weights.append(_boxes([(piece, piece.weight) for piece in data_parallel.pieces]))
+    return trace
+
+
+def assemble(parts: list[LocalTensor]) -> dict[str, Tensor]:
+    """Global tensors from all ranks' boxes; replicas must agree, and every element must be there."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape, box, local in parts:
+        whole = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+        target = whole[tuple(slice(start, start + size) for start, size in zip(box.global_offset, box.shape))]
+        seen = ~target.isnan()
+        assert torch.allclose(target[seen], local[seen], rtol=1e-12, atol=1e-15), f"replicas of {name} differ"
+        target.copy_(local)
+    for name, whole in tensors.items():
+        assert not whole.isnan().any(), f"{name} has elements that no rank holds"
+    return tensors

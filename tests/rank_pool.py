@@ -1,0 +1,105 @@
+"""Real gloo ranks for tests: started once, then handed many cases.
+
+A case is a module-level function ``case(*arguments)`` that runs on ranks ``0..world_size-1`` of the pool; the
+others stay idle, so one pool serves every smaller world too.
+"""
+
+import multiprocessing as mp
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT = 120.0
+
+
+class RankPool:
+    """``size`` processes, joined by gloo in worlds of up to ``size`` ranks. Close it, or use ``with``."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        context = mp.get_context("spawn")
+        self.size = size
+        self._directory = directory
+        self._world_size = 0
+        self._generation = 0
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(
+        self, case: Callable[..., Any], *arguments: Any, world_size: int | None = None, timeout: float = 60.0
+    ) -> list[Any]:
+        """Run ``case`` on a world of ``world_size`` ranks; the results, by rank.
+
+        Raises :class:`RuntimeError` with every failing rank's traceback; a rank that does not answer in time
+        ends the pool.
+        """
+        world_size = world_size or self.size
+        if world_size != self._world_size:
+            self._world_size = world_size
+            self._generation += 1
+            timeout += START_TIMEOUT
+        store = str(self._directory / f"store{self._generation}")
+        for pipe in self._pipes[:world_size]:
+            pipe.send((case, arguments, world_size, store))
+        return self._collect(world_size, timeout)
+
+    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        results: list[Any] = []
+        failures: list[str] = []
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            # Once one rank has failed, the others may wait for it in vain.
+            if not pipe.poll(5.0 if failures else timeout):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            error, value = pipe.recv()
+            results.append(value)
+            if error:
+                failures.append(f"rank {rank}:\n{error}")
+        if failures:
+            self.close()
+            raise RuntimeError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """End every rank."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    current_store = None
+    while True:
+        try:
+            case, arguments, world_size, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if store != current_store:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+                current_store = store
+            pipe.send((None, case(*arguments)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))

@@ -1,0 +1,130 @@
+"""The batch size follows the samples consumed, however it was scheduled and wherever the run resumed."""
+
+from typing import Any
+
+import pytest
+
+from megatron.config.errors import ConfigError
+from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
+
+
+def _build(**flags: Any) -> BatchSchedule:
+    return build_batch_schedule(**({"micro_batch_size": 1, "data_parallel_size": 2} | flags))
+
+
+def _walk(schedule: BatchSchedule, iterations: int) -> list[int]:
+    """Consumed samples before each iteration and after the last, one batch at a time."""
+    consumed = [0]
+    for _ in range(iterations):
+        consumed.append(consumed[-1] + schedule.global_batch_size(consumed[-1]))
+    return consumed
+
+
+def test_a_constant_batch_defaults_to_one_microbatch_per_model_copy() -> None:
+    schedule = _build(micro_batch_size=4)
+    assert schedule.global_batch_size(0) == schedule.global_batch_size(10**12) == 8
+    assert schedule.num_microbatches(0) == 1
+    assert _build(micro_batch_size=4, global_batch_size=32).num_microbatches(0) == 4
+
+
+def test_a_ramp_grows_in_equal_steps_of_samples() -> None:
+    """From 2 to 8 by 2 over 30 samples: three increments, one every 10 samples."""
+    schedule = _build(global_batch_size=8, rampup_batch_size=(2, 2, 30))
+    sizes = [schedule.global_batch_size(consumed) for consumed in (0, 9, 10, 19, 20, 29, 30, 31, 1000)]
+    assert sizes == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+
+
+def test_a_ramp_whose_steps_fall_between_samples_waits_for_the_whole_sample() -> None:
+    """Three increments over 10 samples: 3.33, 6.67 and 10."""
+    schedule = _build(global_batch_size=8, rampup_batch_size=(2, 2, 10))
+    assert [schedule.global_batch_size(consumed) for consumed in (3, 4, 6, 7, 9, 10)] == [2, 4, 4, 6, 6, 8]
+
+
+@pytest.mark.parametrize("ramp", [(8, 2, 100), (2, 2, 0)])
+def test_a_ramp_without_length_or_growth_is_a_constant_batch(ramp: tuple[int, int, int]) -> None:
+    assert _build(global_batch_size=8, rampup_batch_size=ramp).global_batch_size(0) == 8
+
+
+def test_a_step_schedule_counts_tokens() -> None:
+    schedule = _build(step_batch_size_schedule="0:2 1K:4, 0.01M:8", seq_length=100)
+    sizes = [schedule.global_batch_size(samples) for samples in (0, 9, 10, 99, 100)]
+    assert sizes == [2, 2, 4, 4, 8]
+    assert parse_step_schedule("0:768 250B:1536 1T:3K", 8192) == (
+        (0, 768),
+        (30517578, 1536),
+        (122070312, 3000),
+    )
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {"global_batch_size": 6},
+    "ramp": {"global_batch_size": 12, "rampup_batch_size": (2, 2, 100)},
+    "steep ramp": {"global_batch_size": 40, "rampup_batch_size": (2, 2, 7)},
+    "steps": {"step_batch_size_schedule": "0:2 50:4 60:8 200:4", "seq_length": 1},
+    "steps jumped over": {"step_batch_size_schedule": "0:40 10:2 20:4", "seq_length": 1},
+    "rounded": {"global_batch_size": 13, "rampup_batch_size": (3, 2, 60), "decrease_if_needed": True},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_samples_and_iterations_agree_with_a_walk_from_batch_to_batch(name: str) -> None:
+    schedule = _build(**SCHEDULES[name])
+    consumed = _walk(schedule, 60)
+    assert [schedule.total_samples(iterations) for iterations in range(61)] == consumed
+    for train_samples in range(consumed[-1]):
+        expected = sum(after <= train_samples for after in consumed[1:])
+        assert schedule.iterations_for_samples(train_samples) == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_resumed_run_counts_on_from_where_it_is(name: str) -> None:
+    schedule = _build(**SCHEDULES[name])
+    consumed = _walk(schedule, 60)
+    for done in (0, 1, 7, 30):
+        assert schedule.total_samples(60 - done, consumed[done]) == consumed[60]
+        assert schedule.iterations_for_samples(consumed[60], consumed[done]) == 60 - done
+
+
+def test_a_long_run_is_counted_at_once() -> None:
+    schedule = _build(global_batch_size=2048, rampup_batch_size=(16, 16, 10**9))
+    iterations = schedule.iterations_for_samples(10**13)
+    assert schedule.total_samples(iterations) <= 10**13 < schedule.total_samples(iterations + 1)
+
+
+def test_rounding_down_tells_how_many_samples_it_leaves_out() -> None:
+    schedule = _build(micro_batch_size=2, data_parallel_size=3, global_batch_size=20, decrease_if_needed=True)
+    assert (schedule.global_batch_size(0), schedule.skipped_samples(0)) == (18, 2)
+    assert schedule.num_microbatches(0) == 3
+
+
+def test_a_size_of_the_past_need_not_fit_the_devices_of_today() -> None:
+    flags = {"global_batch_size": 8, "rampup_batch_size": (2, 2, 30), "data_parallel_size": 4}
+    with pytest.raises(ConfigError, match="global batch size of 2"):
+        _build(**flags)
+    assert _build(**flags, consumed_samples=30).num_microbatches(30) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"global_batch_size": 7}, "--global-batch-size gives .* 7, .*: use multiples of 2"),
+        ({"global_batch_size": 1, "decrease_if_needed": True}, "use sizes of at least 2"),
+        ({"global_batch_size": 8, "rampup_batch_size": (2, 3, 9)}, "--rampup-batch-size gives .* of 5"),
+        ({"global_batch_size": 8, "rampup_batch_size": (2, 4, 9)}, "divides 6"),
+        ({"global_batch_size": 8, "rampup_batch_size": (10, 2, 9)}, "starts above --global-batch-size 8"),
+        ({"global_batch_size": 8, "rampup_batch_size": (0, 2, 9)}, "at least 1"),
+        ({"step_batch_size_schedule": "0:2", "global_batch_size": 2}, "--global-batch-size exclude"),
+        ({"step_batch_size_schedule": "0:2", "rampup_batch_size": (2, 2, 9)}, "--rampup-batch-size exclude"),
+        ({"step_batch_size_schedule": "0:2 5:3"}, "--step-batch-size-schedule gives .* of 3"),
+        ({"step_batch_size_schedule": "5:2"}, "first threshold must be 0"),
+        ({"step_batch_size_schedule": "0:2 0:4"}, "must differ"),
+        ({"step_batch_size_schedule": ""}, "first threshold must be 0"),
+        ({"step_batch_size_schedule": "0:2 5X:4"}, "'5X:4' is not TOKENS:BATCH_SIZE"),
+        ({"step_batch_size_schedule": "0"}, "'0' is not TOKENS:BATCH_SIZE"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_flags_and_the_way_out(
+    flags: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        _build(**({"seq_length": 1} | flags))

@@ -1,0 +1,86 @@
+"""A record says the same thing to everybody who listens."""
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron.training.metrics import (
+    METRICS_WITH_SAMPLE_AXIS,
+    EvaluationRecord,
+    IntervalGate,
+    IterationRecord,
+    evaluation_scalars,
+    iteration_scalars,
+)
+
+
+def _record(**changes: Any) -> IterationRecord:
+    values: dict[str, Any] = {
+        "iteration": 5,
+        "train_iters": 100,
+        "consumed_samples": 80,
+        "lm_loss": 6.5,
+        "grad_norm": 1.25,
+        "learning_rate": 1e-4,
+        "loss_scale": 1.0,
+        "global_batch_size": 16,
+        "iteration_time_ms": 250.0,
+        "tokens_per_s_per_gpu": 1000.0,
+        "tflops_per_gpu": 0.5,
+        "mfu": 0.25,
+        "skipped": 0,
+        "nan_iterations": 0,
+        "world_size": 2,
+    }
+    return IterationRecord(**(values | changes))
+
+
+def test_plots_carry_megatrons_keys_and_units() -> None:
+    scalars = iteration_scalars(_record(num_zeros=3, params_norm=7.0, timers={"optimizer": (1.0, 4.0)}))
+    expected = {
+        "learning-rate": 1e-4,
+        "batch-size": 16,
+        "lm loss": 6.5,
+        "loss-scale": 1.0,
+        "grad-norm": 1.25,
+        "num-zeros": 3,
+        "params-norm": 7.0,
+        "world-size": 2,
+        "iteration-time": 0.25,  # seconds
+        "throughput": 0.5,
+        "optimizer-time": 0.004,  # seconds of the slowest rank
+    }
+    assert {key: scalars[key] for key in expected} == expected
+
+
+def test_what_was_not_measured_is_not_plotted() -> None:
+    scalars = iteration_scalars(_record(lm_loss=None, grad_norm=None, mfu=None))
+    assert not {"lm loss", "grad-norm", "mfu", "num-zeros", "params-norm"} & set(scalars)
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_each_split_has_its_own_curves_over_iterations_and_samples(split: Any) -> None:
+    scalars = evaluation_scalars(EvaluationRecord(iteration=1, consumed_samples=2, split=split, loss=2.0))
+    assert scalars == {f"lm loss {split}": 2.0, f"lm loss {split} ppl": math.exp(2.0)}
+    assert set(scalars) <= METRICS_WITH_SAMPLE_AXIS
+
+
+def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
+    record = EvaluationRecord(iteration=1, consumed_samples=2, split="validation", loss=1e6)
+    assert record.perplexity == math.exp(20)
+
+
+@pytest.mark.parametrize(
+    ("interval", "resumed_at", "offered", "passed"),
+    [
+        (1, 0, [1, 2, 3], [1, 2, 3]),
+        (10, 0, [5, 10, 15, 20], [10, 20]),
+        (7, 0, [100, 200], [100, 200]),  # coarser records than the interval all pass
+        (10, 12, [15, 20], [20]),
+        (10, 20, [20, 25, 30], [30]),
+    ],
+)
+def test_an_interval_thins_out(interval: int, resumed_at: int, offered: list[int], passed: list[int]) -> None:
+    gate = IntervalGate(interval, resumed_at)
+    assert [iteration for iteration in offered if gate.passes(iteration)] == passed

@@ -1,0 +1,494 @@
+"""Every writer tells the same story, survives a crash, and cannot end the run."""
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.errors import ConfigError
+from megatron.config.logging import LoggingConfig
+from megatron.training import wandb_writer
+from megatron.training.metrics import EvaluationRecord, IterationRecord, MetricsWriter
+from megatron.training.wandb_writer import WandbWriter, check_wandb_credentials
+from megatron.training.writers import (
+    ConsoleWriter,
+    JsonlWriter,
+    ProgressBar,
+    TensorBoardWriter,
+    build_writers,
+    format_console_line,
+    format_evaluation_lines,
+)
+
+NOW = datetime(2026, 11, 20, 5, 0, 0)
+
+
+def _record(iteration: int = 5, **changes: Any) -> IterationRecord:
+    values: dict[str, Any] = {
+        "iteration": iteration,
+        "train_iters": 100,
+        "consumed_samples": 16 * iteration,
+        "lm_loss": 6.912345,
+        "grad_norm": 1.2341,
+        "learning_rate": 1e-4,
+        "loss_scale": 1.0,
+        "global_batch_size": 16,
+        "iteration_time_ms": 123.42,
+        "tokens_per_s_per_gpu": 512.04,
+        "tflops_per_gpu": 0.12,
+        "mfu": 0.41234,
+        "skipped": 0,
+        "nan_iterations": 0,
+        "world_size": 2,
+    }
+    return IterationRecord(**(values | changes))
+
+
+def _evaluation(iteration: int, loss: float = 4.512345, **changes: Any) -> EvaluationRecord:
+    values: dict[str, Any] = {"split": "validation", "loss": loss}
+    values |= {"iteration": iteration, "consumed_samples": 16 * iteration}
+    return EvaluationRecord(**(values | changes))
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# Console
+
+
+def test_the_console_line_is_megatrons_with_our_fields_after_the_throughput() -> None:
+    assert format_console_line(_record(), NOW) == (
+        " [2026-11-20 05:00:00] iteration        5/     100 | consumed samples:           80 |"
+        " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 0.1 |"
+        " tokens/s per GPU: 512.0 | MFU: 41.23% | learning rate: 1.000000E-04 | global batch size:    16 |"
+        " lm loss: 6.912345E+00 | loss scale: 1.0 | grad norm: 1.234 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_optional_fields_stand_at_megatrons_places() -> None:
+    record = _record(skipped_samples=4, num_zeros=12, params_norm=99.5, mfu=None)
+    names = [field.split(":")[0].strip() for field in format_console_line(record, NOW).split("|")[1:-1]]
+    assert names == [
+        "consumed samples",
+        "skipped samples",
+        "elapsed time per iteration (ms)",
+        "throughput per GPU (TFLOP/s/GPU)",
+        "tokens/s per GPU",
+        "learning rate",
+        "global batch size",
+        "lm loss",
+        "loss scale",
+        "grad norm",
+        "num zeros",
+        "params norm",
+        "number of skipped iterations",
+        "number of nan iterations",
+    ]
+
+
+def test_a_log_parser_written_for_megatron_reads_the_line() -> None:
+    """The two habits of parsers in the wild: one regular expression, and key: value between bars."""
+    line = format_console_line(_record(), NOW)
+    pattern = (
+        r"iteration\s+(\d+)/\s*(\d+) \| consumed samples:\s+(\d+) \|"
+        r" elapsed time per iteration \(ms\): ([\d.]+) \|.*learning rate: ([\d.E+-]+) \|"
+        r" global batch size:\s+(\d+) \| lm loss: ([\d.E+-]+) \|"
+        r" loss scale: ([\d.]+) \| grad norm: ([\d.]+) \| number of skipped iterations:\s+(\d+) \|"
+        r" number of nan iterations:\s+(\d+) \|$"
+    )
+    match = re.search(pattern, line)
+    assert match is not None
+    assert [float(text) for text in match.groups()] == [5, 100, 80, 123.4, 1e-4, 16, 6.912345, 1, 1.234, 0, 0]
+    values = dict(field.split(":", 1) for field in line.split("|")[1:-1])
+    assert float(values[" lm loss"]) == 6.912345
+
+
+def test_a_skipped_iteration_has_no_loss_and_no_norm() -> None:
+    line = format_console_line(_record(lm_loss=None, grad_norm=None, skipped=1, nan_iterations=1), NOW, False)
+    assert "lm loss" not in line
+    assert "grad norm" not in line
+    assert "throughput" not in line
+    assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   1 |")
+
+
+def test_the_evaluation_stands_between_dashes_as_long_as_megatrons() -> None:
+    above, line, below = format_evaluation_lines(_evaluation(100)).split("\n")
+    assert line.startswith(" validation loss at iteration 100 | lm loss value: 4.512345E+00 |")
+    assert line.endswith("| lm loss PPL: 9.113528E+01 | ")
+    assert above == below == "-" * (len(line) + 1)
+    assert "iteration 7 on test set |" in format_evaluation_lines(_evaluation(7, split="test"))
+
+
+def test_timers_follow_the_line() -> None:
+    stream = io.StringIO()
+    writer = ConsoleWriter(stream, log_throughput=True)
+    writer.write_iteration(_record(timer_report="max time across ranks (ms):\n    forward: 1.00"))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("nan iterations:   0 |")
+    assert lines[1].startswith("max time")
+
+
+def test_lines_print_above_the_progress_bar() -> None:
+    stream = _Terminal()
+    bar, console = ProgressBar(stream, train_iters=10, resume_iteration=4), ConsoleWriter(stream, True)
+    bar.write_iteration(_record(5))
+    stream.truncate(0)
+    stream.seek(0)
+    console.write_text("a line of its own")
+    shown = stream.getvalue()
+    bar.close()
+    before, after = shown.split("a line of its own\n")
+    assert before.endswith("\r")  # the bar was wiped first
+    assert "5/10" in after  # and drawn again below
+
+
+@pytest.mark.parametrize(
+    ("stream", "flag", "bar"),
+    [
+        (io.StringIO(), None, False),
+        (_Terminal(), None, True),
+        (_Terminal(), False, False),
+        (io.StringIO(), True, True),
+    ],
+)
+def test_a_bar_only_where_a_person_watches(stream: io.StringIO, flag: bool | None, bar: bool) -> None:
+    writers = _build(LoggingConfig(progress_bar=flag), stream=stream)
+    assert any(isinstance(writer, ProgressBar) for writer in writers) == bar
+    for writer in writers:
+        writer.close()
+
+
+# JSONL
+
+
+def _build(config: LoggingConfig, **changes: Any) -> list[MetricsWriter]:
+    arguments: dict[str, Any] = {
+        "save_directory": None,
+        "run_config": {},
+        "resume_iteration": 0,
+        "train_iters": 100,
+        "stream": io.StringIO(),
+        "environment": {},
+    }
+    return build_writers(config, **(arguments | changes))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_metrics_file_holds_the_agreed_keys_at_full_precision(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "yet" / "metrics.jsonl"
+    loss = 6.123456789012345
+    writer = JsonlWriter(path, resume_iteration=0)
+    writer.write_iteration(_record(lm_loss=loss))
+    writer.write_evaluation(_evaluation(5, loss=loss))
+    writer.write_evaluation(_evaluation(6, loss=loss, split="test"))
+    iteration, *evaluations = _lines(path)  # before close: each line is flushed as it is written
+    writer.close()
+    agreed = (
+        "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale global_batch_size "
+        "iteration_time_ms tokens_per_s_per_gpu tflops_per_gpu mfu skipped"
+    )
+    assert list(iteration) == agreed.split()
+    assert iteration["lm_loss"] == loss
+    assert iteration["mfu"] == 0.41234
+    assert evaluations == [{"iteration": 5, "validation_loss": loss}, {"iteration": 6, "test_loss": loss}]
+
+
+def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_iteration=0)
+    writer.write_iteration(_record(lm_loss=math.nan, grad_norm=math.inf, mfu=None))
+    writer.close()
+    (record,) = _lines(tmp_path / "metrics.jsonl")
+    assert (record["lm_loss"], record["grad_norm"], record["mfu"]) == (None, None, None)
+
+
+def test_a_resumed_run_continues_the_history_of_its_checkpoint(tmp_path: Path) -> None:
+    """Checkpoint at 3, crash while writing 6: after the resume, 4 and 5 were never there."""
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path, resume_iteration=0)
+    for iteration in range(1, 6):
+        writer.write_iteration(_record(iteration))
+        if iteration in (3, 4):
+            writer.write_evaluation(_evaluation(iteration))
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"iteration": 6, "consumed_sam')
+
+    resumed = JsonlWriter(path, resume_iteration=3)
+    resumed.write_iteration(_record(4, lm_loss=1.0))
+    resumed.close()
+    assert [(line["iteration"], "lm_loss" in line) for line in _lines(path)] == [
+        (1, True),
+        (2, True),
+        (3, True),
+        (3, False),
+        (4, True),
+    ]
+    assert _lines(path)[-1]["lm_loss"] == 1.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("tail", ['{"iteration": 2, "lm', '{"iteration": 2, "lm_loss": 1.0}', "\0" * 50, "2"])
+def test_any_torn_last_line_leaves_whole_records(tmp_path: Path, tail: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "lm_loss": 2.0}\n' + tail)
+    writer = JsonlWriter(path, resume_iteration=2)
+    writer.write_iteration(_record(3))
+    writer.close()
+    iterations = [line["iteration"] for line in _lines(path)]
+    assert iterations in ([1, 3], [1, 2, 3])
+
+
+def test_a_run_from_the_start_sets_the_old_file_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+    JsonlWriter(path, resume_iteration=0).close()
+    assert path.read_text() == ""
+    assert len(_lines(tmp_path / "metrics.jsonl.previous")) == 1
+
+
+def test_a_file_of_other_data_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(ConfigError, match=r"--metrics-jsonl .*corpus\.jsonl is not a metrics file"):
+        JsonlWriter(path, resume_iteration=5)
+    assert len(_lines(path)) == 2
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--metrics-jsonl .* cannot be written"):
+        JsonlWriter(tmp_path, resume_iteration=0)
+
+
+def test_a_disk_that_fails_during_the_run_costs_one_warning_and_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    console, jsonl = _build(LoggingConfig(metrics_jsonl=str(tmp_path / "metrics.jsonl")), stream=stream)
+
+    def fail(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(JsonlWriter, "_append", fail)
+    for iteration in (1, 2):
+        jsonl.write_iteration(_record(iteration))
+    jsonl.close()
+    assert stream.getvalue().count("WARNING: --metrics-jsonl gets no more records") == 1
+    console.close()
+
+
+# TensorBoard
+
+
+def _points(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+
+
+def _tensorboard_run(directory: Path, resume: int, iterations: range, loss: float, interval: int = 1) -> None:
+    writer = TensorBoardWriter(directory, interval, resume)
+    for iteration in iterations:
+        writer.write_iteration(_record(iteration, lm_loss=loss))
+    writer.write_evaluation(_evaluation(iterations[-1], loss=loss))
+    writer.close()
+
+
+def test_tensorboard_shows_metrics_over_iterations_and_over_samples(tmp_path: Path) -> None:
+    _tensorboard_run(tmp_path, 0, range(1, 5), loss=6.0, interval=2)
+    points = _points(tmp_path)
+    assert points["lm loss"] == [(2, 6.0), (4, 6.0)]
+    assert points["lm loss vs samples"] == [(32, 6.0), (64, 6.0)]
+    assert points["lm loss validation vs samples"] == [(64, 6.0)]
+    assert points["grad-norm"][0][1] == pytest.approx(1.2341)
+    shown = {"learning-rate", "batch-size", "loss-scale", "world-size", "iteration-time", "throughput"}
+    assert shown <= set(points)
+    assert "iteration-time vs samples" not in points
+
+
+def test_tensorboard_forgets_what_lies_beyond_the_checkpoint_in_both_axes(tmp_path: Path) -> None:
+    """Two crashes: at 4 with a checkpoint at 3, then at 6 with a rollback to 2 — and a torn last record."""
+    _tensorboard_run(tmp_path, 0, range(1, 5), loss=6.0)
+    _tensorboard_run(tmp_path, 3, range(4, 7), loss=5.0)
+    with sorted(tmp_path.iterdir())[-1].open("ab") as file:
+        file.write(b"\x18\0\0\0\0\0\0\0torn")
+    _tensorboard_run(tmp_path, 2, range(3, 4), loss=4.0)
+    points = _points(tmp_path)
+    assert points["lm loss"] == [(1, 6.0), (2, 6.0), (3, 4.0)]
+    assert points["lm loss vs samples"] == [(16, 6.0), (32, 6.0), (48, 4.0)]
+    assert points["lm loss validation"] == [(3, 4.0)]
+
+
+def test_a_run_from_the_start_hides_the_points_of_the_one_before(tmp_path: Path) -> None:
+    _tensorboard_run(tmp_path, 0, range(1, 5), loss=6.0)
+    _tensorboard_run(tmp_path, 0, range(1, 3), loss=5.0)
+    assert _points(tmp_path)["lm loss"] == [(1, 5.0), (2, 5.0)]
+
+
+# wandb
+
+WANDB = LoggingConfig(wandb_project="tests", wandb_exp_name="a run")
+
+WANDB_RUN = """
+import sys
+from megatron.config.logging import LoggingConfig
+from megatron.training.writers import build_writers
+from tests.training.test_writers import _evaluation, _record
+
+first, last = int(sys.argv[1]), int(sys.argv[2])
+writers = build_writers(
+    LoggingConfig(wandb_project="tests", wandb_exp_name="a run"), save_directory="checkpoints",
+    run_config={"hidden_size": 64}, resume_iteration=first - 1, train_iters=100, stream=sys.stdout,
+)
+for iteration in range(first, last + 1):
+    for writer in writers:
+        writer.write_iteration(_record(iteration))
+for writer in writers:
+    writer.write_evaluation(_evaluation(last))
+    writer.close()
+"""
+
+
+def _wandb_run(directory: Path, first: int, last: int) -> str:
+    """Train ``first`` to ``last`` in a process of its own, as a restarted job does; returns its output."""
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"WANDB_MODE": "offline", "PYTHONPATH": str(root), "HOME": str(directory)}
+    script = [sys.executable, "-c", WANDB_RUN, str(first), str(last)]
+    process = subprocess.run(
+        script, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    return process.stdout + process.stderr
+
+
+def _wandb_contents(directory: Path) -> bytes:
+    (transaction_log,) = directory.glob("run-*.wandb")
+    return transaction_log.read_bytes()
+
+
+def test_wandb_offline_then_resumed_under_the_same_id(tmp_path: Path) -> None:
+    assert "WARNING" not in _wandb_run(tmp_path, 1, 3)
+    run_id = (tmp_path / "checkpoints" / "wandb_run_id.txt").read_text().strip()
+    assert "WARNING" not in _wandb_run(tmp_path, 4, 5)
+    assert (tmp_path / "checkpoints" / "wandb_run_id.txt").read_text().strip() == run_id
+
+    runs = sorted((tmp_path / "checkpoints" / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert all(f"-{run_id}" in run.name for run in runs)  # a restart in the same second adds a suffix
+    for run in runs:
+        for key in (b"lm loss", b"grad-norm", b"throughput", b"lm loss validation", b"hidden_size"):
+            assert key in _wandb_contents(run)
+
+    _wandb_run(tmp_path, 1, 1)  # a run from the start is another run
+    assert (tmp_path / "checkpoints" / "wandb_run_id.txt").read_text().strip() != run_id
+
+
+@pytest.mark.parametrize("environment", [{}, {"WANDB_MODE": "online"}, {"WANDB_API_KEY": ""}])
+def test_wandb_without_a_key_is_refused_instead_of_asking_for_one(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"set WANDB_API_KEY .* or WANDB_MODE=offline"):
+        _build(WANDB, environment=environment)
+
+
+@pytest.mark.parametrize("environment", [{"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}])
+def test_wandb_with_a_key_or_offline_is_allowed(environment: dict[str, str]) -> None:
+    check_wandb_credentials(WANDB, environment)
+
+
+class _FakeRun:
+    def __init__(self, wandb: "_FakeWandb") -> None:
+        self._wandb = wandb
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        if step == self._wandb.fails_at:
+            raise ConnectionError("no route")
+        self._wandb.logged.append((step, scalars["learning-rate"]))
+
+    def finish(self) -> None:
+        self._wandb.finished = True
+
+
+class _FakeWandb:
+    """Stands in for the wandb module, and fails where it is told to."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+        self.logged: list[tuple[int, float]] = []
+        self.arguments: dict[str, Any] = {}
+        self.finished = False
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> _FakeRun:
+        self.arguments = arguments
+        if self.fails_at == 0:
+            raise RuntimeError("service is down")
+        return _FakeRun(self)
+
+
+def _fake_run(monkeypatch: pytest.MonkeyPatch, wandb: Any, tmp_path: Path) -> tuple[str, dict[str, Any]]:
+    """Three iterations against ``wandb``; returns the console and what the run was started with."""
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    stream = io.StringIO()
+    environment = {"WANDB_API_KEY": "secret"}
+    writers = _build(WANDB, stream=stream, save_directory=str(tmp_path), environment=environment)
+    (writer,) = (writer for writer in writers if isinstance(writer, WandbWriter))
+    for iteration in (1, 2, 3):
+        writer.write_iteration(_record(iteration))
+    writer.close()
+    return stream.getvalue(), wandb.arguments
+
+
+def test_the_step_of_wandb_is_the_iteration_and_the_key_stays_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wandb = _FakeWandb()
+    console, arguments = _fake_run(monkeypatch, wandb, tmp_path)
+    assert wandb.logged == [(1, 1e-4), (2, 1e-4), (3, 1e-4)]
+    assert wandb.finished
+    assert arguments["resume"] == "allow"
+    assert arguments["id"] == (tmp_path / "wandb_run_id.txt").read_text().strip()
+    assert "secret" not in console + str(arguments)
+
+
+@pytest.mark.parametrize(("fails_at", "reason"), [(0, "service is down"), (2, "no route")])
+def test_a_failing_wandb_costs_one_warning_and_no_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails_at: int, reason: str
+) -> None:
+    console, _ = _fake_run(monkeypatch, _FakeWandb(fails_at), tmp_path)
+    assert console.count("WARNING: wandb is off") == 1
+    assert reason in console
+
+
+def test_a_wandb_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import threading
+
+    released = threading.Event()
+    wandb = _FakeWandb()
+    monkeypatch.setattr(wandb, "init", lambda **_: released.wait())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(wandb_writer, "_QUEUE_LENGTH", 10)
+    stream = io.StringIO()
+    (_, writer) = _build(WANDB, stream=stream, environment={"WANDB_API_KEY": "k"})
+    for iteration in range(1, 50):
+        writer.write_iteration(_record(iteration))
+    writer.close()
+    released.set()
+    assert stream.getvalue().count("WARNING: wandb is off") == 1
