@@ -56,10 +56,13 @@ def save_checkpoint(
 
     ``tensors`` holds this rank's part by global name: a :class:`BoxedTensor`, a DTensor, or a plain tensor
     that every rank with that name holds alike. Ranks may have different names. Pieces that several ranks hold
-    are written once, spread so that ranks write about equally much. ``state`` is the first rank's.
+    are written once, spread so that ranks write about equally much; pieces that overlap without being equal
+    are refused (a parameter that two stages share must be passed by one of them). ``state`` is the first
+    rank's.
 
     Without a group: the default group, or one process alone when ``torch.distributed`` is not initialised.
-    A failure anywhere raises :class:`CheckpointError` on all ranks and leaves what was there before.
+    A failure anywhere raises :class:`CheckpointError` (a mistake of ours: ``RuntimeError`` with all tracebacks)
+    on all ranks and leaves what was there before.
     """
     writer = SafetensorsWriter(
         state,

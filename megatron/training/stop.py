@@ -2,20 +2,26 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
 
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
 
 @contextmanager
 def watch_signals(config: TrainingConfig) -> Iterator["SignalWatch"]:
-    """Note SIGINT and ``--exit-signal`` instead of dying of them; a second signal acts as usual."""
+    """Note SIGINT and ``--exit-signal`` instead of dying of them; the third signal acts as usual.
+
+    Ctrl-C under torchrun comes twice: from the terminal and from torchrun.
+    """
     watch = SignalWatch()
     names = ("SIGINT", config.exit_signal) if config.exit_signal_handler else ()
     numbers = [signal.Signals[name] for name in names]
@@ -33,12 +39,16 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self.previous: dict[signal.Signals, object] = {}
+        self._count = 0
+        self.previous: dict[signal.Signals, Handler] = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handler: remember, and give the signal its usual effect from now on."""
-        self.received = signal.Signals(number).name
-        signal.signal(number, self.previous[signal.Signals(number)])  # type: ignore[arg-type]
+        """Handler: remember; after the second, give signals their usual effect again."""
+        self.received = self.received or signal.Signals(number).name
+        self._count += 1
+        if self._count == 2:
+            for watched, handler in self.previous.items():
+                signal.signal(watched, handler)
 
 
 @dataclass

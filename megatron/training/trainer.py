@@ -38,7 +38,7 @@ class Listener:
         """After an iteration; ``trainer.state.progress`` counts it."""
 
     def on_end(self, trainer: "Trainer", reason: str) -> None:
-        """When the loop is over, for whatever ``reason``."""
+        """When the loop has trained and is over, for whatever ``reason``."""
 
 
 @dataclass
@@ -60,13 +60,15 @@ class Trainer:
     count_zeros: bool
 
     def run(self) -> str:
-        """Train until a reason to stop, and return it."""
+        """Train until a reason to stop, and return it; a run that is complete already does nothing."""
+        first_iteration = self.state.progress.iteration
         while (reason := self.stop.reason(self.state.progress.iteration)) is None:
             result = self.train_one_iteration()
             for listener in self.listeners:
                 listener.on_iteration(self, result)
-        for listener in self.listeners:
-            listener.on_end(self, reason)
+        if self.state.progress.iteration > first_iteration:
+            for listener in self.listeners:
+                listener.on_end(self, reason)
         return reason
 
     def train_one_iteration(self) -> IterationResult:

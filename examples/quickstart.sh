@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained tiny Llama: corpus, tokenizer, data, training on two processes, loss curve, sample.
+# Interrupt it whenever you like and run it again: what is done is not done twice, and training resumes.
+#
+#   bash examples/quickstart.sh            RUN=my_dir ITERATIONS=1000 bash examples/quickstart.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source tools/environment.sh requirements.txt
+
+RUN=${RUN:-runs/quickstart}        # everything is written here
+ITERATIONS=${ITERATIONS:-240}
+VOCABULARY=${VOCABULARY:-4096}
+mkdir -p "$RUN"
+
+step() { printf '\n== %s\n' "$1"; }
+
+if [ ! -f "$RUN/corpus.jsonl" ]; then
+    step "Corpus: the source of Python's standard library"
+    python examples/gather_python_source.py "$RUN/corpus.jsonl"
+fi
+if [ ! -f "$RUN/tokenizer.model" ]; then
+    step "Tokenizer: SentencePiece, $VOCABULARY ids"
+    python tools/train_tokenizer.py --input "$RUN/corpus.jsonl" --model-prefix "$RUN/tokenizer" --vocab-size "$VOCABULARY"
+fi
+TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$RUN/tokenizer.model")
+if [ ! -f "$RUN/corpus_text_document.idx" ]; then
+    step "Data: tokens"
+    python tools/preprocess_data.py --input "$RUN/corpus.jsonl" --output-prefix "$RUN/corpus" \
+        --append-eod --workers 2 "${TOKENIZER[@]}"
+fi
+
+# Two processes: on two GPUs if there are as many, on one GPU alone, otherwise on the CPU with one thread each.
+GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
+PROCESSES=$((GPUS == 1 ? 1 : 2))
+# bf16 where the device multiplies it faster than fp32.
+PRECISION=$(python - <<'PYTHON'
+import time
+import torch
+
+def seconds(dtype):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    matrix = torch.ones(512, 512, dtype=dtype, device=device)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        (matrix @ matrix).sum().item()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+torch.set_num_threads(1)
+print("--bf16" if torch.cuda.is_available() or seconds(torch.bfloat16) < 0.7 * seconds(torch.float32) else "")
+PYTHON
+)
+
+TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
+if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
+    step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
+    export OMP_NUM_THREADS=1
+    torchrun --nproc-per-node "$PROCESSES" --master-port "${MASTER_PORT:-29555}" pretrain_llama.py \
+        --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer $PRECISION \
+        --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \
+        --seq-length 256 --micro-batch-size 8 --global-batch-size 16 \
+        --train-iters "$ITERATIONS" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 \
+        --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
+        --data-path "$RUN/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}" \
+        --eval-interval 60 --eval-iters 8 \
+        --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 \
+        --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard"
+    if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
+        echo "Training stopped before iteration $ITERATIONS; run this script again to go on."
+        exit 0
+    fi
+fi
+
+step "Loss curve"
+python tools/plot_metrics.py --metrics "$RUN/metrics.jsonl" --output "$RUN/loss.png" --vocab-size "$VOCABULARY"
+python - "$RUN/metrics.jsonl" "$VOCABULARY" <<'PYTHON'
+import json
+import math
+import sys
+
+losses = [json.loads(line) for line in open(sys.argv[1])]
+final = [record["validation_loss"] for record in losses if "validation_loss" in record][-1]
+unknowing = math.log(int(sys.argv[2]))
+print(f"validation loss {final:.3f}, that is {unknowing - final:.2f} nats under ln(vocabulary) = {unknowing:.3f}")
+PYTHON
+echo "loss curve: $RUN/loss.png"
+
+step "A sample"
+python tools/generate_text.py --load "$RUN/checkpoints" --max-new-tokens 80 --prompt "import os
+
+def read_file(path):
+"

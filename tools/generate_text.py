@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Continue a text with a trained model: architecture and tokenizer come from the checkpoint.
+
+Alone, or with tensor parallelism under torchrun --nproc-per-node N.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from megatron.config.errors import CheckpointError, ConfigError, UserError
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What to continue, and how."""
+
+    load: str
+    """Directory of checkpoints."""
+    prompt: str
+    """Text to continue."""
+    ckpt_step: int | None = None
+    """Iteration to load instead of the latest."""
+    max_new_tokens: int = 64
+    """Tokens to add at most; generation also ends at the end of a document."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Draw from this many of the likeliest tokens; 0: from all."""
+    top_p: float = 0.95
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: int = 1234
+    """Seed of the draw."""
+    tokenizer_model: str | None = None
+    """Tokenizer file, where it is no longer at the place that the checkpoint remembers."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
+            raise ConfigError(
+                "--temperature and --top-k must not be negative, --top-p must be above 0 and at most 1, and "
+                "--max-new-tokens at least 1."
+            )
+
+
+def sample_next(logits: "Any", config: GenerateConfig, generator: "Any") -> int:
+    """Draw the next id from ``logits`` ``[vocabulary]``."""
+    import torch
+
+    if config.temperature == 0:
+        return int(logits.argmax())
+    probabilities, ids = torch.softmax(logits.double() / config.temperature, dim=-1).sort(descending=True)
+    # Keep a token while those before it fall short of top_p; the first always stays.
+    keep = probabilities.cumsum(0) - probabilities < config.top_p
+    if config.top_k:
+        keep[config.top_k :] = False
+    drawn = torch.multinomial(probabilities * keep, 1, generator=generator)
+    return int(ids[drawn])
+
+
+def generate(config: GenerateConfig) -> Iterator[str]:
+    """The prompt and its continuation, in growing parts of text."""
+    import torch
+
+    from megatron.checkpoint.checkpointing import load_checkpoint, read_state
+    from megatron.checkpoint.directory import find_checkpoint
+    from megatron.config.data import TokenizerConfig
+    from megatron.config.model import LlamaConfig
+    from megatron.config.parallel import ParallelConfig
+    from megatron.core.model.layer import BuildContext
+    from megatron.core.model.llama import LlamaModel
+    from megatron.core.ops.attention import choose_attention_kernel
+    from megatron.core.tensor_parallel.collectives import TensorParallel
+    from megatron.data.tokenizers import build_tokenizer
+    from megatron.training.launch import Process, choose_device, join
+    from megatron.training.state import model_tensors
+
+    process = Process.from_environment(os.environ)
+    device = choose_device("auto", process)
+    topology = join(ParallelConfig(tensor_model_parallel_size=process.world_size), process, device)
+    iteration = find_checkpoint(Path(config.load), config.ckpt_step)
+    if iteration is None:
+        raise CheckpointError(f"--load {config.load} holds no checkpoint: check the path.")
+    state = read_state(Path(config.load), iteration)
+    tokenizer_flags = state["flags"]["tokenizer"] | (
+        {"tokenizer_model": config.tokenizer_model} if config.tokenizer_model else {}
+    )
+    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags))
+    architecture = LlamaConfig(**state["architecture"])
+    unit = process.world_size
+    architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // unit) * unit)
+    dtype = torch.bfloat16 if state["flags"]["precision"]["bf16"] else torch.float32
+    parallel = TensorParallel(topology.tensor_parallel)
+    context = BuildContext(parallel, dtype, device, choose_attention_kernel("auto", device, dtype))
+    model = LlamaModel(architecture, context)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_checkpoint(Path(config.load), iteration, model_tensors(model))
+
+    generator = torch.Generator().manual_seed(config.seed)
+    ids = tokenizer.tokenize(config.prompt) or [tokenizer.bos if tokenizer.bos is not None else tokenizer.eod]
+    shown = ""
+    for _ in range(config.max_new_tokens):
+        with torch.no_grad():
+            window = torch.tensor([ids[-architecture.max_position_embeddings :]], device=device)
+            local = model.logits(window)[-1, 0].float().contiguous()
+        logits = parallel.communicator.all_gather(local).cpu()[: architecture.vocab_size]
+        ids.append(sample_next(logits, config, generator))
+        if ids[-1] == tokenizer.eod:
+            break
+        text = tokenizer.detokenize(ids)
+        # An unfinished character decodes to U+FFFD: wait for the rest of it.
+        if not text.endswith("�"):
+            yield text[len(shown) :]
+            shown = text
+    yield "\n"
+
+
+def main() -> int:
+    """Print the text as it grows; the exit code."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        config = tyro.cli(GenerateConfig, description=__doc__, console_outputs=rank == 0)
+        config.check()
+        for part in generate(config):
+            if rank == 0:
+                print(part, end="", flush=True)
+    except UserError as error:
+        if rank == 0:
+            print(f"ERROR: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

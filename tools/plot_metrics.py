@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Draw the loss curves of one or more runs from their --metrics-jsonl files to a PNG."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from megatron.config.errors import DataError, UserError
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """Which runs to draw, and where to."""
+
+    metrics: tuple[str, ...]
+    """Metrics files, one per run."""
+    output: str
+    """PNG to write."""
+    vocab_size: int | None = None
+    """Also draw ln(vocabulary), the loss of a model that knows nothing."""
+
+
+def read_curve(path: str, key: str) -> tuple[list[int], list[float]]:
+    """Iterations and values of ``key``, where a record has it."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): check --metrics.") from error
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+    points = [(record["iteration"], record[key]) for record in records if record.get(key) is not None]
+    return [iteration for iteration, _ in points], [value for _, value in points]
+
+
+def draw(config: PlotConfig) -> None:
+    """Training loss as lines, validation loss as dots."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for path in config.metrics:
+        label = Path(path).stem
+        (line,) = axes.plot(*read_curve(path, "lm_loss"), linewidth=1.2, alpha=0.8, label=f"{label}: training")
+        iterations, losses = read_curve(path, "validation_loss")
+        if iterations:
+            axes.plot(iterations, losses, "o-", color=line.get_color(), markersize=5, label=f"{label}: validation")
+            axes.annotate(f"{losses[-1]:.3f}", (iterations[-1], losses[-1]), (4, 6), textcoords="offset points")
+    if config.vocab_size is not None:
+        axes.axhline(math.log(config.vocab_size), color="grey", linestyle=":", label="ln(vocabulary)")
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(config.output, dpi=150)
+
+
+def main() -> int:
+    """Draw; the exit code."""
+    try:
+        draw(tyro.cli(PlotConfig, description=__doc__))
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
