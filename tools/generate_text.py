@@ -9,13 +9,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
 from megatron.config.errors import CheckpointError, ConfigError, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron.core.model.llama import LlamaModel
+    from megatron.core.topology import Topology
+    from megatron.data.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class GenerateConfig:
             )
 
 
-def sample_next(logits: "Any", config: GenerateConfig, generator: "Any") -> int:
+def sample_next(logits: "Tensor", config: GenerateConfig, generator: "torch.Generator") -> int:
     """Draw the next id from ``logits`` ``[vocabulary]``."""
     import torch
 
@@ -66,59 +74,72 @@ def sample_next(logits: "Any", config: GenerateConfig, generator: "Any") -> int:
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """The prompt and its continuation, in growing parts of text."""
+    """The prompt and its continuation, in growing parts of text; the same on every rank."""
+    from megatron.config.parallel import ParallelConfig
+    from megatron.training.launch import Process, choose_device, joined
+
+    process = Process.from_environment(os.environ)
+    parallel = ParallelConfig(tensor_model_parallel_size=process.world_size)
+    with joined(parallel, process, choose_device("auto", process)) as topology:
+        model, tokenizer = load_model(config, topology)
+        yield from continue_text(config, model, tokenizer)
+
+
+def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaModel, Tokenizer]":
+    """The model of the checkpoint, divided over all ranks, and its tokenizer."""
     import torch
 
     from megatron.checkpoint.checkpointing import load_checkpoint, read_state
     from megatron.checkpoint.directory import find_checkpoint
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import LlamaConfig
-    from megatron.config.parallel import ParallelConfig
     from megatron.core.model.layer import BuildContext
     from megatron.core.model.llama import LlamaModel
     from megatron.core.ops.attention import choose_attention_kernel
     from megatron.core.tensor_parallel.collectives import TensorParallel
     from megatron.data.tokenizers import build_tokenizer
-    from megatron.training.launch import Process, choose_device, join
+    from megatron.training.launch import on_first_rank
     from megatron.training.state import model_tensors
 
-    process = Process.from_environment(os.environ)
-    device = choose_device("auto", process)
-    topology = join(ParallelConfig(tensor_model_parallel_size=process.world_size), process, device)
-    iteration = find_checkpoint(Path(config.load), config.ckpt_step)
+    root = Path(config.load)
+    iteration = on_first_rank(topology.world, lambda: find_checkpoint(root, config.ckpt_step))
     if iteration is None:
         raise CheckpointError(f"--load {config.load} holds no checkpoint: check the path.")
-    state = read_state(Path(config.load), iteration)
-    tokenizer_flags = state["flags"]["tokenizer"] | (
-        {"tokenizer_model": config.tokenizer_model} if config.tokenizer_model else {}
-    )
-    tokenizer = build_tokenizer(TokenizerConfig(**tokenizer_flags))
+    state = read_state(root, iteration)
+    moved = {"tokenizer_model": config.tokenizer_model} if config.tokenizer_model else {}
+    tokenizer = build_tokenizer(TokenizerConfig(**(state["flags"]["tokenizer"] | moved)))
+    ranks = topology.world.size
     architecture = LlamaConfig(**state["architecture"])
-    unit = process.world_size
-    architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // unit) * unit)
+    architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
     dtype = torch.bfloat16 if state["flags"]["precision"]["bf16"] else torch.float32
-    parallel = TensorParallel(topology.tensor_parallel)
-    context = BuildContext(parallel, dtype, device, choose_attention_kernel("auto", device, dtype))
+    kernel = choose_attention_kernel("auto", topology.device, dtype)
+    context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, kernel)
     model = LlamaModel(architecture, context)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()
-    load_checkpoint(Path(config.load), iteration, model_tensors(model))
+            parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
+    load_checkpoint(root, iteration, model_tensors(model))
+    return model, tokenizer
+
+
+def continue_text(config: GenerateConfig, model: "LlamaModel", tokenizer: "Tokenizer") -> Iterator[str]:
+    """Add token after token; every step computes the whole text again, which short texts can afford."""
+    import torch
 
     generator = torch.Generator().manual_seed(config.seed)
-    ids = tokenizer.tokenize(config.prompt) or [tokenizer.bos if tokenizer.bos is not None else tokenizer.eod]
+    ids = tokenizer.tokenize(config.prompt) or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     shown = ""
     for _ in range(config.max_new_tokens):
         with torch.no_grad():
-            window = torch.tensor([ids[-architecture.max_position_embeddings :]], device=device)
+            window = torch.tensor([ids[-model.config.max_position_embeddings :]], device=model.context.device)
             local = model.logits(window)[-1, 0].float().contiguous()
-        logits = parallel.communicator.all_gather(local).cpu()[: architecture.vocab_size]
+        logits = model.context.parallel.communicator.all_gather(local).cpu()[: model.config.vocab_size]
         ids.append(sample_next(logits, config, generator))
         if ids[-1] == tokenizer.eod:
             break
         text = tokenizer.detokenize(ids)
         # An unfinished character decodes to U+FFFD: wait for the rest of it.
-        if not text.endswith("�"):
+        if not text.endswith("\ufffd"):
             yield text[len(shown) :]
             shown = text
     yield "\n"

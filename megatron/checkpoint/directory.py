@@ -63,6 +63,9 @@ def list_checkpoints(root: Path) -> list[int]:
 def find_checkpoint(root: Path, step: int | None = None) -> int | None:
     """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
 
+    After a return to an older checkpoint, those of the abandoned continuation do not count: they are above the
+    tracker's iteration but were written before it.
+
     None when ``root`` does not exist or nothing was ever saved there. Raises :class:`CheckpointError` when
     ``step`` is not there, and when nothing readable is left of what was saved: a damaged directory must not
     look like a fresh start. Ask on one rank and tell the others, so that all load the same.
@@ -70,7 +73,7 @@ def find_checkpoint(root: Path, step: int | None = None) -> int | None:
     if step is not None:
         return _requested(root, step)
     iterations = _iterations(root)
-    for iteration in reversed(iterations):
+    for iteration in reversed(_without_abandoned(root, iterations)):
         defect = _defect(root, iteration)
         if defect is None:
             return iteration
@@ -81,6 +84,22 @@ def find_checkpoint(root: Path, step: int | None = None) -> int | None:
             "directory to start afresh."
         )
     return None
+
+
+def _without_abandoned(root: Path, iterations: list[int]) -> list[int]:
+    """``iterations`` without those that the run left behind when it went back to an older one."""
+    try:
+        tracked = int((root / TRACKER).read_text())
+        saved = {number: (locate_checkpoint(root, number) / MANIFEST).stat().st_mtime_ns for number in iterations}
+    except (OSError, ValueError):
+        return iterations
+    if tracked not in saved:
+        return iterations
+    kept = [number for number in iterations if number <= tracked or saved[number] >= saved[tracked]]
+    if kept != iterations:
+        left = ", ".join(str(number) for number in iterations if number not in kept)
+        _logger.warning("Iterations %s were abandoned for an older checkpoint; going on from %d", left, kept[-1])
+    return kept
 
 
 def _requested(root: Path, step: int) -> int:

@@ -184,6 +184,14 @@ class Communicator:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The ``value`` of the group's rank ``source``, on all; for small control data."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, self.ranks[source], group=self.process_group)
+        return values[0]
+
     def barrier(self) -> None:
         """Wait for every rank of the group."""
         if self.size > 1:

@@ -1,7 +1,8 @@
 """From a process started by torchrun (or alone) to a rank in the grid."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -51,21 +52,10 @@ def choose_device(wanted: str, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank)
 
 
-def join(parallel: ParallelConfig, process: Process, device: torch.device) -> Topology:
-    """Join the other processes and take this one's place in the grid."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if process.world_size > 1:
-        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        if backend == "nccl" and device.type == "cpu":
-            raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or leave the flag out.")
-        dist.init_process_group(
-            backend,
-            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
-            rank=process.rank,
-            world_size=process.world_size,
-            device_id=device if backend == "nccl" else None,
-        )
+@contextmanager
+def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
+    """Join the other processes, take this one's place in the grid, and part from them in the end."""
+    _join(parallel, process, device)
     data_parallel_size = parallel.data_parallel_size(process.world_size)
     grid = RankGrid(
         tp=parallel.tensor_model_parallel_size,
@@ -75,13 +65,28 @@ def join(parallel: ParallelConfig, process: Process, device: torch.device) -> To
         dp_replicas=data_parallel_replicas(parallel, data_parallel_size),
         order=parallel.rank_order,
     )
-    return Topology(grid, process.rank, device)
+    try:
+        yield Topology(grid, process.rank, device)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def leave() -> None:
-    """Part from the other processes."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if process.world_size > 1:
+        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        if backend == "nccl" and device.type == "cpu":
+            raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or leave the flag out.")
+        # Without device_id: torch would then split groups off the world's communicator, in which all ranks must
+        # take part, while ours are made by their members alone.
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
+            rank=process.rank,
+            world_size=process.world_size,
+        )
 
 
 def together(world: Communicator, action: Callable[[], T], first: bool = False) -> T:
@@ -101,6 +106,20 @@ def together(world: Communicator, action: Callable[[], T], first: bool = False) 
             if failure is not None:
                 raise failure
     return result[0]
+
+
+def on_first_rank(world: Communicator, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 alone; its (small) result, or its error, reaches every rank."""
+    result: T | UserError | None = None
+    if world.rank == 0:
+        try:
+            result = action()
+        except UserError as error:
+            result = error
+    result = world.broadcast_object(result)
+    if isinstance(result, UserError):
+        raise result
+    return result  # type: ignore[return-value]
 
 
 def limit_threads(world_size: int, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Pretraining from flags to the last checkpoint."""
 
 from megatron.config.run import RunConfig
-from megatron.training.launch import Process, choose_device, join, leave, limit_threads
+from megatron.training.launch import Process, choose_device, joined, limit_threads
 from megatron.training.listeners import Evaluation
 from megatron.training.setup import build_trainer
 from megatron.training.stop import watch_signals
@@ -20,8 +20,7 @@ def pretrain(config: RunConfig, process: Process) -> None:
 
     device = choose_device(config.training.device, process)
     limit_threads(process.world_size, device)
-    with watch_signals(config.training) as signals:
-        topology = join(config.parallel, process, device)
+    with watch_signals(config.training) as signals, joined(config.parallel, process, device) as topology:
         trainer = build_trainer(config, topology, signals, say)
         try:
             if config.validation.skip_train:
@@ -30,7 +29,6 @@ def pretrain(config: RunConfig, process: Process) -> None:
                 say(f"stopped: {trainer.run()}")
         finally:
             trainer.close()
-        leave()
 
 
 def evaluate_only(trainer: Trainer) -> None:

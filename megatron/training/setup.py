@@ -71,7 +71,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
         device=topology.device,
         flags=dataclasses.asdict(config),
     )
-    resume(state, config, say)
+    resume(state, config, topology, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, state.progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, state, batches, train_iters, say)
@@ -149,11 +149,11 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
     )
 
 
-def resume(state: RunState, config: RunConfig, say: Say) -> None:
+def resume(state: RunState, config: RunConfig, topology: Topology, say: Say) -> None:
     """Load the checkpoint of ``--load``, if there is one."""
     if config.checkpoint.load is None:
         return
-    if state.load(config.checkpoint):
+    if state.load(config.checkpoint, topology.world):
         say(f"loaded checkpoint {config.checkpoint.load}, continuing after iteration {state.progress.iteration}")
     else:
         say(f"{config.checkpoint.load} holds no checkpoint yet: starting from random weights")

@@ -17,10 +17,12 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import CheckpointError
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import LearningRateConfig
+from megatron.core.communication import Communicator
 from megatron.core.model.llama import LlamaModel
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import info_of
+from megatron.training.launch import on_first_rank
 
 
 @dataclass
@@ -100,16 +102,15 @@ class RunState:
         }
         return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state)
 
-    def load(self, config: CheckpointConfig) -> bool:
-        """Load from ``--load``; False when there is nothing to load. All ranks call it."""
+    def load(self, config: CheckpointConfig, world: Communicator) -> bool:
+        """Load from ``--load``; False when there is nothing to load. All ranks of ``world`` call it."""
         assert config.load is not None
         root = Path(config.load)
-        iteration = find_checkpoint(root, config.ckpt_step)
-        if iteration is None:
-            if config.exit_on_missing_checkpoint:
-                raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")
+        # One rank looks, so that all load the same checkpoint and the file system is asked once.
+        found = on_first_rank(world, lambda: _find(root, config))
+        if found is None:
             return False
-        shapes, state = read_tensor_shapes(root, iteration), read_state(root, iteration)
+        iteration, shapes, state = found
         _check_architecture(self.model.config, state, root)
         if not config.finetune:
             self.schedule = settle_schedule(self.schedule, state["schedule"], self.learning_rate)
@@ -147,6 +148,16 @@ class RunState:
         if not config.finetune:
             for field in ("iteration", "consumed_samples", "skipped_samples"):
                 setattr(self.progress, field, state[field])
+
+
+def _find(root: Path, config: CheckpointConfig) -> tuple[int, dict[str, tuple[int, ...]], dict[str, Any]] | None:
+    """(iteration, shapes, state) of the checkpoint to load, or None when there is nothing to load."""
+    iteration = find_checkpoint(root, config.ckpt_step)
+    if iteration is None:
+        if config.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")
+        return None
+    return iteration, read_tensor_shapes(root, iteration), read_state(root, iteration)
 
 
 def _check_architecture(wanted: LlamaConfig, state: Mapping[str, Any], root: Path) -> None:

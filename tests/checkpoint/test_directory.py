@@ -72,6 +72,17 @@ def test_whatever_the_tracker_says_the_newest_readable_directory_wins(tmp_path: 
     assert list_checkpoints(tmp_path) == [9, 10, 200]
 
 
+def test_a_continuation_that_was_abandoned_does_not_come_back(tmp_path: Path) -> None:
+    for iteration in (50, 100):
+        write(tmp_path, iteration)
+    os.utime(tmp_path / "iter_0000100" / MANIFEST, (1, 1))
+    write(tmp_path, 60)
+    assert find_checkpoint(tmp_path) == 60
+    write(tmp_path, 110)
+    assert find_checkpoint(tmp_path) == 110
+    assert list_checkpoints(tmp_path) == [50, 60, 100, 110]
+
+
 def test_an_unreadable_checkpoint_is_passed_over_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,208 @@
+"""Our Llama is transformers' Llama: logits, loss and every gradient agree in fp64, at TP 1, 2 and 4."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import LlamaConfig
+from megatron.core.model.layer import BuildContext
+from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.parameter import info_of
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import RankGrid, Topology, single_process
+from tests.rank_pool import RankPool
+
+transformers: Any = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-9
+LENGTH = 24
+
+
+def architecture(*, scaling: bool, tied: bool, tp: int) -> LlamaConfig:
+    unit = 2 * tp
+    vocab_size = 61
+    return LlamaConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=56,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=8,  # unlike hidden / heads, as Llama-like models may have it
+        vocab_size=vocab_size,
+        padded_vocab_size=-(-vocab_size // unit) * unit,
+        max_position_embeddings=64,
+        rotary_base=10000.0,
+        use_rope_scaling=scaling,
+        rope_scaling_factor=8.0,
+        # Short, so that all three regimes of the scaling occur within the sequence.
+        rope_scaling_original_length=16,
+        untie_embeddings_and_output_weights=not tied,
+        init_method_std=0.2,
+    )
+
+
+def hugging_face_model(config: LlamaConfig) -> Any:
+    rope = {"rope_type": "default", "rope_theta": config.rotary_base}
+    if config.use_rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": config.rope_scaling_original_length,
+        }
+    settings = transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.norm_epsilon,
+        rope_parameters=rope,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+        attn_implementation="eager",
+    )
+    return transformers.LlamaForCausalLM(settings).double()
+
+
+def halves_to_pairs(weight: Tensor, config: LlamaConfig) -> Tensor:
+    """Rows of a query or key weight from Hugging Face's order (halves apart) to neighbouring pairs."""
+    heads = weight.view(-1, 2, config.kv_channels // 2, weight.shape[-1])
+    return heads.transpose(1, 2).reshape(weight.shape)
+
+
+def to_global(state: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+    """Hugging Face's tensors (weights or gradients) under our names and in our shapes."""
+    tensors = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "final_layernorm.weight": state["model.norm.weight"],
+    }
+    if config.untie_embeddings_and_output_weights:
+        tensors["output_layer.weight"] = state["lm_head.weight"]
+    for number in range(config.num_layers):
+        theirs, ours = f"model.layers.{number}", f"layers.{number}"
+        query, key = (state[f"{theirs}.self_attn.{kind}_proj.weight"] for kind in "qk")
+        tensors |= {
+            f"{ours}.self_attention.linear_qkv.weight": torch.cat(
+                (
+                    halves_to_pairs(query, config),
+                    halves_to_pairs(key, config),
+                    state[f"{theirs}.self_attn.v_proj.weight"],
+                )
+            ),
+            f"{ours}.self_attention.linear_proj.weight": state[f"{theirs}.self_attn.o_proj.weight"],
+            f"{ours}.mlp.linear_fc1.weight": torch.cat(
+                (state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"])
+            ),
+            f"{ours}.mlp.linear_fc2.weight": state[f"{theirs}.mlp.down_proj.weight"],
+            f"{ours}.input_layernorm.weight": state[f"{theirs}.input_layernorm.weight"],
+            f"{ours}.pre_mlp_layernorm.weight": state[f"{theirs}.post_attention_layernorm.weight"],
+        }
+    return tensors
+
+
+@contextmanager
+def fp32_means_fp64() -> Iterator[None]:
+    """transformers computes norms, softmax and rotations in fp32 whatever the model's dtype; widen those too."""
+    with (
+        patch.object(torch, "float", torch.float64),
+        patch.object(torch, "float32", torch.float64),
+        patch.object(Tensor, "float", Tensor.double),
+    ):
+        yield
+
+
+@fp32_means_fp64()
+def expected(config: LlamaConfig) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
+    """Weights, logits ``[b, s, v]``, loss of each token ``[b, s]``, and gradients of their sum."""
+    torch.manual_seed(3)
+    model = hugging_face_model(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
+    tokens, labels = batch(config)
+    logits = model(tokens).logits
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    losses.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    weights = to_global({name: parameter.detach() for name, parameter in model.named_parameters()}, config)
+    return weights, logits.detach(), losses.detach().view_as(labels), to_global(gradients, config)
+
+
+def batch(config: LlamaConfig) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, config.vocab_size, (3, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    return text[:, :-1], text[:, 1:]
+
+
+def load(model: LlamaModel, weights: dict[str, Tensor]) -> None:
+    for parameter in model.parameters():
+        for box in info_of(parameter).boxes:
+            source = weights[info_of(parameter).name]
+            place = tuple(slice(start, start + size) for start, size in zip(box.global_offset, box.shape))
+            with torch.no_grad():
+                box.view(parameter).copy_(source[place])
+
+
+def compare_on_rank(config: LlamaConfig, tp: int, sequence_parallel: bool) -> float:
+    """Build this rank's part, compare all that it holds with transformers, and return the largest error."""
+    weights, logits, losses, gradients = expected(config)
+    topology = Topology(RankGrid(tp=tp), torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
+    parallel = TensorParallel(topology.tensor_parallel, sequence_parallel)
+    kernel = choose_attention_kernel("auto", CPU, torch.float64)
+    model = build_model(config, BuildContext(parallel, torch.float64, CPU, kernel), seed=1)
+    load(model, weights)
+    tokens, labels = batch(config)
+    with torch.no_grad():
+        mine = model.logits(tokens).transpose(0, 1)
+    first = model.embedding.first_id
+    theirs = logits[..., first : first + mine.shape[-1]]
+    errors = [relative_error(mine[..., : theirs.shape[-1]], theirs)]
+    found = model(tokens, labels)
+    errors.append(relative_error(found.detach(), losses))
+    found.sum().backward()
+    for parameter in model.parameters():
+        info, gradient = info_of(parameter), parameter.grad
+        assert gradient is not None, info.name
+        if info.gradient_is_partial:
+            gradient = topology.tensor_parallel.all_reduce(gradient)
+        for box in info.boxes:
+            place = tuple(slice(start, start + size) for start, size in zip(box.global_offset, box.shape))
+            errors.append(relative_error(box.view(gradient), gradients[info.name][place]))
+    return max(errors)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("scaling", [False, True], ids=["plain rope", "scaled rope"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
+def test_logits_loss_and_gradients_equal_transformers(
+    four_ranks: RankPool, scaling: bool, tied: bool, tp: int, sequence_parallel: bool
+) -> None:
+    config = architecture(scaling=scaling, tied=tied, tp=tp)
+    if tp == 1:
+        errors = [compare_on_rank(config, 1, False)]
+    else:
+        errors = four_ranks.run(compare_on_rank, config, tp, sequence_parallel, world_size=tp)
+    assert max(errors) < TOLERANCE
+
+
+def test_scaling_and_ties_change_the_model() -> None:
+    """Otherwise the cases above would prove less than they seem to."""
+    plain = expected(architecture(scaling=False, tied=False, tp=1))[1]
+    scaled = expected(architecture(scaling=True, tied=False, tp=1))[1]
+    tied = expected(architecture(scaling=False, tied=True, tp=1))[1]
+    assert relative_error(scaled, plain) > 1e-3
+    assert relative_error(tied, plain) > 1e-3

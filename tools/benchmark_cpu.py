@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Training speed on two CPU cores: one rank, two ranks in each layout, and what one could hope for.
+
+All contenders train the same Llama (6,163,712 parameters, fp32, 16 sequences of 256 tokens a step, AdamW) with one
+thread per rank, in turns within one run, so that the ratios hold on a noisy machine:
+
+    python tools/benchmark_cpu.py [--repeats 5] [--json OUT]
+
+The bound is the step's matrix products and attention alone, as torch computes them. The second bound uses the
+product that our layers use.
+"""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Before torch reads them, here and in the ranks that this process starts.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+from megatron.config.model import LlamaConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.strategy import wrap_data_parallel
+from megatron.core.model.layer import BuildContext
+from megatron.core.model.llama import build_model
+from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.matmul import linear
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import RankGrid, Topology
+from megatron.training.step import train_step
+from megatron.training.timers import Timers
+
+CPU = torch.device("cpu")
+BATCH, LENGTH = 16, 256
+MODEL = LlamaConfig(
+    num_layers=6,
+    hidden_size=256,
+    ffn_hidden_size=768,
+    num_attention_heads=16,
+    num_query_groups=16,
+    kv_channels=16,
+    vocab_size=2048,
+    padded_vocab_size=2048,
+    max_position_embeddings=LENGTH,
+)
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """How long to measure."""
+
+    repeats: int = 5
+    """Turns of every contender; the median counts."""
+    steps: int = 2
+    """Steps per turn."""
+    micro_batch_size: int = 4
+    """Sequences per microbatch, for every contender alike."""
+    json: str | None = None
+    """File for the figures."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row of the table: its ranks, and a function that builds its step for a rank."""
+
+    name: str
+    ranks: int
+    build: Callable[[BenchmarkConfig, int], Callable[[], None]]
+
+
+def samples() -> Tensor:
+    """The batch ``[16, 257]``, the same for all."""
+    return torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+
+
+def ours(**layout: Any) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
+    """A step of this codebase in a layout: ``tp``, ``dp``, ``sequence_parallel``, ``shard_optimizer``."""
+
+    def build(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
+        tp, dp = layout.get("tp", 1), layout.get("dp", 1)
+        grid = RankGrid(tp=tp, dp=dp, dp_replicas=1 if layout.get("shard_optimizer") else dp)
+        topology = Topology(grid, rank, CPU)
+        parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
+        kernel = choose_attention_kernel("auto", CPU, torch.float32)
+        model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
+        data_parallel = wrap_data_parallel(model, torch.float32, topology)
+        optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
+        mine = samples().view(-1, dp, config.micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
+        microbatches = [
+            {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(text[:, 1:].shape)} for text in mine
+        ]
+
+        def step() -> None:
+            train_step(
+                model,
+                data_parallel,
+                optimizer,
+                iter(microbatches),
+                expected_tokens=BATCH * LENGTH,
+                learning_rate=1e-4,
+                ranks=topology.data_parallel,
+                device=CPU,
+                timers=Timers(0),
+            )
+
+        return step
+
+    return build
+
+
+def transformers_eager(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
+    """The same step with Hugging Face's Llama and torch's AdamW."""
+    import transformers
+
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=MODEL.vocab_size,
+            hidden_size=MODEL.hidden_size,
+            intermediate_size=MODEL.ffn_hidden_size,
+            num_hidden_layers=MODEL.num_layers,
+            num_attention_heads=MODEL.num_attention_heads,
+            num_key_value_heads=MODEL.num_query_groups,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    microbatches = samples().split(config.micro_batch_size)
+
+    def step() -> None:
+        for text in microbatches:
+            logits = model(input_ids=text[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+            (loss / (BATCH * LENGTH)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def bound(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
+    """The step's matrix products and attention, forward and backward, and nothing else."""
+
+    def build(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
+        tokens = config.micro_batch_size * LENGTH
+        hidden, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
+        layer = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden)]
+        shapes = layer * MODEL.num_layers + [(hidden, MODEL.vocab_size)]
+        inputs = {shape: torch.randn(tokens, shape[0]) for shape in shapes}
+        outputs = {shape: torch.randn(tokens, shape[1]) for shape in shapes}
+        weights = {shape: torch.randn(shape[1], shape[0]) for shape in shapes}
+        heads = (config.micro_batch_size, MODEL.num_attention_heads, LENGTH, MODEL.kv_channels)
+        query, key, value = (torch.randn(heads, requires_grad=True) for _ in range(3))
+        grad = torch.randn(heads)
+
+        def step() -> None:
+            for _ in range(BATCH // config.micro_batch_size):
+                for shape in shapes:
+                    product(inputs[shape], weights[shape])
+                    product(outputs[shape], weights[shape].t())
+                    product(outputs[shape].t(), inputs[shape].t())
+                for _ in range(MODEL.num_layers):
+                    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+                    torch.autograd.grad(attended, (query, key, value), grad)
+
+        return step
+
+    return build
+
+
+CONTENDERS = (
+    Contender("bound, torch's matrix product", 1, bound(F.linear)),
+    Contender("bound, our matrix product", 1, bound(linear)),
+    Contender("transformers eager", 1, transformers_eager),
+    Contender("one rank", 1, ours()),
+    Contender("DP2 no_shard", 2, ours(dp=2)),
+    Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, shard_optimizer=True)),
+    Contender("TP2", 2, ours(tp=2)),
+    Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True)),
+)
+
+
+def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> None:
+    """Take part in every contender that has a place for this rank; rank 0 writes the seconds per step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    steps: dict[str, Callable[[], None]] = {}
+    for contender in CONTENDERS:
+        if rank < contender.ranks:
+            try:
+                steps[contender.name] = contender.build(config, rank)
+            except ImportError:
+                print(f"{contender.name} is left out: the package is not installed", file=sys.stderr)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(config.repeats + 1):
+        for contender in CONTENDERS:
+            dist.barrier()
+            step = steps.get(contender.name)
+            if step is None:
+                continue
+            start = time.perf_counter()
+            for _ in range(config.steps):
+                step()
+            # The first turn warms up.
+            if repeat > 0:
+                seconds[contender.name].append((time.perf_counter() - start) / config.steps)
+        if rank == 0:
+            print(f"\rturn {repeat} of {config.repeats}", end="", file=sys.stderr, flush=True)
+    if rank == 0:
+        print(file=sys.stderr)
+        Path(output).write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Tokens/s and ratios: medians, ratios turn by turn against one rank."""
+    one_rank = seconds["one rank"]
+    rows = {}
+    print(f"{'':32}{'tokens/s':>10}{'x one rank':>12}")
+    for name, times in seconds.items():
+        speed = BATCH * LENGTH / median(times)
+        ratio = median(one / mine for one, mine in zip(one_rank, times))
+        rows[name] = {"tokens_per_s": speed, "ratio_to_one_rank": ratio, "seconds_per_step": times}
+        print(f"{name:32}{speed:10.0f}{ratio:12.3f}")
+    return {"machine": platform.processor() or platform.machine(), "torch": torch.__version__} | {
+        "micro_batch_size": config.micro_batch_size,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    """Start the ranks, and report."""
+    config = tyro.cli(BenchmarkConfig, description=__doc__)
+    with tempfile.TemporaryDirectory() as directory:
+        store, output = str(Path(directory, "store")), str(Path(directory, "seconds.json"))
+        mp.spawn(run_rank, args=(config, store, output), nprocs=RANKS)
+        figures = report(config, json.loads(Path(output).read_text()))
+    if config.json is not None:
+        Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
