@@ -3,6 +3,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from megatron.config.command_line import parse_command_line
@@ -23,6 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         if rank == 0 or error.is_local:
             print(f"ERROR: {error}", file=sys.stderr, flush=True)
+        else:
+            # torchrun ends all ranks as soon as one has failed: leave rank 0 the time to say why.
+            time.sleep(10)
         return 1
     return 0
 

@@ -60,10 +60,10 @@ if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
         --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer $PRECISION \
         --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \
         --seq-length 256 --micro-batch-size 8 --global-batch-size 16 \
-        --train-iters "$ITERATIONS" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 \
+        --train-iters "$ITERATIONS" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((ITERATIONS / 12)) \
         --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
         --data-path "$RUN/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}" \
-        --eval-interval 60 --eval-iters 8 \
+        --eval-interval $((ITERATIONS < 60 ? ITERATIONS : 60)) --eval-iters 8 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 \
         --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard"
     if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then

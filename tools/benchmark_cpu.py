@@ -10,6 +10,7 @@ The bound is the step's matrix products and attention alone, as torch computes t
 product that our layers use.
 """
 
+import importlib
 import json
 import os
 import platform
@@ -127,8 +128,7 @@ def ours(**layout: Any) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
 
 def transformers_eager(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
     """The same step with Hugging Face's Llama and torch's AdamW."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=MODEL.vocab_size,
@@ -254,7 +254,7 @@ def main() -> None:
     config = tyro.cli(BenchmarkConfig, description=__doc__)
     with tempfile.TemporaryDirectory() as directory:
         store, output = str(Path(directory, "store")), str(Path(directory, "seconds.json"))
-        mp.spawn(run_rank, args=(config, store, output), nprocs=RANKS)
+        mp.spawn(run_rank, args=(config, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
         figures = report(config, json.loads(Path(output).read_text()))
     if config.json is not None:
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")

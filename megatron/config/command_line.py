@@ -13,9 +13,11 @@ from megatron.config.run import RunConfig
 
 DESCRIPTION = """Pretrain a Llama model.
 
-One process:    python pretrain_llama.py FLAGS
-Several:        torchrun --nproc-per-node N pretrain_llama.py FLAGS
-A first run:    bash examples/quickstart.sh"""
+One process: python pretrain_llama.py FLAGS
+
+Several: torchrun --nproc-per-node N pretrain_llama.py FLAGS
+
+A first run: bash examples/quickstart.sh"""
 
 
 def parse_command_line(arguments: Sequence[str], *, print_messages: bool = True) -> RunConfig:

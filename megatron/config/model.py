@@ -75,8 +75,8 @@ class ModelConfig:
     num_attention_heads: int | None = None
     """Query heads (required without --model)."""
     group_query_attention: bool = True
-    """Accepted for Megatron-LM recipes: --num-query-groups alone decides; --no-group-query-attention gives
-    every query head its own key-value head."""
+    """Accepted for Megatron-LM recipes, where it turns --num-query-groups on; here that flag alone decides. The
+    negative form insists on one key-value head for each query head."""
     num_query_groups: int | None = None
     """Key-value heads (default: one for each query head)."""
     kv_channels: int | None = None
@@ -92,13 +92,13 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     untie_embeddings_and_output_weights: bool = True
-    """Separate weights for the output head; --no-untie-embeddings-and-output-weights shares the embedding's
-    (Llama 3.2)."""
+    """Separate weights for the output head; the negative form shares the embedding's, as the small
+    Llama 3.2 models do."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times --tensor-model-parallel-size."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; the projections back into the residual stream are divided by
-    sqrt(2 * layers)."""
+    """Standard deviation of the initial weights; divided by sqrt(2 * layers) for the projections back into the
+    residual stream."""
 
     position_embedding_type: Literal["rope"] = "rope"
     """States what Llama is."""

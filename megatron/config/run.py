@@ -62,6 +62,18 @@ class RunConfig:
         for check in CROSS_GROUP_CHECKS:
             check(self, world_size)
 
+    @property
+    def seq_length(self) -> int:
+        """``--seq-length``, which :meth:`check` requires."""
+        assert self.data.seq_length is not None
+        return self.data.seq_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        """``--micro-batch-size``, which :meth:`check` requires."""
+        assert self.training.micro_batch_size is not None
+        return self.training.micro_batch_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model among ``world_size`` ranks."""
         return self.parallel.data_parallel_size(world_size)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron.core.ops.matmul import linear
+from megatron.core.ops.matmul import weight_gradient
 
 _ATTRIBUTE = "gradient_slot"
 
@@ -75,5 +75,4 @@ def deliver_gradient(parameter: Tensor, gradient: Tensor) -> Tensor | None:
 
 def deliver_weight_gradient(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | None:
     """Deliver ``grad_output^T @ inputs``; both have the tokens in all dims but the last."""
-    gradient = linear(grad_output.flatten(0, -2).t(), inputs.flatten(0, -2).t())
-    return deliver_gradient(weight, gradient)
+    return deliver_gradient(weight, weight_gradient(grad_output, inputs))

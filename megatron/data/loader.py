@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, cast
@@ -251,7 +252,7 @@ def build_loader(
         batch_sampler=cast(Any, sampler),
         collate_fn=_stack,
         num_workers=num_workers,
-        worker_init_fn=_use_one_thread,
+        worker_init_fn=_prepare_worker,
         pin_memory=pin_memory,
     )
     return _raise_when_exhausted(loader, len(dataset))
@@ -270,5 +271,9 @@ def _stack(samples: list[Sample]) -> Microbatch:
     return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
 
 
-def _use_one_thread(worker: int) -> None:
+def _prepare_worker(worker: int) -> None:
     torch.set_num_threads(1)
+    # Ctrl-C and schedulers signal all processes of a run; a graceful stop still needs its microbatches. Workers
+    # end when the loader is closed, or when they notice that the training process is gone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -119,7 +119,7 @@ def on_first_rank(world: Communicator, action: Callable[[], T]) -> T:
     result = world.broadcast_object(result)
     if isinstance(result, UserError):
         raise result
-    return result  # type: ignore[return-value]
+    return result
 
 
 def limit_threads(world_size: int, device: torch.device) -> None:

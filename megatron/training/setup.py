@@ -3,12 +3,10 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from megatron.config.errors import ConfigError, DataError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
 from megatron.core.data_parallel.strategy import wrap_data_parallel
@@ -20,17 +18,13 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import gradient_dtype, weight_dtype
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import Topology
-from megatron.data.gpt_dataset import Dataset
-from megatron.data.loader import build_datasets, build_loader
-from megatron.data.sample_order import parse_split
-from megatron.data.tokenizers import build_tokenizer, describe_tokenizer
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
+from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
 from megatron.training.flops import model_flops_per_token, resolve_peak
 from megatron.training.launch import together
 from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
 from megatron.training.metrics import MetricsWriter
 from megatron.training.state import Progress, RunState
-from megatron.training.step import Microbatch
 from megatron.training.stop import SignalWatch, StopConditions
 from megatron.training.timers import Timers
 from megatron.training.trainer import Listener, Trainer
@@ -38,14 +32,6 @@ from megatron.training.wandb_writer import check_wandb_credentials
 from megatron.training.writers import build_writers
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What data and model need to know of the tokenizer."""
-
-    size: int
-    end_of_document: int
 
 
 def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, say: Say) -> Trainer:
@@ -80,36 +66,26 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
         state=state,
         data_parallel=data_parallel,
         batches=batches,
-        microbatches=data.train,
+        data=data,
         stop=StopConditions(train_iters, config.training, signals, topology.world, topology.device, started),
         timers=Timers(config.logging.timing_log_level, synchronizer(topology.device)),
         listeners=build_listeners(config, topology, model.config, data, batches, train_iters, say),
         writers=writers,
-        seq_length=_sequence(config),
+        seq_length=config.seq_length,
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
 
 
-def load_vocabulary(config: RunConfig) -> Vocabulary:
-    """The tokenizer's vocabulary; without a tokenizer (mock data) ``--vocab-size`` ids, the last ending a document."""
-    if config.tokenizer.tokenizer_type is None:
-        assert config.tokenizer.vocab_size is not None
-        return Vocabulary(config.tokenizer.vocab_size, config.tokenizer.vocab_size - 1)
-    tokenizer = build_tokenizer(config.tokenizer)
-    return Vocabulary(tokenizer.vocab_size, tokenizer.eod)
-
-
 def build_batches(config: RunConfig, topology: Topology) -> BatchSchedule:
     """The global batch size over the run."""
-    assert config.training.micro_batch_size is not None
     return build_batch_schedule(
-        micro_batch_size=config.training.micro_batch_size,
+        micro_batch_size=config.micro_batch_size,
         data_parallel_size=topology.grid.dp,
         global_batch_size=config.training.global_batch_size,
         rampup_batch_size=config.training.rampup_batch_size,
         step_batch_size_schedule=config.training.step_batch_size_schedule,
-        seq_length=config.data.seq_length,
+        seq_length=config.seq_length,
         decrease_if_needed=config.training.decrease_batch_size_if_needed,
     )
 
@@ -127,7 +103,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     parallel = TensorParallel(
         topology.tensor_parallel, config.parallel.sequence_parallel and topology.tensor_parallel.size > 1
     )
-    architecture = config.model.resolve(vocabulary.size, parallel.size, _sequence(config))
+    architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = weight_dtype(config.precision)
     kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype)
     context = BuildContext(parallel, dtype, topology.device, kernel)
@@ -157,83 +133,6 @@ def resume(state: RunState, config: RunConfig, topology: Topology, say: Say) -> 
         say(f"loaded checkpoint {config.checkpoint.load}, continuing after iteration {state.progress.iteration}")
     else:
         say(f"{config.checkpoint.load} holds no checkpoint yet: starting from random weights")
-
-
-@dataclass(frozen=True)
-class Data:
-    """Endless microbatches of this rank, by split; None where a split is not used."""
-
-    train: Iterator[Microbatch]
-    validation: Iterator[Microbatch] | None
-    test: Iterator[Microbatch] | None
-
-
-def build_data(
-    config: RunConfig,
-    topology: Topology,
-    vocabulary: Vocabulary,
-    batches: BatchSchedule,
-    train_iters: int,
-    progress: Progress,
-) -> Data:
-    """Datasets (rank 0 builds cached orders first) and loaders that start where the run stands."""
-    counts = sample_counts(config, batches, train_iters)
-    described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
-    train, validation, test = together(
-        topology.world,
-        lambda: build_datasets(
-            config.data,
-            vocab_size=vocabulary.size,
-            eod=vocabulary.end_of_document,
-            seed=config.training.seed,
-            sample_counts=counts,
-            tokenizer_description=described,
-        ),
-        first=True,
-    )
-    interval = config.validation.eval_interval
-    evaluated = progress.iteration // interval * config.validation.eval_iters if interval else 0
-    return Data(
-        train=_loader(config, topology, train, progress.consumed_samples),
-        validation=_loader(config, topology, validation, evaluated * batches.steps[-1][1]) if validation else None,
-        test=_loader(config, topology, test, 0) if test else None,
-    )
-
-
-def sample_counts(config: RunConfig, batches: BatchSchedule, train_iters: int) -> tuple[int, int, int]:
-    """Samples that the run will ask of each split, as in Megatron-LM; a split of weight 0 is not used."""
-    train = config.training.train_samples or batches.total_samples(train_iters)
-    interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.steps[-1][1]
-    weights = [end - start for start, end in _split_ranges(config)]
-    if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
-        if weights[1] == 0:
-            raise ConfigError(
-                f"Evaluation needs a validation split, but --split {config.data.split!r} gives it nothing: raise its "
-                "second weight, or drop --eval-interval."
-            )
-        evaluations = train_iters // interval + 1 if interval else 1
-        return train, evaluations * per_evaluation, per_evaluation if weights[2] else 0
-    return train, 0, 0
-
-
-def _split_ranges(config: RunConfig) -> list[tuple[float, float]]:
-    return [(0.0, 0.0) if bounds is None else bounds for bounds in parse_split(config.data.split)]
-
-
-def _loader(config: RunConfig, topology: Topology, dataset: Dataset | None, consumed: int) -> Iterator[Microbatch]:
-    if dataset is None:
-        raise DataError("The train split holds no samples: raise the first weight of --split.")
-    assert config.training.micro_batch_size is not None
-    return build_loader(
-        dataset,
-        consumed_samples=consumed,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_rank=topology.data_parallel.rank,
-        data_parallel_size=topology.grid.dp,
-        num_workers=config.data.num_workers,
-        dataloader_type=config.data.dataloader_type,
-        pin_memory=topology.device.type == "cuda",
-    )
 
 
 def open_writers(config: RunConfig, topology: Topology, iteration: int, train_iters: int) -> list[MetricsWriter]:
@@ -274,7 +173,7 @@ def build_listeners(
         kv_channels=architecture.kv_channels,
         num_query_groups=architecture.num_query_groups,
         vocab_size=architecture.vocab_size,
-        seq_length=_sequence(config),
+        seq_length=config.seq_length,
     )
     metrics = Metrics(config.logging, train_iters, flops, peak)
     evaluation = Evaluation(
@@ -319,11 +218,6 @@ def describe_run(
     if config.parallel.sequence_parallel and grid.tp == 1:
         say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
     say(
-        f"run: {train_iters} iterations of {batches.steps[-1][1]} x {_sequence(config)} tokens, "
+        f"run: {train_iters} iterations of {batches.steps[-1][1]} x {config.seq_length} tokens, "
         f"{batches.num_microbatches(state.progress.consumed_samples)} microbatches per rank"
     )
-
-
-def _sequence(config: RunConfig) -> int:
-    assert config.data.seq_length is not None
-    return config.data.seq_length

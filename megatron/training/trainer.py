@@ -8,6 +8,7 @@ from megatron.config.errors import DataError, UserError
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.topology import Topology
 from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.data import Data
 from megatron.training.metrics import MetricsWriter
 from megatron.training.state import RunState
 from megatron.training.step import Microbatch, StepOutcome, train_step
@@ -49,7 +50,7 @@ class Trainer:
     state: RunState
     data_parallel: DataParallel
     batches: BatchSchedule
-    microbatches: Iterator[Microbatch]
+    data: Data
     stop: StopConditions
     timers: Timers
     listeners: Sequence[Listener]
@@ -100,7 +101,8 @@ class Trainer:
         return IterationResult(outcome, learning_rate, batch_size, time.perf_counter() - started)
 
     def close(self) -> None:
-        """Finish the writers; call it however the run ended."""
+        """Finish the writers and the loaders; call it however the run ended."""
+        self.data.close()
         for writer in self.writers:
             writer.close()
 
@@ -108,7 +110,7 @@ class Trainer:
         """The next ``count`` microbatches of this rank."""
         for _ in range(count):
             with self.timers("batch-generator", level=2):
-                microbatch = next_microbatch(self.microbatches, self.topology.rank)
+                microbatch = next_microbatch(self.data.train, self.topology.rank)
             yield microbatch
 
 

@@ -23,9 +23,25 @@ def _onednn_linear() -> Callable[..., Any] | None:
 _ONEDNN_LINEAR = _onednn_linear()
 
 
+def _uses_onednn(tensor: Tensor) -> bool:
+    return _ONEDNN_LINEAR is not None and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
 def linear(inputs: Tensor, weight: Tensor) -> Tensor:
     """``inputs [..., k] @ weight [n, k]^T``; either may be a transposed view."""
-    if _ONEDNN_LINEAR is not None and inputs.dtype == torch.float32 and inputs.device.type == "cpu":
+    if _uses_onednn(inputs):
+        assert _ONEDNN_LINEAR is not None
         output: Tensor = _ONEDNN_LINEAR(inputs, weight, None, "none", [], "")
         return output
     return F.linear(inputs, weight)
+
+
+def weight_gradient(grad_outputs: Tensor, inputs: Tensor) -> Tensor:
+    """``grad_outputs [..., n]^T @ inputs [..., k]``, summed over all other dims: ``[n, k]``, maybe a view."""
+    grad_outputs, inputs = grad_outputs.flatten(0, -2), inputs.flatten(0, -2)
+    if not _uses_onednn(inputs):
+        return grad_outputs.t() @ inputs
+    # oneDNN copies its first operand when it is transposed, so that should be the smaller one.
+    if inputs.shape[1] < grad_outputs.shape[1]:
+        return linear(inputs.t(), grad_outputs.t()).t()
+    return linear(grad_outputs.t(), inputs.t())

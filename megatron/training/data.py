@@ -1,0 +1,115 @@
+"""The data of a run: vocabulary, how many samples each split needs, and loaders that start where the run stands."""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+from megatron.config.errors import ConfigError, DataError
+from megatron.config.run import RunConfig
+from megatron.core.topology import Topology
+from megatron.data.gpt_dataset import Dataset
+from megatron.data.loader import build_datasets, build_loader
+from megatron.data.sample_order import parse_split
+from megatron.data.tokenizers import build_tokenizer, describe_tokenizer
+from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.launch import together
+from megatron.training.state import Progress
+from megatron.training.step import Microbatch
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What data and model need to know of the tokenizer."""
+
+    size: int
+    end_of_document: int
+
+
+def load_vocabulary(config: RunConfig) -> Vocabulary:
+    """The tokenizer's vocabulary; without a tokenizer (mock data) ``--vocab-size`` ids, the last ending a document."""
+    if config.tokenizer.tokenizer_type is None:
+        assert config.tokenizer.vocab_size is not None
+        return Vocabulary(config.tokenizer.vocab_size, config.tokenizer.vocab_size - 1)
+    tokenizer = build_tokenizer(config.tokenizer)
+    return Vocabulary(tokenizer.vocab_size, tokenizer.eod)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Endless microbatches of this rank, by split; None where a split is not used."""
+
+    train: Iterator[Microbatch]
+    validation: Iterator[Microbatch] | None
+    test: Iterator[Microbatch] | None
+
+    def close(self) -> None:
+        """End the loaders' worker processes."""
+        for source in (self.train, self.validation, self.test):
+            if isinstance(source, Generator):
+                source.close()
+
+
+def build_data(
+    config: RunConfig,
+    topology: Topology,
+    vocabulary: Vocabulary,
+    batches: BatchSchedule,
+    train_iters: int,
+    progress: Progress,
+) -> Data:
+    """Datasets (rank 0 builds cached orders first) and loaders that start where the run stands."""
+    counts = sample_counts(config, batches, train_iters)
+    described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
+    train, validation, test = together(
+        topology.world,
+        lambda: build_datasets(
+            config.data,
+            vocab_size=vocabulary.size,
+            eod=vocabulary.end_of_document,
+            seed=config.training.seed,
+            sample_counts=counts,
+            tokenizer_description=described,
+        ),
+        first=True,
+    )
+    interval = config.validation.eval_interval
+    evaluated = progress.iteration // interval * config.validation.eval_iters if interval else 0
+    return Data(
+        train=_loader(config, topology, train, progress.consumed_samples),
+        validation=_loader(config, topology, validation, evaluated * batches.steps[-1][1]) if validation else None,
+        test=_loader(config, topology, test, 0) if test else None,
+    )
+
+
+def sample_counts(config: RunConfig, batches: BatchSchedule, train_iters: int) -> tuple[int, int, int]:
+    """Samples that the run will ask of each split, as in Megatron-LM; a split of weight 0 is not used."""
+    train = config.training.train_samples or batches.total_samples(train_iters)
+    interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.steps[-1][1]
+    weights = [end - start for start, end in _split_ranges(config)]
+    if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
+        if weights[1] == 0:
+            raise ConfigError(
+                f"Evaluation needs a validation split, but --split {config.data.split!r} gives it nothing: raise its "
+                "second weight, or drop --eval-interval."
+            )
+        evaluations = train_iters // interval + 1 if interval else 1
+        return train, evaluations * per_evaluation, per_evaluation if weights[2] else 0
+    return train, 0, 0
+
+
+def _split_ranges(config: RunConfig) -> list[tuple[float, float]]:
+    return [(0.0, 0.0) if bounds is None else bounds for bounds in parse_split(config.data.split)]
+
+
+def _loader(config: RunConfig, topology: Topology, dataset: Dataset | None, consumed: int) -> Iterator[Microbatch]:
+    if dataset is None:
+        raise DataError("The train split holds no samples: raise the first weight of --split.")
+    return build_loader(
+        dataset,
+        consumed_samples=consumed,
+        micro_batch_size=config.micro_batch_size,
+        data_parallel_rank=topology.data_parallel.rank,
+        data_parallel_size=topology.grid.dp,
+        num_workers=config.data.num_workers,
+        dataloader_type=config.data.dataloader_type,
+        pin_memory=topology.device.type == "cuda",
+    )
