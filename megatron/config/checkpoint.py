@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,13 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        if self.save_interval is not None and self.save_interval < 1:
-            raise ConfigError(f"--save-interval {self.save_interval} must be at least 1.")
+        require_at_least(1, {"--save-interval": self.save_interval})
         if self.save_interval is not None and self.save is None:
             raise ConfigError("--save-interval needs --save with a directory.")
-        for flag, value in (("--ckpt-step", self.ckpt_step), ("--finetune", self.finetune or None)):
-            if value is not None and self.load is None:
+        for flag, is_given in (
+            ("--ckpt-step", self.ckpt_step is not None),
+            ("--finetune", self.finetune),
+            ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
+        ):
+            if is_given and self.load is None:
                 raise ConfigError(f"{flag} needs --load with a directory.")

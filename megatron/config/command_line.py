@@ -1,7 +1,9 @@
 """The command line: flags to a :class:`RunConfig`."""
 
 import difflib
+import io
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import fields
 
 import tyro
@@ -27,16 +29,18 @@ def parse_command_line(arguments: Sequence[str], *, print_messages: bool = True)
     (silently where ``print_messages`` is false: only one rank should speak). Raises :class:`ConfigError` on a
     flag that does not exist, naming the nearest one.
     """
-    config, unknown = tyro.cli(
-        RunConfig,
-        args=list(arguments),
-        default=RunConfig(model=_preset_of(arguments)),
-        description=DESCRIPTION,
-        prog="pretrain_llama.py",
-        config=(tyro.conf.OmitArgPrefixes,),
-        return_unknown_args=True,
-        console_outputs=print_messages,
-    )
+    # tyro tells of a value of the wrong type on every rank, whatever console_outputs says.
+    with nullcontext() if print_messages else redirect_stderr(io.StringIO()):
+        config, unknown = tyro.cli(
+            RunConfig,
+            args=list(arguments),
+            default=RunConfig(model=_preset_of(arguments)),
+            description=DESCRIPTION,
+            prog="pretrain_llama.py",
+            config=(tyro.conf.OmitArgPrefixes,),
+            return_unknown_args=True,
+            console_outputs=print_messages,
+        )
     if unknown:
         raise ConfigError(_unknown_flag_message(unknown[0]))
     return config
@@ -65,8 +69,8 @@ def flag_names() -> list[str]:
 
 def _unknown_flag_message(argument: str) -> str:
     flag = argument.partition("=")[0].replace("_", "-")
-    if not flag.startswith("--"):
-        return f"{argument!r} belongs to no flag: check the flag before it, which takes fewer values."
+    if not flag.startswith("-"):
+        return f"{argument!r} belongs to no flag: remove it, or check the flag before it, which takes fewer values."
     if flag in NOT_SUPPORTED:
         return f"{flag} is a flag of Megatron-LM that is not supported here: {NOT_SUPPORTED[flag]}"
     known = flag_names() + ["--no-" + name[2:] for name in flag_names()]

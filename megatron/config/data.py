@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least
 
 TokenizerType = Literal[
     "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "HuggingFaceTokenizer", "NullTokenizer"
@@ -30,6 +31,8 @@ class TokenizerConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        require_at_least(1, {"--vocab-size": self.vocab_size})
+        require_at_least(0, {"--tiktoken-num-special-tokens": self.tiktoken_num_special_tokens})
         if self.trust_remote_code:
             raise ConfigError(
                 "--trust-remote-code would execute code from the tokenizer's directory, which this codebase "
@@ -76,5 +79,5 @@ class DataConfig:
                 "--create-attention-mask-in-dataloader is not supported, because attention kernels build the "
                 "causal mask themselves: use --no-create-attention-mask-in-dataloader."
             )
-        if self.num_workers < 0:
-            raise ConfigError(f"--num-workers {self.num_workers} must not be negative.")
+        require_at_least(0, {"--num-workers": self.num_workers})
+        require_at_least(1, {"--seq-length": self.seq_length})

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least, require_positive
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,15 @@ class LoggingConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        for flag, value in (
-            ("--log-interval", self.log_interval),
-            ("--tensorboard-log-interval", self.tensorboard_log_interval),
-        ):
-            if value < 1:
-                raise ConfigError(f"{flag} {value} must be at least 1.")
-        if self.wandb_exp_name is not None and self.wandb_project is None:
-            raise ConfigError("--wandb-exp-name needs --wandb-project, which enables wandb.")
+        require_at_least(
+            1, {"--log-interval": self.log_interval, "--tensorboard-log-interval": self.tensorboard_log_interval}
+        )
+        require_positive({"--peak-tflops": self.peak_tflops})
+        wandb_flags = {
+            "--wandb-exp-name": self.wandb_exp_name,
+            "--wandb-entity": self.wandb_entity,
+            "--wandb-save-dir": self.wandb_save_dir,
+        }
+        for flag, value in wandb_flags.items():
+            if value is not None and self.wandb_project is None:
+                raise ConfigError(f"{flag} needs --wandb-project, which enables wandb.")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least, require_positive
 
 ModelName = Literal[
     "tiny",
@@ -115,14 +116,14 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """States what Llama is."""
     use_flash_attn: bool = True
-    """States what is so: attention never materialises its scores."""
+    """States what is so: --attention-backend chooses the kernel, by default one that never holds all scores."""
     use_mcore_models: bool = True
     """States what is so: there is one model implementation."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Attention kernel: auto and flash take torch's fastest memory-efficient kernel, unfused and local the
     plain reference."""
-    transformer_impl: Literal["local"] = "local"
-    """Implementation of the layers."""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Implementation of the layers; only local for now."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that a Llama cannot honour."""
@@ -136,21 +137,32 @@ class ModelConfig:
             if value != required:
                 spelling = f"--no-{flag[2:]}" if value is False else f"{flag} {value}"
                 raise ConfigError(f"{spelling} is not a Llama, which has {flag} {required}: remove the flag.")
-        for flag, size in self._sizes().items():
-            if size is not None and size < 1:
-                raise ConfigError(f"{flag} {size} must be at least 1.")
+        self._check_implementation()
+        require_at_least(
+            1,
+            {
+                "--num-layers": self.num_layers,
+                "--hidden-size": self.hidden_size,
+                "--ffn-hidden-size": self.ffn_hidden_size,
+                "--num-attention-heads": self.num_attention_heads,
+                "--num-query-groups": self.num_query_groups,
+                "--kv-channels": self.kv_channels,
+                "--max-position-embeddings": self.max_position_embeddings,
+                "--make-vocab-size-divisible-by": self.make_vocab_size_divisible_by,
+            },
+        )
+        require_positive({"--rotary-base": self.rotary_base, "--rope-scaling-factor": self.rope_scaling_factor})
+        require_at_least(0, {"--norm-epsilon": self.norm_epsilon, "--init-method-std": self.init_method_std})
 
-    def _sizes(self) -> dict[str, int | None]:
-        return {
-            "--num-layers": self.num_layers,
-            "--hidden-size": self.hidden_size,
-            "--ffn-hidden-size": self.ffn_hidden_size,
-            "--num-attention-heads": self.num_attention_heads,
-            "--num-query-groups": self.num_query_groups,
-            "--kv-channels": self.kv_channels,
-            "--max-position-embeddings": self.max_position_embeddings,
-            "--make-vocab-size-divisible-by": self.make_vocab_size_divisible_by,
-        }
+    def _check_implementation(self) -> None:
+        if not self.use_flash_attn:
+            raise ConfigError("--no-use-flash-attn has no effect: choose the kernel with --attention-backend local.")
+        if not self.use_mcore_models:
+            raise ConfigError("--no-use-mcore-models asks for a second model implementation: remove it, there is one.")
+        if self.transformer_impl != "local":
+            raise ConfigError(
+                f"--transformer-impl {self.transformer_impl} is not supported yet: use local, or leave the flag out."
+            )
 
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> LlamaConfig:
         """The concrete architecture for a tokenizer of ``vocab_size`` ids.
@@ -164,6 +176,11 @@ class ModelConfig:
             raise ConfigError(
                 f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: change one of them, or "
                 "give the head size with --kv-channels."
+            )
+        if (self.kv_channels or hidden // heads) % 2:
+            raise ConfigError(
+                f"The head size {self.kv_channels or hidden // heads} is odd, but the rotary embedding turns pairs: "
+                "change --kv-channels, or --hidden-size / --num-attention-heads."
             )
         groups = self._key_value_heads(heads)
         unit = self.make_vocab_size_divisible_by * tensor_parallel_size

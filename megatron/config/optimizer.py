@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least, require_fraction
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class OptimizerConfig:
     optimizer: Literal["adam", "sgd"] = "adam"
     """adam is AdamW: weight decay apart from the gradient."""
     weight_decay: float = 0.01
-    """Decoupled weight decay; never applied to norms."""
+    """Weight decay, apart from the gradient under adam and added to it under sgd; never applied to norms."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     adam_beta1: float = 0.9
@@ -27,20 +28,16 @@ class OptimizerConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        for flag, value in (
-            ("--weight-decay", self.weight_decay),
-            ("--clip-grad", self.clip_grad),
-            ("--adam-eps", self.adam_eps),
-        ):
-            if value < 0:
-                raise ConfigError(f"{flag} {value} must not be negative.")
-        for flag, value in (
-            ("--adam-beta1", self.adam_beta1),
-            ("--adam-beta2", self.adam_beta2),
-            ("--sgd-momentum", self.sgd_momentum),
-        ):
-            if not 0 <= value < 1:
-                raise ConfigError(f"{flag} {value} must be at least 0 and below 1.")
+        require_at_least(
+            0, {"--weight-decay": self.weight_decay, "--clip-grad": self.clip_grad, "--adam-eps": self.adam_eps}
+        )
+        require_fraction(
+            {
+                "--adam-beta1": self.adam_beta1,
+                "--adam-beta2": self.adam_beta2,
+                "--sgd-momentum": self.sgd_momentum,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -78,18 +75,41 @@ class LearningRateConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        require_at_least(0, {"--lr": self.lr, "--lr-warmup-init": self.lr_warmup_init})
+        require_at_least(0, {"--lr-warmup-iters": self.lr_warmup_iters, "--lr-warmup-samples": self.lr_warmup_samples})
+        require_fraction({"--lr-warmup-fraction": self.lr_warmup_fraction})
+        require_at_least(
+            1,
+            {
+                "--lr-decay-iters": self.lr_decay_iters,
+                "--lr-decay-samples": self.lr_decay_samples,
+                "--lr-wsd-decay-iters": self.lr_wsd_decay_iters,
+                "--lr-wsd-decay-samples": self.lr_wsd_decay_samples,
+            },
+        )
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}.")
-        if self.lr_warmup_fraction is not None:
-            if not 0 <= self.lr_warmup_fraction < 1:
-                raise ConfigError(f"--lr-warmup-fraction {self.lr_warmup_fraction} must be at least 0 and below 1.")
-            if self.lr_warmup_iters or self.lr_warmup_samples:
-                raise ConfigError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: keep one.")
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
-            raise ConfigError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase.")
+        if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
+            raise ConfigError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: keep one.")
+        self._check_annealing()
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ConfigError(
-                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
+                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: keep one."
+            )
+
+    def _check_annealing(self) -> None:
+        for flag, value in (
+            ("--lr-wsd-decay-iters", self.lr_wsd_decay_iters),
+            ("--lr-wsd-decay-samples", self.lr_wsd_decay_samples),
+        ):
+            if value is not None and self.lr_decay_style != "WSD":
+                raise ConfigError(
+                    f"{flag} is the length of the last phase of --lr-decay-style WSD: choose that style, or remove it."
+                )
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            raise ConfigError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters (with --train-samples: --lr-wsd-decay-samples), the "
+                "length of its last phase."
             )
 
 
@@ -110,5 +130,6 @@ class PrecisionConfig:
             raise ConfigError("--bf16 and --fp64 exclude each other: remove one of them.")
         if not self.accumulate_allreduce_grads_in_fp32:
             raise ConfigError(
-                "--no-accumulate-allreduce-grads-in-fp32 is not supported: gradients are accumulated in fp32."
+                "--no-accumulate-allreduce-grads-in-fp32 is not supported, since gradients are accumulated in fp32: "
+                "remove it."
             )

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least, require_positive
+
+RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
+"""Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
 ShardingStrategy = Literal["no_shard", "optim"]
 
@@ -22,7 +26,7 @@ class ParallelConfig:
     """Ranks that share a sequence; 1 for now."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts; 1 for now."""
-    rank_order: str = "tp-cp-ep-pp-dp"
+    rank_order: str = "-".join(RANK_AXES)
     """Axes of the rank grid from neighbouring ranks to distant ones."""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
     """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
@@ -69,14 +73,17 @@ class ParallelConfig:
             "--expert-model-parallel-size": self.expert_model_parallel_size,
             "--num-distributed-optimizer-instances": self.num_distributed_optimizer_instances,
         }
+        require_at_least(1, sizes)
+        require_positive({"--distributed-timeout-minutes": self.distributed_timeout_minutes})
+        if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
+            raise ConfigError(
+                f"--rank-order {self.rank_order} must name each of {', '.join(RANK_AXES)} once: for example "
+                f"{'-'.join(RANK_AXES)}."
+            )
         for flag, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"{flag} {size} must be at least 1.")
             if flag.split("-")[2] in ("pipeline", "context", "expert") and size > 1:
                 raise ConfigError(f"{flag} {size} is not supported yet: use tensor and data parallelism.")
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             raise ConfigError(
                 "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: remove one."
             )
-        if self.distributed_timeout_minutes <= 0:
-            raise ConfigError(f"--distributed-timeout-minutes {self.distributed_timeout_minutes} must be positive.")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.errors import ConfigError
+from megatron.config.ranges import require_at_least, require_positive
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,18 @@ class TrainingConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        for flag, value in (
-            ("--micro-batch-size", self.micro_batch_size),
-            ("--global-batch-size", self.global_batch_size),
-            ("--train-iters", self.train_iters),
-            ("--train-samples", self.train_samples),
-            ("--exit-interval", self.exit_interval),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag} {value} must be at least 1.")
+        require_at_least(
+            1,
+            {
+                "--micro-batch-size": self.micro_batch_size,
+                "--global-batch-size": self.global_batch_size,
+                "--train-iters": self.train_iters,
+                "--train-samples": self.train_samples,
+                "--exit-interval": self.exit_interval,
+            },
+        )
+        require_at_least(0, {"--seed": self.seed, "--manual-gc-interval": self.manual_gc_interval})
+        require_positive({"--exit-duration-in-mins": self.exit_duration_in_mins})
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError("--train-iters and --train-samples exclude each other: give one of them.")
         if not self.calculate_per_token_loss:
@@ -81,7 +85,5 @@ class ValidationConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        if self.eval_interval is not None and self.eval_interval < 1:
-            raise ConfigError(f"--eval-interval {self.eval_interval} must be at least 1.")
-        if self.eval_iters < 0:
-            raise ConfigError(f"--eval-iters {self.eval_iters} must not be negative.")
+        require_at_least(1, {"--eval-interval": self.eval_interval})
+        require_at_least(0, {"--eval-iters": self.eval_iters})

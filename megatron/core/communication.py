@@ -50,13 +50,18 @@ class Pending:
 
 
 class Communicator:
-    """Collectives among ``ranks``; ``rank`` is this process's global rank."""
+    """Collectives among ``ranks``; ``rank`` is this process's global rank.
 
-    def __init__(self, ranks: Sequence[int], rank: int, name: str = "") -> None:
+    ``twin`` is a communicator of the same ranks whose process group this one shares.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str = "", twin: "Communicator | None" = None) -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
         self.name = name
+        self._twin = twin
+        assert twin is None or twin.ranks == self.ranks, (twin, ranks)
         self.observer: Observer | None = None
 
     @cached_property
@@ -66,6 +71,8 @@ class Communicator:
         torch names such a group after its ranks and the number of groups that the process has made before, so
         every rank must first use its communicators in the same order, which one program on all ranks does.
         """
+        if self._twin is not None:
+            return self._twin.process_group
         assert dist.is_initialized(), "a communicator of several ranks needs torch.distributed"
         if self.ranks == tuple(range(dist.get_world_size())):
             return dist.group.WORLD

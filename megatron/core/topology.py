@@ -12,11 +12,8 @@ from math import prod
 
 import torch
 
-from megatron.config.errors import ConfigError
+from megatron.config.parallel import RANK_AXES
 from megatron.core.communication import Communicator
-
-AXES = ("tp", "cp", "ep", "pp", "dp")
-DEFAULT_ORDER = "tp-cp-ep-pp-dp"
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,10 @@ class RankGrid:
     pp: int = 1
     dp: int = 1
     dp_replicas: int = 1
-    order: str = DEFAULT_ORDER
+    order: str = "-".join(RANK_AXES)
 
     def __post_init__(self) -> None:
-        if sorted(self.order.split("-")) != sorted(AXES):
-            raise ConfigError(
-                f"--rank-order {self.order} must name each of {', '.join(AXES)} once, such as {DEFAULT_ORDER}."
-            )
+        assert sorted(self.order.split("-")) == sorted(RANK_AXES), self.order
         assert self.dp % self.dp_replicas == 0, (self.dp, self.dp_replicas)
 
     @property
@@ -94,7 +88,7 @@ class RankGrid:
 
 def _expand(axes: Iterable[str]) -> Iterator[str]:
     for axis in axes:
-        assert axis in (*AXES, "dp_shard", "dp_replicate"), axis
+        assert axis in (*RANK_AXES, "dp_shard", "dp_replicate"), axis
         yield from ("dp_shard", "dp_replicate") if axis == "dp" else (axis,)
 
 
@@ -106,14 +100,16 @@ class Topology:
         self.rank = rank
         self.device = device
         self.coordinates = grid.coordinates(rank)
-        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._communicators: dict[tuple[str, ...], Communicator] = {}
 
     def communicator(self, *axes: str) -> Communicator:
         """The communicator along ``axes`` that this rank belongs to; its process group is made on first use."""
-        ranks = self.grid.group(self.rank, axes)
-        if ranks not in self._communicators:
-            self._communicators[ranks] = Communicator(ranks, self.rank, name="x".join(axes))
-        return self._communicators[ranks]
+        if axes not in self._communicators:
+            ranks = self.grid.group(self.rank, axes)
+            # Two communicators of the same ranks are counted under their own names and share one process group.
+            twin = next((other for other in self._communicators.values() if other.ranks == ranks), None)
+            self._communicators[axes] = Communicator(ranks, self.rank, "x".join(axes), twin)
+        return self._communicators[axes]
 
     @property
     def tensor_parallel(self) -> Communicator:
@@ -133,7 +129,7 @@ class Topology:
     @property
     def world(self) -> Communicator:
         """All ranks."""
-        return self.communicator(*AXES)
+        return self.communicator(*RANK_AXES)
 
 
 def single_process(device: torch.device | None = None) -> Topology:

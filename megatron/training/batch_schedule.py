@@ -33,6 +33,11 @@ class BatchSchedule:
         """Sequences in one microbatch of every model copy; divides each global batch size."""
         return self.micro_batch_size * self.data_parallel_size
 
+    @property
+    def final_batch_size(self) -> int:
+        """Global batch size at the end of the schedule."""
+        return self._running(self.steps[-1][1])
+
     def scheduled_batch_size(self, consumed_samples: int) -> int:
         """Global batch size that the flags ask for, before any rounding."""
         return self.steps[self._step(consumed_samples)][1]

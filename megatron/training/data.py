@@ -75,7 +75,7 @@ def build_data(
     evaluated = progress.iteration // interval * config.validation.eval_iters if interval else 0
     return Data(
         train=_loader(config, topology, train, progress.consumed_samples),
-        validation=_loader(config, topology, validation, evaluated * batches.steps[-1][1]) if validation else None,
+        validation=_loader(config, topology, validation, evaluated * batches.final_batch_size) if validation else None,
         test=_loader(config, topology, test, 0) if test else None,
     )
 
@@ -83,7 +83,7 @@ def build_data(
 def sample_counts(config: RunConfig, batches: BatchSchedule, train_iters: int) -> tuple[int, int, int]:
     """Samples that the run will ask of each split, as in Megatron-LM; a split of weight 0 is not used."""
     train = config.training.train_samples or batches.total_samples(train_iters)
-    interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.steps[-1][1]
+    interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.final_batch_size
     weights = [end - start for start, end in _split_ranges(config)]
     if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
         if weights[1] == 0:

@@ -67,7 +67,15 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
         data_parallel=data_parallel,
         batches=batches,
         data=data,
-        stop=StopConditions(train_iters, config.training, signals, topology.world, topology.device, started),
+        stop=StopConditions(
+            train_iters,
+            config.training,
+            signals,
+            topology.world,
+            topology.device,
+            started,
+            first_iteration=state.progress.iteration,
+        ),
         timers=Timers(config.logging.timing_log_level, synchronizer(topology.device)),
         listeners=build_listeners(config, topology, model.config, data, batches, train_iters, say),
         writers=writers,
@@ -121,7 +129,7 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
         rates,
         train_iters=None if config.training.train_samples is not None else train_iters,
         train_samples=config.training.train_samples,
-        global_batch_size=batches.steps[-1][1],
+        global_batch_size=batches.final_batch_size,
     )
 
 
@@ -179,7 +187,7 @@ def build_listeners(
     evaluation = Evaluation(
         config.validation.eval_interval,
         config.validation.eval_iters,
-        batches.steps[-1][1] // batches.unit,
+        batches.final_batch_size // batches.unit,
         data.validation,
         data.test,
     )
@@ -218,6 +226,6 @@ def describe_run(
     if config.parallel.sequence_parallel and grid.tp == 1:
         say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
     say(
-        f"run: {train_iters} iterations of {batches.steps[-1][1]} x {config.seq_length} tokens, "
+        f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{batches.num_microbatches(state.progress.consumed_samples)} microbatches per rank"
     )

@@ -24,6 +24,8 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import info_of
 from megatron.training.launch import on_first_rank
 
+MASTER = "optimizer/master/"
+
 
 @dataclass
 class Progress:
@@ -114,40 +116,45 @@ class RunState:
         _check_architecture(self.model.config, state, root)
         if not config.finetune:
             self.schedule = settle_schedule(self.schedule, state["schedule"], self.learning_rate)
-        tensors = model_tensors(self.model)
         with_optimizer = config.load_optim and not config.finetune
-        if with_optimizer:
-            tensors |= self._wanted_optimizer_tensors(shapes, root)
+        tensors = self._wanted_tensors(shapes, state, root, with_optimizer)
         random_states = random_tensors(self.rank, self.device)
         with_random = config.load_rng and not config.finetune and random_states.keys() <= shapes.keys()
-        if with_random:
-            tensors |= random_states
-        load_checkpoint(root, iteration, tensors)
+        load_checkpoint(root, iteration, tensors | (random_states if with_random else {}))
         if with_random:
             restore_random(random_states, self.rank, self.device)
-        self._take_over(state, config, with_optimizer)
+        if not with_optimizer:
+            self.optimizer.reload_master_weights()
+        elif self.optimizer.has_master_weights and not state["has_master_weights"]:
+            load_checkpoint(root, iteration, _renamed(optimizer_tensors(self.optimizer), MASTER, "model/"))
+        if with_optimizer:
+            self.optimizer.num_steps = state["optimizer_steps"]
+        if not config.finetune:
+            for field in ("iteration", "consumed_samples", "skipped_samples"):
+                setattr(self.progress, field, state[field])
         return True
 
-    def _wanted_optimizer_tensors(self, shapes: Mapping[str, object], root: Path) -> dict[str, Tensor]:
+    def _wanted_tensors(
+        self, shapes: Mapping[str, object], state: Mapping[str, Any], root: Path, with_optimizer: bool
+    ) -> dict[str, Tensor]:
+        weights = model_tensors(self.model)
+        if not with_optimizer:
+            return weights
         if not any(name.startswith("optimizer/") for name in shapes):
             raise CheckpointError(
                 f"The checkpoint under {root} holds no optimizer state: add --no-load-optim to start it afresh."
             )
-        wanted = optimizer_tensors(self.optimizer)
-        # A checkpoint of a run whose weights were as wide as its master weights has them once.
-        has_masters = any(name.startswith("optimizer/master/") for name in shapes)
-        return {name: t for name, t in wanted.items() if has_masters or not name.startswith("optimizer/master/")}
+        moments = {name: t for name, t in optimizer_tensors(self.optimizer).items() if not name.startswith(MASTER)}
+        masters = {name: t for name, t in optimizer_tensors(self.optimizer).items() if name.startswith(MASTER)}
+        # Where one run has master weights and the other's model is as wide, the wider of the two is the truth.
+        if state["has_master_weights"] and not self.optimizer.has_master_weights:
+            weights = _renamed(weights, "model/", MASTER)
+        return weights | moments | (masters if state["has_master_weights"] else {})
 
-    def _take_over(self, state: Mapping[str, Any], config: CheckpointConfig, with_optimizer: bool) -> None:
-        if with_optimizer and self.optimizer.has_master_weights and not state["has_master_weights"]:
-            self.optimizer.reload_master_weights()
-        if with_optimizer:
-            self.optimizer.num_steps = state["optimizer_steps"]
-        else:
-            self.optimizer.reload_master_weights()
-        if not config.finetune:
-            for field in ("iteration", "consumed_samples", "skipped_samples"):
-                setattr(self.progress, field, state[field])
+
+def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    """The tensors whose name starts with ``old``, under names that start with ``new`` instead."""
+    return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}
 
 
 def _find(root: Path, config: CheckpointConfig) -> tuple[int, dict[str, tuple[int, ...]], dict[str, Any]] | None:

@@ -61,13 +61,17 @@ class StopConditions:
     world: Communicator
     device: torch.device
     started: float
+    """Reading of the monotonic clock when the run began, in seconds."""
+    first_iteration: int = 0
+    """Iterations that the run had behind it when it was resumed; it does not stop before it has trained."""
 
     def reason(self, iteration: int) -> str | None:
         """Why to stop after ``iteration`` iterations, or None; the same on every rank."""
         if iteration >= self.train_iters:
             return "the run is complete"
-        if self.config.exit_interval is not None and iteration > 0 and iteration % self.config.exit_interval == 0:
-            return f"--exit-interval {self.config.exit_interval}"
+        interval = self.config.exit_interval
+        if interval is not None and iteration > self.first_iteration and iteration % interval == 0:
+            return f"--exit-interval {interval}"
         # Clocks and signals differ between ranks, so the ranks agree on one answer.
         flags = torch.tensor([self.signals.received is not None, self._is_time_up()], dtype=torch.int32)
         got_signal, time_is_up = self.world.all_reduce(flags.to(self.device), "max").tolist()

@@ -62,12 +62,11 @@ class Trainer:
 
     def run(self) -> str:
         """Train until a reason to stop, and return it; a run that is complete already does nothing."""
-        first_iteration = self.state.progress.iteration
         while (reason := self.stop.reason(self.state.progress.iteration)) is None:
             result = self.train_one_iteration()
             for listener in self.listeners:
                 listener.on_iteration(self, result)
-        if self.state.progress.iteration > first_iteration:
+        if self.state.progress.iteration > self.stop.first_iteration:
             for listener in self.listeners:
                 listener.on_end(self, reason)
         return reason

@@ -26,6 +26,9 @@ class DataParallel(ABC):
     piece_axes: tuple[str, ...]
     """Axes along which ranks hold different pieces of the whole model; a norm over all pieces is summed there."""
 
+    needs_master_weights: bool
+    """Whether gradients are wider than the model's weights, so that the optimizer keeps weights of its own."""
+
     @abstractmethod
     def finish_gradients(self) -> None:
         """Sum gradients over all ranks that contributed; afterwards every piece's gradient is complete."""
@@ -48,6 +51,7 @@ class BufferedDataParallel(DataParallel):
         self._replicas = topology.communicator("dp_replicate")
         self._tensor_parallel = topology.tensor_parallel
         self._buffer = ParameterBuffer(parameters, gradient_dtype, self._shards.size)
+        self.needs_master_weights = self._buffer.weights.dtype != gradient_dtype
         self.pieces = list(self._buffer.pieces(self._shards.rank, self._shards.size))
         self._partial_gradients = [
             slot.buffer

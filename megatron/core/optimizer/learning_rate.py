@@ -78,9 +78,10 @@ def build_schedule(
     if config.lr_warmup_fraction is not None:
         warmup = int(config.lr_warmup_fraction * decay)
     if warmup + annealing > decay:
+        unit = "iters" if train_samples is None else "samples"
         raise ConfigError(
             f"The warm-up ({warmup} samples) and the annealing ({annealing}) exceed the decay length ({decay} "
-            "samples): lower --lr-warmup-iters or --lr-wsd-decay-iters, or raise --lr-decay-iters."
+            f"samples): lower --lr-warmup-{unit} or --lr-wsd-decay-{unit}, or raise --lr-decay-{unit}."
         )
     return LearningRateSchedule(
         peak=config.lr,

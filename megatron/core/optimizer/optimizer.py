@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.parameter import ParameterInfo
+from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
 
 
@@ -47,12 +47,15 @@ class Optimizer:
         self._data_parallel = data_parallel
         self._ranks = topology.communicator(*data_parallel.piece_axes)
         self._pieces = data_parallel.pieces
+        self.has_master_weights = data_parallel.needs_master_weights
+        """Whether master weights exist beside the model's."""
         self._masters = [_master_weight(piece) for piece in self._pieces]
         for master, piece in zip(self._masters, self._pieces):
             master.grad = piece.gradient
         # A parameter that every tensor-parallel rank holds counts on the first alone.
         is_first = topology.tensor_parallel.rank == 0
-        self._counted = [piece.gradient for piece in self._pieces if is_first or piece.info.tensor_parallel_sharded]
+        self._counted_pieces = [piece for piece in self._pieces if is_first or piece.info.tensor_parallel_sharded]
+        self._counted = [piece.gradient for piece in self._counted_pieces]
         self._counted_weights = [
             master
             for master, piece in zip(self._masters, self._pieces)
@@ -117,7 +120,12 @@ class Optimizer:
         return self.global_norm(self._counted_weights)
 
     def _count_zeros(self) -> int:
-        zeros = sum(tensor.numel() - int(torch.count_nonzero(tensor)) for tensor in self._counted)
+        zeros = sum(
+            end - begin - int(torch.count_nonzero(piece.gradient[begin - piece.start : end - piece.start]))
+            for piece in self._counted_pieces
+            # Padding of the vocabulary lies in no box: it is no part of the model.
+            for _, begin, end in flat_range_boxes(piece.info, piece.start, piece.stop)
+        )
         return int(self._ranks.all_reduce(torch.tensor(zeros, dtype=torch.int64, device=self._device)))
 
     def state(self) -> Iterator[OptimizerState]:
@@ -128,11 +136,6 @@ class Optimizer:
             for kind, tensor in self._torch_optimizer.state[master].items():
                 if kind != "step":
                     yield OptimizerState(kind, piece.info, piece.start, tensor)
-
-    @property
-    def has_master_weights(self) -> bool:
-        """Whether master weights exist beside the model's."""
-        return any(master is not piece.weight for master, piece in zip(self._masters, self._pieces))
 
     @property
     def num_steps(self) -> int:

@@ -1,0 +1,310 @@
+"""Every refusal is reached, names flags that exist, and says what to do; good combinations pass."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+import megatron.config
+from megatron.config.command_line import flag_names, parse_command_line
+from megatron.config.errors import ConfigError
+
+GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
+SAMPLES = GOOD.replace("--train-iters 10", "--train-samples 1000")
+UNSIZED = GOOD.replace("--model tiny ", "")
+
+Row = tuple[str, int, str]
+"""Arguments, number of processes, and what the sentence must say (fragments separated by `` ... ``)."""
+
+AT_LEAST_ONE = [
+    "--num-layers",
+    "--hidden-size",
+    "--ffn-hidden-size",
+    "--num-attention-heads",
+    "--num-query-groups",
+    "--kv-channels",
+    "--max-position-embeddings",
+    "--make-vocab-size-divisible-by",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--num-distributed-optimizer-instances",
+    "--micro-batch-size",
+    "--global-batch-size",
+    "--train-iters",
+    "--train-samples",
+    "--exit-interval",
+    "--eval-interval",
+    "--save-interval",
+    "--log-interval",
+    "--tensorboard-log-interval",
+    "--seq-length",
+    "--vocab-size",
+    "--lr-decay-iters",
+    "--lr-decay-samples",
+    "--lr-wsd-decay-iters",
+    "--lr-wsd-decay-samples",
+]
+NOT_NEGATIVE = [
+    "--weight-decay",
+    "--clip-grad",
+    "--adam-eps",
+    "--num-workers",
+    "--eval-iters",
+    "--lr",
+    "--lr-warmup-init",
+    "--lr-warmup-iters",
+    "--lr-warmup-samples",
+    "--norm-epsilon",
+    "--init-method-std",
+    "--seed",
+    "--manual-gc-interval",
+    "--tiktoken-num-special-tokens",
+]
+POSITIVE = [
+    "--rotary-base",
+    "--rope-scaling-factor",
+    "--peak-tflops",
+    "--exit-duration-in-mins",
+    "--distributed-timeout-minutes",
+]
+BELOW_ONE = ["--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction"]
+
+BAD: list[Row] = [
+    *((f"{GOOD} {flag} 0", 1, f"{flag} 0 must be at least 1") for flag in AT_LEAST_ONE),
+    *((f"{GOOD} {flag} -1", 1, f"{flag} -1 ... must not be negative") for flag in NOT_NEGATIVE),
+    *((f"{GOOD} {flag} 0", 1, f"{flag} 0.0 must be positive") for flag in POSITIVE),
+    *(
+        (f"{GOOD} {flag} nan", 1, f"{flag} nan must")
+        for flag in ("--weight-decay", "--clip-grad", "--lr", "--rotary-base")
+    ),
+    *((f"{GOOD} {flag} 1.0", 1, f"{flag} 1.0 must be at least 0 and below 1") for flag in BELOW_ONE),
+    *((f"{GOOD} {flag} -0.1", 1, f"{flag} -0.1 must be at least 0 and below 1") for flag in BELOW_ONE),
+    # The command line itself.
+    (f"{GOOD} --sequence-length 3", 1, "--sequence-length is not a flag ... did you mean --seq-length?"),
+    # What is not a Llama.
+    (f"{GOOD} --no-swiglu", 1, "--no-swiglu ... --swiglu True ... remove"),
+    (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear ... --disable-bias-linear True ... remove"),
+    (f"{GOOD} --hidden-dropout 0.1", 1, "--hidden-dropout 0.1 ... --hidden-dropout 0.0 ... remove"),
+    (f"{GOOD} --attention-dropout 0.1", 1, "--attention-dropout 0.1 ... --attention-dropout 0.0 ... remove"),
+    (f"{GOOD} --rotary-percent 0.5", 1, "--rotary-percent 0.5 ... --rotary-percent 1.0 ... remove"),
+    (f"{GOOD} --no-use-flash-attn", 1, "--no-use-flash-attn ... choose the kernel with --attention-backend local"),
+    (f"{GOOD} --no-use-mcore-models", 1, "--no-use-mcore-models ... remove it"),
+    (f"{GOOD} --transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine ... use local"),
+    # Sizes of the architecture.
+    (f"{GOOD} --kv-channels 3", 1, "head size 3 is odd ... change --kv-channels"),
+    (f"{GOOD} --hidden-size 40", 1, "head size 5 is odd ... change --kv-channels, or --hidden-size"),
+    (f"{UNSIZED} --hidden-size 8 --num-attention-heads 2", 1, "--num-layers is missing ... --model llama3-8b"),
+    (f"{UNSIZED} --num-layers 8 --num-attention-heads 2", 1, "--hidden-size is missing ... --model llama3-8b"),
+    (f"{UNSIZED} --num-layers 8 --hidden-size 8", 1, "--num-attention-heads is missing ... --model llama3-8b"),
+    (f"{GOOD} --hidden-size 130", 1, "--hidden-size 130 ... --num-attention-heads 8 ... --kv-channels"),
+    (f"{GOOD} --num-query-groups 3", 1, "--num-attention-heads 8 ... --num-query-groups 3 ... change one"),
+    (f"{GOOD} --no-group-query-attention", 1, "--no-group-query-attention ... --num-query-groups 4 ... remove one"),
+    (f"{GOOD} --max-position-embeddings 32", 1, "--max-position-embeddings 32 ... --seq-length 64 ... raise"),
+    # The parallel layout.
+    (f"{GOOD} --pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2 ... use tensor and data"),
+    (f"{GOOD} --context-parallel-size 2", 2, "--context-parallel-size 2 ... use tensor and data"),
+    (f"{GOOD} --expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 ... use tensor and data"),
+    (f"{GOOD} --tensor-model-parallel-size 2", 3, "3 processes ... --tensor-model-parallel-size 2 ... multiple"),
+    (
+        f"{GOOD} --use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+        1,
+        "--use-distributed-optimizer ... --data-parallel-sharding-strategy no_shard ... remove one",
+    ),
+    *(
+        (f"{GOOD} --rank-order {order}", 1, f"--rank-order {order} must name each of tp, cp, ep, pp, dp once")
+        for order in ("tp-cp-ep-pp", "tp-cp-ep-pp-dp-dp", "tp-cp-ep-pp-xp", "tp,cp,ep,pp,dp")
+    ),
+    (
+        f"{GOOD} --num-attention-heads 6 --hidden-size 96 --num-query-groups 2 --tensor-model-parallel-size 4",
+        4,
+        "--num-attention-heads 6 ... --tensor-model-parallel-size 4 ... divisor of 6",
+    ),
+    (f"{GOOD} --tensor-model-parallel-size 8", 8, "--num-query-groups 4 ... --tensor-model-parallel-size 8 ... lower"),
+    (
+        f"{GOOD} --ffn-hidden-size 99 --tensor-model-parallel-size 2",
+        2,
+        "--ffn-hidden-size 99 ... --tensor-model-parallel-size 2 ... divisor of 99",
+    ),
+    (
+        f"{GOOD} --seq-length 63 --sequence-parallel --tensor-model-parallel-size 2",
+        2,
+        "--sequence-parallel ... --seq-length 63 ... --tensor-model-parallel-size 2 ... change one",
+    ),
+    (
+        f"{GOOD} --num-distributed-optimizer-instances 2",
+        2,
+        "--num-distributed-optimizer-instances 2 ... --use-distributed-optimizer ... add it",
+    ),
+    (
+        f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+        6,
+        "--num-distributed-optimizer-instances 4 ... 6 ... divisors",
+    ),
+    # The training loop.
+    (f"{GOOD} --train-samples 10", 1, "--train-iters and --train-samples exclude ... give one"),
+    (f"{GOOD} --no-calculate-per-token-loss", 1, "--no-calculate-per-token-loss ... remove it"),
+    (f"{GOOD} --manual-gc-interval 10", 1, "--manual-gc-interval needs --manual-gc"),
+    # The learning rate.
+    (f"{GOOD} --min-lr 2e-3", 1, "--min-lr 0.002 ... --lr 0.001"),
+    (f"{GOOD} --min-lr -1", 1, "--min-lr -1.0 must lie between 0 and --lr 0.001"),
+    (
+        f"{GOOD} --lr-warmup-fraction 0.1 --lr-warmup-iters 1",
+        1,
+        "--lr-warmup-fraction excludes --lr-warmup-iters ... keep one",
+    ),
+    (
+        f"{SAMPLES} --lr-warmup-fraction 0.1 --lr-warmup-samples 1",
+        1,
+        "--lr-warmup-fraction excludes ... --lr-warmup-samples ... keep one",
+    ),
+    (f"{GOOD} --lr-wsd-decay-iters 3", 1, "--lr-wsd-decay-iters ... --lr-decay-style WSD ... remove it"),
+    (f"{GOOD} --lr-decay-style WSD", 1, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (
+        f"{GOOD} --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude",
+    ),
+    *(
+        (
+            f"{SAMPLES} {style} --lr-{part}-iters 1",
+            1,
+            f"--lr-{part}-iters ... --train-samples ... use --lr-{part}-samples",
+        )
+        for part, style in (("decay", ""), ("warmup", ""), ("wsd-decay", "--lr-decay-style WSD"))
+    ),
+    *(
+        (f"{GOOD} {style} --lr-{part}-samples 1", 1, f"--lr-{part}-samples ... --train-iters ... use --lr-{part}-iters")
+        for part, style in (("decay", ""), ("warmup", ""), ("wsd-decay", "--lr-decay-style WSD"))
+    ),
+    # Precision.
+    (f"{GOOD} --bf16 --fp64", 1, "--bf16 and --fp64 exclude ... remove one"),
+    (f"{GOOD} --no-accumulate-allreduce-grads-in-fp32", 1, "--no-accumulate-allreduce-grads-in-fp32 ... fp32"),
+    # Data and tokenizer.
+    (f"{GOOD} --data-path corpus", 1, "--data-path and --mock-data exclude ... drop one"),
+    (
+        f"{GOOD} --create-attention-mask-in-dataloader",
+        1,
+        "--create-attention-mask-in-dataloader ... use --no-create-attention-mask-in-dataloader",
+    ),
+    (f"{GOOD} --trust-remote-code", 1, "--trust-remote-code ... remove it ... --tokenizer-model"),
+    (
+        GOOD.replace("--vocab-size 1000", "--tokenizer-type NullTokenizer"),
+        1,
+        "--tokenizer-type NullTokenizer needs --vocab-size",
+    ),
+    (f"{GOOD} --tokenizer-type TikTokenizer", 1, "--tokenizer-type TikTokenizer needs --tokenizer-model"),
+    (GOOD.replace("--mock-data", ""), 1, "--data-path ... --mock-data"),
+    (GOOD.replace("--mock-data", "--data-path corpus"), 1, "--tokenizer-type is missing ... --data-path"),
+    (GOOD.replace("--vocab-size 1000", ""), 1, "--mock-data ... needs --vocab-size"),
+    # What training needs.
+    (GOOD.replace("--seq-length 64", ""), 1, "--seq-length is missing"),
+    (GOOD.replace("--micro-batch-size 2", ""), 1, "--micro-batch-size is missing"),
+    (GOOD.replace("--lr 1e-3", ""), 1, "--lr is missing"),
+    (GOOD.replace("--train-iters 10", ""), 1, "--train-iters (or --train-samples) is missing"),
+    # Checkpoints and logging.
+    (f"{GOOD} --save-interval 10", 1, "--save-interval needs --save"),
+    (f"{GOOD} --ckpt-step 10", 1, "--ckpt-step needs --load"),
+    (f"{GOOD} --finetune", 1, "--finetune needs --load"),
+    (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
+    (f"{GOOD} --wandb-entity team", 1, "--wandb-entity needs --wandb-project"),
+    (f"{GOOD} --wandb-save-dir there", 1, "--wandb-save-dir needs --wandb-project"),
+    (f"{GOOD} --wandb-exp-name run", 1, "--wandb-exp-name needs --wandb-project"),
+]
+
+
+@cache
+def refuse(arguments: str, world_size: int) -> ConfigError:
+    """The refusal; the flag that comes last in ``arguments`` counts."""
+    with pytest.raises(ConfigError) as raised:
+        parse_command_line(arguments.split()).check(world_size)
+    return raised.value
+
+
+@pytest.mark.parametrize(("arguments", "world_size", "expected"), BAD)
+def test_a_bad_combination_is_refused_by_a_sentence_that_helps(arguments: str, world_size: int, expected: str) -> None:
+    sentence = str(refuse(arguments, world_size))
+    pattern = ".*".join(re.escape(fragment) for fragment in expected.split(" ... "))
+    assert re.search(pattern, sentence), sentence
+    assert sentence[-1] in ".?" and "\n" not in sentence
+    known = {*flag_names(), *("--no-" + name[2:] for name in flag_names()), "--sequence-length", "--help"}
+    assert set(re.findall(r"--[a-z][a-z0-9-]*", sentence)) <= known, "the sentence names a flag that does not exist"
+
+
+def test_following_the_sentence_on_wsd_helps_a_run_counted_in_samples() -> None:
+    sentence = str(refuse(f"{SAMPLES} --lr-decay-style WSD", 1))
+    assert "--lr-wsd-decay-samples" in sentence
+
+
+def raised_at(traceback: TracebackType | None) -> tuple[str, int]:
+    """(file name, line) of the innermost frame."""
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return Path(traceback.tb_frame.f_code.co_filename).name, traceback.tb_lineno
+
+
+def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
+    (directory,) = megatron.config.__path__
+    reached = {raised_at(refuse(arguments, world_size).__traceback__) for arguments, world_size, _ in BAD}
+    missed = [
+        f"{file.name}:{node.lineno}"
+        for file in sorted(Path(directory).glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Raise)
+        and not any((file.name, line) in reached for line in range(node.lineno, (node.end_lineno or 0) + 1))
+    ]
+    assert not missed, f"no row of the table reaches {missed}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world_size"),
+    [
+        (GOOD, 1),
+        (GOOD, 7),
+        (f"{GOOD} --tensor-model-parallel-size 4 --sequence-parallel", 8),
+        (f"{GOOD} --sequence-parallel --seq-length 63", 1),
+        (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
+        (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
+        (f"{UNSIZED} --num-layers 1 --hidden-size 9 --num-attention-heads 2 --kv-channels 4", 1),
+        (f"{GOOD} --num-query-groups 8 --no-group-query-attention", 1),
+        (f"{GOOD} --max-position-embeddings 64", 1),
+        (f"{GOOD} --min-lr 1e-3 --clip-grad 0 --weight-decay 0 --adam-beta1 0", 1),
+        (f"{GOOD} --lr-warmup-fraction 0", 1),
+        (f"{GOOD} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --lr-decay-iters 8", 1),
+        (f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 3 --lr-warmup-samples 2", 1),
+        (f"{GOOD.replace('--lr 1e-3', '')} --skip-train --load run", 1),
+        (f"{GOOD} --save run --save-interval 5 --load run --ckpt-step 5 --finetune", 1),
+        (GOOD.replace("--mock-data", "--data-path corpus --tokenizer-type NullTokenizer"), 1),
+        (
+            GOOD.replace(
+                "--mock-data --vocab-size 1000", "--data-path c --tokenizer-type TikTokenizer --tokenizer-model t"
+            ),
+            1,
+        ),
+    ],
+)
+def test_a_good_combination_passes(arguments: str, world_size: int) -> None:
+    parse_command_line(arguments.split()).check(world_size)
+
+
+def test_the_layout_follows_from_the_flags() -> None:
+    config = parse_command_line(f"{GOOD} --tensor-model-parallel-size 2".split())
+    assert [config.data_parallel_size(world) for world in (2, 4, 16384)] == [1, 2, 8192]
+    assert config.parallel.sharding_strategy == "no_shard"
+    assert parse_command_line(["--use-distributed-optimizer"]).parallel.sharding_strategy == "optim"
+    strategy = parse_command_line(["--data-parallel-sharding-strategy", "optim"]).parallel.sharding_strategy
+    assert strategy == "optim"
+
+
+def test_sizes_left_out_follow_from_the_others() -> None:
+    config = parse_command_line(f"{UNSIZED} --num-layers 2 --hidden-size 4096 --num-attention-heads 32".split())
+    model = config.model.resolve(vocab_size=1000, tensor_parallel_size=2, seq_length=64)
+    assert model.ffn_hidden_size == int(4096 * 4 * 2 / 3 / 64) * 64 == 10880
+    assert (model.num_query_groups, model.kv_channels, model.max_position_embeddings) == (32, 128, 64)
+    assert (model.vocab_size, model.padded_vocab_size) == (1000, 1024)
+    assert (model.query_size, model.key_value_size) == (4096, 4096)

@@ -1,0 +1,308 @@
+"""The command line: help without torch, every flag explained, mistakes answered by the way out, recipes accepted."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron.config.command_line import flag_names, parse_command_line
+from megatron.config.errors import ConfigError
+from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.model import PRESETS, preset
+from megatron.config.run import RunConfig
+from pretrain_llama import main
+
+SCRIPT = Path(__file__).parents[2] / "pretrain_llama.py"
+GROUPS = [type(getattr(RunConfig(), field.name)) for field in fields(RunConfig)]
+
+
+def run_script(*arguments: str, trace_imports: bool = False) -> subprocess.CompletedProcess[str]:
+    """A real process, as a person starts it, without torchrun's variables."""
+    options = ["-X", "importtime"] if trace_imports else []
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *options, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment | {"COLUMNS": "100"},
+        timeout=60,
+    )
+
+
+def imported_modules(finished: subprocess.CompletedProcess[str]) -> set[str]:
+    return {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines() if line.startswith("import time")}
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        parse_command_line(arguments)
+    return str(raised.value)
+
+
+# Help
+
+
+def test_help_is_quick() -> None:
+    """The faster of two, since other processes may hold the cores."""
+    seconds = []
+    for _ in range(2):
+        started = time.monotonic()
+        assert run_script("--help").returncode == 0
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 4.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"), [(["--help"], 0), (["--model", "tiny"], 1)], ids=["help", "a refused combination"]
+)
+def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_code: int) -> None:
+    finished = run_script(*arguments, trace_imports=True)
+    assert finished.returncode == exit_code
+    modules = imported_modules(finished)
+    assert "megatron.config.run" in modules, "the trace shows nothing"
+    assert not {name for name in modules if name.partition(".")[0] in ("torch", "numpy", "transformers")}
+
+
+def test_every_flag_has_a_docstring() -> None:
+    silent = []
+    for group in GROUPS:
+        (definition,) = ast.parse(inspect.getsource(group)).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, [*definition.body[1:], None]):
+            if isinstance(statement, ast.AnnAssign) and not (
+                isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+                and len(following.value.value) > 10
+            ):
+                assert isinstance(statement.target, ast.Name)
+                silent.append(f"{definition.name}.{statement.target.id}")
+    assert not silent, f"these flags have no help: {silent}"
+
+
+def test_help_shows_every_flag_with_its_docstring() -> None:
+    shown = re.sub(r"[│─╭╮╰╯\s]+", " ", run_script("--help").stdout)
+    parts = re.split(r" (?=--[a-z])", shown)
+    for flag in flag_names():
+        described = [part for part in parts if re.match(rf"{flag}(,| |$)", part)]
+        assert described, f"{flag} is not in --help"
+    for group in GROUPS:
+        source = inspect.getsource(group)
+        for text in re.findall(r'^    """(.*?)"""$', source, re.DOTALL | re.MULTILINE)[1:]:
+            first_words = " ".join(text.split()[:4])
+            assert first_words in shown, f"the help lacks {first_words!r}"
+
+
+def test_no_two_groups_have_a_flag_of_the_same_name() -> None:
+    assert len(set(flag_names())) == len(flag_names())
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["--micro-batch", "3"], "--micro-batch-size"),
+        (["--tensor-parallel-size", "2"], "--tensor-model-parallel-size"),
+        (["--seq-lenght=64"], "--seq-length"),
+        (["--num_layer", "3"], "--num-layers"),
+        (["--model", "tiny", "--no-save-optimizer"], "--no-save-optim"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest_one(arguments: list[str], nearest: str) -> None:
+    sentence = refusal(*arguments)
+    assert "is not a flag of pretrain_llama.py" in sentence
+    assert f"did you mean {nearest}?" in sentence
+
+
+def test_an_unknown_flag_like_no_other_points_to_the_help() -> None:
+    assert refusal("--frobnicate", "3") == "--frobnicate is not a flag of pretrain_llama.py: see --help."
+
+
+@pytest.mark.parametrize("arguments", [["--seq-length", "8", "9"], ["--swiglu", "True"], ["--swiglu=True"], ["stray"]])
+def test_a_value_too_many_is_named(arguments: list[str]) -> None:
+    assert refusal(*arguments).startswith(f"{arguments[-1].rpartition('=')[2]!r} belongs to no flag")
+
+
+ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
+
+
+@pytest.mark.parametrize("remedy", ONE_FLAG_PER_REMEDY)
+def test_a_megatron_flag_that_is_not_supported_says_so_and_what_to_do(remedy: str) -> None:
+    flag = ONE_FLAG_PER_REMEDY[remedy]
+    expected = f"{flag} is a flag of Megatron-LM that is not supported here: {remedy}"
+    assert refusal("--model", "tiny", flag) == expected
+    assert refusal(flag.replace("-", "_").replace("__", "--", 1), "7") == expected
+    assert refusal(f"{flag}=7") == expected
+
+
+def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() -> None:
+    known = {*flag_names(), *("--no-" + name[2:] for name in flag_names())}
+    assert not known & NOT_SUPPORTED.keys()
+    for remedy in set(NOT_SUPPORTED.values()):
+        assert set(re.findall(r"--[a-z][a-z0-9-]*", remedy)) <= known, remedy
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--lr", "fast"], ["--model", "llama9"], ["--seq-length"], ["--rampup-batch-size", "1", "2"]]
+)
+def test_a_value_of_the_wrong_kind_ends_with_tyros_message(
+    arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_command_line(arguments)
+    assert ended.value.code == 2
+    output = capfd.readouterr()
+    assert arguments[0] in output.out + output.err
+
+
+def test_only_one_rank_tells_of_a_value_of_the_wrong_type(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["--lr", "fast"])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_only_one_rank_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["--frobnicate"]) == 1
+        assert capfd.readouterr().err.startswith("ERROR: --frobnicate") is (rank == "0")
+        for arguments in (["--help"], ["--model", "llama9"]):
+            with pytest.raises(SystemExit):
+                main(arguments)
+            output = capfd.readouterr()
+            assert bool(output.out + output.err) is (rank == "0")
+
+
+def test_a_mistake_is_one_sentence_without_a_traceback() -> None:
+    finished = run_script("--model", "tiny", "--micro-batch", "2")
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("ERROR: --micro-batch is not a flag")
+    assert len(finished.stderr.splitlines()) == 1
+    assert not finished.stdout
+
+
+# Presets and spellings
+
+
+def test_explicit_flags_override_the_preset_wherever_they_stand() -> None:
+    for arguments in (["--model", "llama3-8b", "--num-layers", "2"], ["--num_layers=2", "--model=llama3-8b"]):
+        model = parse_command_line(arguments).model
+        assert (model.model, model.num_layers, model.hidden_size, model.num_query_groups) == ("llama3-8b", 2, 4096, 8)
+
+
+def test_a_flag_of_a_preset_can_be_turned_off() -> None:
+    assert parse_command_line(["--model", "llama3.1-8b"]).model.use_rope_scaling
+    assert not parse_command_line(["--model", "llama3.1-8b", "--no-use-rope-scaling"]).model.use_rope_scaling
+    assert not parse_command_line(["--model", "llama3.2-1b"]).model.untie_embeddings_and_output_weights
+    untied = parse_command_line(["--model", "llama3.2-1b", "--untie-embeddings-and-output-weights"])
+    assert untied.model.untie_embeddings_and_output_weights
+
+
+def test_the_last_preset_wins() -> None:
+    assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
+
+
+def test_without_flags_everything_has_its_default() -> None:
+    assert parse_command_line([]) == RunConfig()
+
+
+def test_underscores_and_hyphens_are_the_same() -> None:
+    with_hyphens = parse_command_line(["--micro-batch-size", "2", "--use-distributed-optimizer", "--no-save-optim"])
+    with_underscores = parse_command_line(["--micro_batch_size=2", "--use_distributed_optimizer", "--no_save_optim"])
+    assert with_hyphens == with_underscores != RunConfig()
+
+
+def test_megatron_flags_that_turn_something_off() -> None:
+    config = parse_command_line(
+        [
+            "--no-save-optim",
+            "--no-save-rng",
+            "--no-load-optim",
+            "--no-load-rng",
+            "--no-mmap-bin-files",
+            "--no-check-for-nan-in-loss-and-grad",
+            "--no-create-attention-mask-in-dataloader",
+        ]
+    )
+    checkpoint = config.checkpoint
+    assert not any((checkpoint.save_optim, checkpoint.save_rng, checkpoint.load_optim, checkpoint.load_rng))
+    assert not config.data.mmap_bin_files
+    assert not config.training.check_for_nan_in_loss_and_grad
+
+
+def test_lists_take_several_values() -> None:
+    config = parse_command_line(["--data-path", "0.7", "a", "0.3", "b", "--rampup-batch-size", "32", "32", "1000"])
+    assert config.data.data_path == ("0.7", "a", "0.3", "b")
+    assert config.training.rampup_batch_size == (32, 32, 1000)
+
+
+PARAMETERS = [
+    ("llama2-7b", 32000, 6_738_415_616),
+    ("llama2-13b", 32000, 13_015_864_320),
+    ("llama2-70b", 32000, 68_976_648_192),
+    ("llama3-8b", 128256, 8_030_261_248),
+    ("llama3-70b", 128256, 70_553_706_496),
+    ("llama3.1-8b", 128256, 8_030_261_248),
+    ("llama3.1-70b", 128256, 70_553_706_496),
+    ("llama3.1-405b", 128256, 405_853_388_800),
+    ("llama3.2-1b", 128256, 1_235_814_400),
+    ("llama3.2-3b", 128256, 3_212_749_824),
+]
+
+
+@pytest.mark.parametrize(("name", "vocab_size", "parameters"), PARAMETERS)
+def test_a_preset_has_the_published_number_of_parameters(name: str, vocab_size: int, parameters: int) -> None:
+    config = preset(name).resolve(vocab_size, tensor_parallel_size=1, seq_length=4096)
+    assert config.num_parameters() == parameters
+    assert config.padded_vocab_size == vocab_size, "the published sizes have no padding"
+
+
+def test_every_published_preset_is_counted() -> None:
+    assert {name for name, _, _ in PARAMETERS} == set(PRESETS) - {"tiny"}
+
+
+RECIPE = """
+    --use-mcore-models --transformer-impl local --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
+    --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0
+    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --init-method-std 0.01
+    --attention-backend flash --use-flash-attn --hidden-dropout 0.0 --attention-dropout 0.0
+    --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 128
+    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125 --lr-decay-samples 1949218
+    --lr-warmup-samples 3906 --lr 0.00015 --min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --bf16 --calculate-per-token-loss
+    --accumulate-allreduce-grads-in-fp32 --no-check-for-nan-in-loss-and-grad --manual-gc --manual-gc-interval 10
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel
+    --use-distributed-optimizer --distributed-backend nccl --distributed-timeout-minutes 60
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --data-path 0.5 a 0.5 b
+    --split 99,1,0 --data-cache-path cache --no-create-attention-mask-in-dataloader --no-mmap-bin-files
+    --num-workers 1 --dataloader-type single --eod-mask-loss --seed 42
+    --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --save out --load out
+    --log-throughput --timing-log-level 1 --tensorboard-dir tb --exit-duration-in-mins 230 --exit-signal-handler
+    --wandb-project p --wandb-exp-name n
+"""
+
+
+def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
+    config = parse_command_line(RECIPE.split())
+    config.check(world_size=16)
+    architecture = config.model.resolve(128256, tensor_parallel_size=2, seq_length=8192)
+    assert architecture.num_parameters() == 8_030_261_248
+    assert architecture.padded_vocab_size == 128256
+    assert config.parallel.sharding_strategy == "optim"
+    assert config.data_parallel_size(16) == 8
+    assert config.optimizer.adam_beta2 == 0.95

@@ -1,0 +1,165 @@
+"""The contiguous buffers: nothing overlaps, nothing is lost, whatever the sizes, buckets and shards."""
+
+from itertools import chain, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megatron.core.data_parallel.buffer import ParameterBuffer, plan_buffer
+from megatron.core.gradient import slot_of
+from megatron.core.parameter import ParameterInfo, empty_parameter, info_of, sharded_boxes
+
+sizes_of_parameters = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+numbers_of_shards = st.integers(1, 9)
+bucket_sizes = st.none() | st.integers(1, 5000)
+
+
+def parameters_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters named by their number, each element of all of them different."""
+    parameters, first = [], 1.0
+    for number, (rows, *other) in enumerate(shapes):
+        info = ParameterInfo(f"p{number}", *sharded_boxes([rows], other, 0, 1), 0.02, True, False)
+        parameter = empty_parameter(info, dtype, "cpu")
+        with torch.no_grad():
+            parameter.copy_(torch.arange(first, first + parameter.numel()).view(parameter.shape))
+        first += parameter.numel()
+        parameters.append(parameter)
+    return parameters
+
+
+@settings(deadline=None)
+@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+def test_parameters_lie_in_order_inside_buckets_and_do_not_overlap(
+    sizes: list[int], shards: int, bucket_size: int | None
+) -> None:
+    layout = plan_buffer(sizes, shards, bucket_size)
+    assert [stop - start for start, stop in layout.parameters] == sizes
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(layout.parameters))
+    for start, stop in layout.parameters:
+        assert sum(first <= start and stop <= last for first, last in layout.buckets) == 1
+
+
+@settings(deadline=None)
+@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+def test_buckets_fill_the_buffer_and_divide_evenly(sizes: list[int], shards: int, bucket_size: int | None) -> None:
+    layout = plan_buffer(sizes, shards, bucket_size)
+    assert layout.buckets[0][0] == 0
+    assert layout.buckets[-1][1] == layout.size
+    assert all(stop == start for (_, stop), (start, _) in pairwise(layout.buckets))
+    for start, stop in layout.buckets:
+        assert (stop - start) % shards == 0
+        assert (stop - start) // shards * 2 % 128 == 0, "a share of bf16 is not a multiple of 128 bytes"
+    # Padding is less than one unit per bucket.
+    assert layout.size - sum(sizes) < len(layout.buckets) * shards * 64
+
+
+@settings(deadline=None)
+@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+def test_a_bucket_closes_with_the_parameter_that_fills_it(
+    sizes: list[int], shards: int, bucket_size: int | None
+) -> None:
+    layout = plan_buffer(sizes, shards, bucket_size)
+    contents = [
+        [stop - start for start, stop in layout.parameters if first <= start < last] for first, last in layout.buckets
+    ]
+    assert list(chain(*contents)) == sizes
+    if bucket_size is None:
+        assert len(contents) == 1
+        return
+    assert all(sum(members) >= bucket_size for members in contents[:-1])
+    assert all(sum(members[:-1]) < bucket_size for members in contents)
+
+
+@settings(deadline=None)
+@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+def test_the_shards_of_all_ranks_partition_the_buffer(sizes: list[int], shards: int, bucket_size: int | None) -> None:
+    layout = plan_buffer(sizes, shards, bucket_size)
+    by_rank = [list(layout.shard(rank, shards)) for rank in range(shards)]
+    assert all(len(ranges) == len(layout.buckets) for ranges in by_rank)
+    ranges = sorted(part for ranges in by_rank for part in ranges)
+    assert ranges[0][0] == 0 and ranges[-1][1] == layout.size
+    assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
+    assert len({sum(stop - start for start, stop in ranges) for ranges in by_rank}) == 1, "shards differ in size"
+    # As the collectives cut a bucket: rank r of the group has chunk number r.
+    for number, (first, last) in enumerate(layout.buckets):
+        chunks = torch.arange(first, last).chunk(shards)
+        for rank, (start, stop) in enumerate(ranges[number] for ranges in by_rank):
+            assert chunks[rank].tolist() == list(range(start, stop))
+
+
+def test_no_parameters_make_an_empty_buffer() -> None:
+    layout = plan_buffer([], shards=4)
+    assert (layout.size, layout.parameters, layout.buckets) == (0, (), ())
+
+
+shapes_of_parameters = st.lists(
+    st.one_of(st.tuples(st.integers(1, 40)), st.tuples(st.integers(1, 12), st.integers(1, 12))),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes_of_parameters, st.integers(1, 5), st.none() | st.integers(1, 300))
+def test_the_pieces_of_all_ranks_hold_every_element_once(
+    shapes: list[tuple[int, ...]], shards: int, bucket_size: int | None
+) -> None:
+    parameters = parameters_of(shapes)
+    before = [parameter.detach().clone().flatten() for parameter in parameters]
+    buffer = ParameterBuffer(parameters, torch.float64, shards, bucket_size)
+    held: dict[str, list[Tensor]] = {}
+    covered: dict[str, list[tuple[int, int]]] = {}
+    for rank in range(shards):
+        for piece in buffer.pieces(rank, shards):
+            assert piece.weight.shape == piece.gradient.shape == (piece.stop - piece.start,)
+            held.setdefault(piece.info.name, []).append(piece.weight)
+            covered.setdefault(piece.info.name, []).append((piece.start, piece.stop))
+    for number, values in enumerate(before):
+        ranges = covered[f"p{number}"]
+        assert ranges[0][0] == 0 and ranges[-1][1] == values.numel()
+        assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
+        assert torch.equal(torch.cat(held[f"p{number}"]), values)
+
+
+def test_parameters_become_views_without_changing() -> None:
+    parameters = parameters_of([(3, 4), (5,), (2, 2)], torch.bfloat16)
+    before = [parameter.detach().clone() for parameter in parameters]
+    buffer = ParameterBuffer(parameters, torch.float32, shards=2)
+    assert (buffer.weights.dtype, buffer.gradients.dtype) == (torch.bfloat16, torch.float32)
+    for parameter, values in zip(parameters, before):
+        assert torch.equal(parameter.detach(), values)
+        assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
+    buffer.weights.fill_(7.0)
+    assert all((parameter == 7.0).all() for parameter in parameters)
+
+
+def test_the_last_parameter_comes_first() -> None:
+    """Its gradient is complete first, so its bucket can leave first."""
+    parameters = parameters_of([(64,), (64,), (64,)])
+    buffer = ParameterBuffer(parameters, torch.float32, shards=1, bucket_size=64)
+    assert [info_of(parameter).name for parameter in buffer.parameters] == ["p2", "p1", "p0"]
+    assert parameters[2].data_ptr() == buffer.weights.data_ptr()
+    assert len(buffer.layout.buckets) == 3
+
+
+def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
+    parameters = parameters_of([(3, 4), (5,)])
+    buffer = ParameterBuffer(parameters, torch.float32, shards=1)
+    slot = slot_of(parameters[0])
+    assert slot is not None
+    slot.add(torch.arange(12.0).view(3, 4))
+    pieces = {piece.info.name: piece for piece in buffer.pieces(0, 1)}
+    assert torch.equal(pieces["p0"].gradient, torch.arange(12.0))
+    assert not pieces["p1"].gradient.any()
+    pieces["p0"].weight.fill_(9.0)
+    assert (parameters[0] == 9.0).all()
+    assert not (parameters[1] == 9.0).any()
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_a_rank_whose_shard_is_padding_owns_nothing(shards: int) -> None:
+    buffer = ParameterBuffer(parameters_of([(3,), (5,)]), torch.float32, shards)
+    assert [len(list(buffer.pieces(rank, shards))) for rank in range(shards)] == [2] + [0] * (shards - 1)

@@ -1,0 +1,267 @@
+"""Every collective on real ranks, against the computation that it stands for.
+
+The inputs are small integers, so that sums are exact in every precision and arrival order cannot show.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.communication import CollectiveRecord, Communicator, Reduction
+from tests.rank_pool import RankPool
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+WORLDS = [2, 3, 4]
+SHAPE = (12, 5)
+"""Divisible by every world size along dim 0."""
+
+Results = dict[str, Tensor]
+
+
+def part_of(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> Tensor:
+    """What ``rank`` brings."""
+    numbers = torch.arange(torch.Size(shape).numel()) * 7 + rank * 13
+    return (numbers % 17 - 8).view(shape).to(dtype)
+
+
+def everyone() -> Communicator:
+    return Communicator(range(dist.get_world_size()), dist.get_rank(), "all")
+
+
+def evens_or_odds() -> Communicator:
+    """Of four ranks: the even ones and the odd ones."""
+    rank = dist.get_rank()
+    return Communicator((rank % 2, rank % 2 + 2), rank, "half")
+
+
+# Cases: what every rank of the pool does
+
+
+def run_collectives(dtype: torch.dtype, group: Callable[[], Communicator] = everyone) -> tuple[Results, list[str]]:
+    """The result of every collective on this rank, and broken promises about where the result lies."""
+    ranks = group()
+    mine = part_of(dist.get_rank(), dtype)
+    results, broken = {}, []
+
+    def promise(kept: bool, what: str) -> None:
+        if not kept:
+            broken.append(what)
+
+    reductions: tuple[Reduction, ...] = ("sum", "max")
+    for reduction in reductions:
+        tensor = mine.clone()
+        results[f"all_reduce {reduction}"] = ranks.all_reduce(tensor, reduction)
+        promise(results[f"all_reduce {reduction}"] is tensor, "all_reduce is in place")
+    results["started all_reduce"] = ranks.start_all_reduce(mine.clone()).wait()
+
+    results["all_gather"] = ranks.all_gather(mine.clone())
+    results["started all_gather"] = ranks.start_all_gather(mine.clone()).wait()
+    output = torch.full((ranks.size * SHAPE[0], *SHAPE[1:]), 99, dtype=dtype)
+    results["all_gather into output"] = ranks.all_gather(mine.clone(), output=output)
+    promise(results["all_gather into output"] is output, "all_gather returns its output")
+    whole = torch.full_like(output, 99)
+    own = whole.chunk(ranks.size)[ranks.rank]
+    own.copy_(mine)
+    results["all_gather in place"] = ranks.all_gather(own, output=whole)
+    results["all_gather of a transposed view"] = ranks.all_gather(mine.t().contiguous().t())
+
+    results["reduce_scatter"] = ranks.reduce_scatter(mine.clone())
+    results["started reduce_scatter"] = ranks.start_reduce_scatter(mine.clone()).wait()
+    output = torch.full((SHAPE[0] // ranks.size, *SHAPE[1:]), 99, dtype=dtype)
+    results["reduce_scatter into output"] = ranks.reduce_scatter(mine.clone(), output=output)
+    promise(results["reduce_scatter into output"] is output, "reduce_scatter returns its output")
+    whole = mine.clone()
+    own = whole.chunk(ranks.size)[ranks.rank]
+    results["reduce_scatter in place"] = ranks.reduce_scatter(whole, output=own)
+    promise(results["reduce_scatter in place"] is own, "reduce_scatter returns its output")
+    results["reduce_scatter of a transposed view"] = ranks.reduce_scatter(mine.t().contiguous().t())
+    flat = mine.flatten().clone()
+    results["reduce_scatter of a flat bucket"] = ranks.reduce_scatter(
+        flat, output=flat.chunk(ranks.size)[ranks.rank]
+    ).view(-1, SHAPE[1])
+
+    results["broadcast"] = ranks.broadcast(mine.clone(), source=1)
+    return results, broken
+
+
+def run_overlapping(dtype: torch.dtype) -> Results:
+    """Several collectives under way on one communicator at once, waited for in another order."""
+    ranks = everyone()
+    mine, wide = part_of(ranks.rank, dtype), part_of(ranks.rank, dtype, (24, 3))
+    first = ranks.start_reduce_scatter(mine.clone())
+    second = ranks.start_reduce_scatter(wide.clone())
+    third = ranks.start_all_gather(mine.clone())
+    fourth = ranks.start_all_reduce(wide.clone())
+    fifth = ranks.start_all_gather(wide.clone())
+    return {
+        "fifth": fifth.wait(),
+        "second": second.wait(),
+        "fourth": fourth.wait(),
+        "first": first.wait(),
+        "third": third.wait(),
+    }
+
+
+def run_rounding(seed: int) -> Tensor:
+    """A reduce-scatter of numbers whose sum depends on the order of additions."""
+    ranks = everyone()
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randn(ranks.size, 64, generator=generator) * torch.logspace(0, 6, 64)
+    return ranks.reduce_scatter(parts[ranks.rank].clone())
+
+
+def run_observed() -> list[CollectiveRecord]:
+    ranks = everyone()
+    records: list[CollectiveRecord] = []
+    ranks.observer = records.append
+    mine = part_of(ranks.rank, torch.float64)
+    ranks.all_reduce(mine.clone())
+    ranks.start_all_gather(mine).wait()
+    ranks.reduce_scatter(mine.bfloat16())
+    ranks.broadcast(mine.clone())
+    return records
+
+
+def run_objects() -> tuple[list[object], object]:
+    """Objects among all, and from the second of this rank's half."""
+    ranks = everyone()
+    ranks.barrier()
+    mine = {"rank": ranks.rank, "text": "x" * ranks.rank}
+    return ranks.all_gather_object(mine), evens_or_odds().broadcast_object(mine, source=1)
+
+
+# What the cases must give
+
+
+def expected_results(dtype: torch.dtype, members: list[int], place: int) -> Results:
+    parts = [part_of(member, dtype) for member in members]
+    total = torch.stack(parts).double().sum(0).to(dtype)
+    share = total.chunk(len(members))[place]
+    gathered = torch.cat(parts)
+    return {
+        "all_reduce sum": total,
+        "all_reduce max": torch.stack(parts).amax(0),
+        "started all_reduce": total,
+        "all_gather": gathered,
+        "started all_gather": gathered,
+        "all_gather into output": gathered,
+        "all_gather in place": gathered,
+        "all_gather of a transposed view": gathered,
+        "reduce_scatter": share,
+        "started reduce_scatter": share,
+        "reduce_scatter into output": share,
+        "reduce_scatter in place": share,
+        "reduce_scatter of a transposed view": share,
+        "reduce_scatter of a flat bucket": share,
+        "broadcast": parts[1],
+    }
+
+
+def assert_results(found: Results, expected: Results) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), f"{name}: {found[name]} instead of {tensor}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_collectives_equal_the_computation_they_stand_for(
+    four_ranks: RankPool, world_size: int, dtype: torch.dtype
+) -> None:
+    outcomes = four_ranks.run(run_collectives, dtype, world_size=world_size)
+    for rank, (results, broken) in enumerate(outcomes):
+        assert not broken
+        assert_results(results, expected_results(dtype, list(range(world_size)), rank))
+
+
+def test_collectives_of_a_part_of_the_ranks_stay_among_them(four_ranks: RankPool) -> None:
+    """Two groups at work at once; a mix-up of global ranks and places in the group would show here."""
+    outcomes = four_ranks.run(run_collectives, torch.float32, evens_or_odds, world_size=4)
+    for rank, (results, broken) in enumerate(outcomes):
+        assert not broken
+        assert_results(results, expected_results(torch.float32, [rank % 2, rank % 2 + 2], rank // 2))
+
+
+def test_collectives_under_way_at_once_do_not_mix(four_ranks: RankPool) -> None:
+    outcomes = four_ranks.run(run_overlapping, torch.float32, world_size=4)
+    mine = [part_of(rank, torch.float32) for rank in range(4)]
+    wide = [part_of(rank, torch.float32, (24, 3)) for rank in range(4)]
+    for rank, results in enumerate(outcomes):
+        expected = {
+            "first": sum(mine, torch.zeros(())).chunk(4)[rank],
+            "second": sum(wide, torch.zeros(())).chunk(4)[rank],
+            "third": torch.cat(mine),
+            "fourth": sum(wide, torch.zeros(())),
+            "fifth": torch.cat(wide),
+        }
+        assert_results(results, expected)
+
+
+def test_a_sum_does_not_depend_on_who_arrives_first(four_ranks: RankPool) -> None:
+    """Bit for bit the sum in rank order, on every rank."""
+    found = torch.cat(four_ranks.run(run_rounding, 3, world_size=4))
+    parts = torch.randn(4, 64, generator=torch.Generator().manual_seed(3)) * torch.logspace(0, 6, 64)
+    in_rank_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    in_reverse = ((parts[3] + parts[2]) + parts[1]) + parts[0]
+    assert torch.equal(found, in_rank_order)
+    assert not torch.equal(in_rank_order, in_reverse), "the numbers do not tell the orders apart"
+
+
+def test_an_observer_sees_every_collective(four_ranks: RankPool) -> None:
+    elements = SHAPE[0] * SHAPE[1]
+    for records in four_ranks.run(run_observed, world_size=4):
+        assert records == [
+            CollectiveRecord("all_reduce", "all", 4, elements * 8),
+            CollectiveRecord("all_gather", "all", 4, 4 * elements * 8),
+            CollectiveRecord("reduce_scatter", "all", 4, elements * 2),
+            CollectiveRecord("broadcast", "all", 4, elements * 8),
+        ]
+
+
+def test_objects_come_in_rank_order_and_from_their_source(four_ranks: RankPool) -> None:
+    objects = [{"rank": rank, "text": "x" * rank} for rank in range(4)]
+    assert four_ranks.run(run_objects, world_size=4) == [(objects, objects[2 + rank % 2]) for rank in range(4)]
+
+
+def test_a_single_rank_communicates_nothing() -> None:
+    """Nor does it copy or need torch.distributed; its observer hears nothing."""
+    alone = Communicator((5,), rank=5)
+    records: list[CollectiveRecord] = []
+    alone.observer = records.append
+    tensor = part_of(0, torch.float32)
+    for result in (
+        alone.all_reduce(tensor),
+        alone.all_reduce(tensor, "max"),
+        alone.start_all_reduce(tensor).wait(),
+        alone.all_gather(tensor),
+        alone.reduce_scatter(tensor),
+        alone.broadcast(tensor),
+    ):
+        assert result is tensor
+    assert torch.equal(tensor, part_of(0, torch.float32))
+    for collective in (alone.all_gather, alone.reduce_scatter):
+        output = torch.zeros(SHAPE)
+        assert collective(tensor, output=output) is output
+        assert torch.equal(output, tensor)
+        assert collective(tensor, output=tensor) is tensor
+    assert alone.all_gather_object("x") == ["x"]
+    assert alone.broadcast_object("x") == "x"
+    alone.barrier()
+    assert not records
+    assert not dist.is_initialized()
+
+
+def test_a_communicator_knows_its_place() -> None:
+    communicator = Communicator((3, 7, 11), rank=7, name="dp")
+    assert (communicator.rank, communicator.size, communicator.name) == (1, 3, "dp")
+    with pytest.raises(ValueError, match="not in"):
+        Communicator((3, 7, 11), rank=4)
+
+
+def test_several_ranks_need_torch_distributed() -> None:
+    with pytest.raises(AssertionError, match=r"needs torch\.distributed"):
+        Communicator((0, 1), rank=0).all_reduce(torch.zeros(1))

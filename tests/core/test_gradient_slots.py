@@ -1,0 +1,216 @@
+"""Gradients in slots of a buffer are those that autograd would have given, however often they are delivered."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import LlamaConfig
+from megatron.core.data_parallel.buffer import ParameterBuffer
+from megatron.core.gradient import (
+    GradientSlot,
+    attach_slot,
+    deliver_gradient,
+    deliver_weight_gradient,
+    slot_of,
+)
+from megatron.core.model.layer import BuildContext
+from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.ops.attention import CpuFlashAttention
+from megatron.core.parameter import info_of
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import single_process
+
+STALE = 1e6
+"""What the last step left in the buffer."""
+
+
+def model_of(*, tied: bool, dtype: torch.dtype = torch.float64) -> LlamaModel:
+    config = LlamaConfig(
+        num_layers=2,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
+        vocab_size=29,
+        padded_vocab_size=32,
+        max_position_embeddings=8,
+        untie_embeddings_and_output_weights=not tied,
+    )
+    topology = single_process()
+    context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, CpuFlashAttention())
+    return build_model(config, context, seed=3)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 29, (2, 9), generator=torch.Generator().manual_seed(number))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def buffer_of(model: LlamaModel) -> ParameterBuffer:
+    buffer = ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
+    buffer.gradients.fill_(STALE)
+    return buffer
+
+
+def gradients_in(buffer: ParameterBuffer) -> dict[str, Tensor]:
+    return {info_of(parameter).name: slot.buffer for parameter, slot in zip(buffer.parameters, buffer.slots)}
+
+
+def gradients_of_autograd(model: LlamaModel) -> dict[str, Tensor]:
+    found = {}
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        found[info_of(parameter).name] = parameter.grad
+    return found
+
+
+# One slot
+
+
+def test_the_first_delivery_overwrites_and_later_ones_add() -> None:
+    slot = GradientSlot(torch.full((2, 3), STALE))
+    slot.add(torch.ones(2, 3))
+    assert torch.equal(slot.buffer, torch.ones(2, 3))
+    slot.add(torch.full((2, 3), 2.0))
+    assert torch.equal(slot.buffer, torch.full((2, 3), 3.0))
+
+
+def test_rows_add_up_where_ids_repeat_and_overwrite_what_was_there() -> None:
+    slot = GradientSlot(torch.full((4, 2), STALE))
+    rows, values = torch.tensor([2, 0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
+    slot.add_rows(rows, values)
+    once = torch.tensor([[3.0, 4.0], [0.0, 0.0], [11.0, 22.0], [0.0, 0.0]])
+    assert torch.equal(slot.buffer, once)
+    slot.add_rows(rows, values)
+    assert torch.equal(slot.buffer, 2 * once)
+
+
+def test_dense_and_row_gradients_of_one_parameter_add_up_in_either_order() -> None:
+    dense = torch.arange(8.0).view(4, 2)
+    rows, values = torch.tensor([1]), torch.tensor([[5.0, 6.0]])
+    expected = dense.clone()
+    expected[1] += values[0]
+    for dense_first in (True, False):
+        slot = GradientSlot(torch.full((4, 2), STALE))
+        if dense_first:
+            slot.add(dense)
+            slot.add_rows(rows, values)
+        else:
+            slot.add_rows(rows, values)
+            slot.add(dense)
+        assert torch.equal(slot.buffer, expected)
+
+
+def test_completing_zeroes_only_what_took_no_part_and_starts_a_new_step() -> None:
+    used, unused = GradientSlot(torch.full((2,), STALE)), GradientSlot(torch.full((2,), STALE))
+    used.add(torch.ones(2))
+    for slot in (used, unused):
+        slot.complete()
+    assert torch.equal(used.buffer, torch.ones(2))
+    assert torch.equal(unused.buffer, torch.zeros(2))
+    for slot in (used, unused):
+        slot.add(torch.full((2,), 7.0))
+        assert torch.equal(slot.buffer, torch.full((2,), 7.0))
+    used.complete()
+    used.complete()
+    assert torch.equal(used.buffer, torch.zeros(2))
+
+
+def test_every_delivery_is_announced_after_it_happened() -> None:
+    seen: list[float] = []
+    slot = GradientSlot(torch.zeros(1))
+    slot.on_delivery = lambda: seen.append(float(slot.buffer))
+    slot.add(torch.ones(1))
+    slot.add_rows(torch.tensor([0]), torch.ones(1))
+    assert seen == [1.0, 2.0]
+
+
+def test_an_fp32_slot_keeps_what_bf16_would_lose() -> None:
+    """256 + 1 is 256 in bf16."""
+    slot = GradientSlot(torch.zeros(1, dtype=torch.float32))
+    slot.add(torch.tensor([256.0], dtype=torch.bfloat16))
+    for _ in range(8):
+        slot.add(torch.ones(1, dtype=torch.bfloat16))
+    assert slot.buffer.tolist() == [264.0]
+    slot.add_rows(torch.tensor([0, 0]), torch.ones(2, dtype=torch.bfloat16))
+    assert slot.buffer.tolist() == [266.0]
+
+
+def test_a_gradient_goes_to_the_slot_or_else_to_autograd() -> None:
+    parameter, gradient = nn.Parameter(torch.zeros(3)), torch.ones(3)
+    assert slot_of(parameter) is None
+    assert deliver_gradient(parameter, gradient) is gradient
+    slot = GradientSlot(torch.zeros(3))
+    attach_slot(parameter, slot)
+    assert slot_of(parameter) is slot
+    assert deliver_gradient(parameter, gradient) is None
+    assert torch.equal(slot.buffer, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_weight_gradient_sums_over_all_tokens(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grad_output = torch.randn(5, 2, 3, generator=generator, dtype=dtype)
+    inputs = torch.randn(5, 2, 4, generator=generator, dtype=dtype)
+    found = deliver_weight_gradient(torch.zeros(3, 4, dtype=dtype), grad_output, inputs)
+    assert found is not None
+    torch.testing.assert_close(found, torch.einsum("sbo,sbi->oi", grad_output, inputs))
+
+
+# A whole model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_slots_collect_over_microbatches_what_autograd_would(tied: bool) -> None:
+    """Two microbatches, over the last step's leftovers; a tied weight gets both of its contributions."""
+    plain, slotted = model_of(tied=tied), model_of(tied=tied)
+    buffer = buffer_of(slotted)
+    for number in range(2):
+        for model in (plain, slotted):
+            model(*batch(number)).sum().backward()
+    assert all(parameter.grad is None for parameter in slotted.parameters())
+    found, expected = gradients_in(buffer), gradients_of_autograd(plain)
+    assert found.keys() == expected.keys()
+    assert ("output_layer.weight" in found) is not tied
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
+        assert gradient.any(), name
+
+
+def test_a_tied_weight_gets_the_sum_of_both_its_uses() -> None:
+    """The gradient of the tied table is that of the embedding plus that of the head when both hold the same."""
+    tied, untied = model_of(tied=True), model_of(tied=False)
+    assert untied.output_layer is not None
+    with torch.no_grad():
+        untied.output_layer.weight.copy_(untied.embedding.weight)
+    buffer = buffer_of(tied)
+    for model in (tied, untied):
+        model(*batch(0)).sum().backward()
+    parts = gradients_of_autograd(untied)
+    expected = parts["embedding.word_embeddings.weight"] + parts["output_layer.weight"]
+    found = gradients_in(buffer)["embedding.word_embeddings.weight"]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert parts["embedding.word_embeddings.weight"].any() and parts["output_layer.weight"].any()
+
+
+def test_a_second_step_starts_afresh() -> None:
+    model = model_of(tied=True)
+    buffer = buffer_of(model)
+    gradients = []
+    for _ in range(2):
+        model(*batch(0)).sum().backward()
+        for slot in buffer.slots:
+            slot.complete()
+        gradients.append(buffer.gradients.clone())
+    assert torch.equal(*gradients)
+
+
+def test_padding_rows_have_no_gradient() -> None:
+    model = model_of(tied=False)
+    buffer = buffer_of(model)
+    model(*batch(0)).sum().backward()
+    found = gradients_in(buffer)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert not found[name][29:].any()
+        assert found[name][:29].any()

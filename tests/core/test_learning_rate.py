@@ -1,0 +1,198 @@
+"""The learning rate at every knot of every style, against formulas written out here."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.errors import ConfigError
+from megatron.config.optimizer import LearningRateConfig
+from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_schedule
+
+PEAK, MINIMUM, INITIAL = 1e-3, 1e-4, 1e-5
+WARMUP, DECAY, ANNEALING = 100, 1000, 300
+STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WSD_STYLES = ["exponential", "linear", "cosine", "minus_sqrt"]
+
+
+def schedule(style: str, wsd_style: str = "exponential", **changes: Any) -> LearningRateSchedule:
+    base = LearningRateSchedule(PEAK, MINIMUM, INITIAL, WARMUP, DECAY, style, ANNEALING, wsd_style)
+    return replace(base, **changes)
+
+
+def between(share: float) -> float:
+    return MINIMUM + share * (PEAK - MINIMUM)
+
+
+def build(*, train_iters: int | None = 100, train_samples: int | None = None, **flags: Any) -> LearningRateSchedule:
+    config = LearningRateConfig(**{"lr": PEAK} | flags)
+    return build_schedule(config, train_iters=train_iters, train_samples=train_samples, global_batch_size=8)
+
+
+ALL = [(style, "exponential") for style in STYLES[:-1]] + [("WSD", wsd_style) for wsd_style in WSD_STYLES]
+every_style = pytest.mark.parametrize(("style", "wsd_style"), ALL)
+
+
+@every_style
+def test_the_warm_up_is_linear_from_the_initial_to_the_peak_rate(style: str, wsd_style: str) -> None:
+    rate = schedule(style, wsd_style)
+    assert rate(0) == pytest.approx(INITIAL)
+    assert rate(25) == pytest.approx(INITIAL + 0.25 * (PEAK - INITIAL))
+    assert rate(WARMUP) == pytest.approx(PEAK)
+
+
+@every_style
+def test_without_warm_up_the_first_rate_is_the_peak(style: str, wsd_style: str) -> None:
+    assert schedule(style, wsd_style, warmup=0)(0) == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize(
+    ("style", "samples", "expected"),
+    [
+        ("constant", 101, PEAK),
+        ("constant", 1000, PEAK),
+        ("constant", 10**9, PEAK),
+        ("linear", 101, between(899 / 900)),
+        ("linear", 550, between(0.5)),
+        ("linear", 1000, MINIMUM),
+        ("cosine", 325, between(0.5 * (1 + math.sqrt(0.5)))),
+        ("cosine", 550, between(0.5)),
+        ("cosine", 775, between(0.5 * (1 - math.sqrt(0.5)))),
+        ("cosine", 1000, MINIMUM),
+        ("inverse-square-root", 101, PEAK * math.sqrt(100 / 101)),
+        ("inverse-square-root", 400, PEAK / 2),
+        ("inverse-square-root", 900, PEAK / 3),
+        ("inverse-square-root", 1000, PEAK / math.sqrt(10)),
+        ("WSD", 101, PEAK),
+        ("WSD", 400, PEAK),
+        ("WSD", 700, PEAK),
+    ],
+)
+def test_the_decay_at_its_knots(style: str, samples: int, expected: float) -> None:
+    assert schedule(style)(samples) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("wsd_style", "share_at_a_quarter", "share_at_half"),
+    [
+        ("linear", 0.75, 0.5),
+        ("cosine", 0.5 * (1 + math.sqrt(0.5)), 0.5),
+        ("exponential", 2 * 2**-0.25 - 1, math.sqrt(2) - 1),
+        ("minus_sqrt", 0.5, 1 - math.sqrt(0.5)),
+    ],
+)
+def test_the_annealing_at_its_knots(wsd_style: str, share_at_a_quarter: float, share_at_half: float) -> None:
+    rate = schedule("WSD", wsd_style)
+    assert rate(DECAY - ANNEALING) == pytest.approx(PEAK)
+    assert rate(775) == pytest.approx(between(share_at_a_quarter))
+    assert rate(850) == pytest.approx(between(share_at_half))
+    assert rate(DECAY) == pytest.approx(MINIMUM)
+
+
+@every_style
+def test_after_the_decay_the_rate_stays_at_the_minimum(style: str, wsd_style: str) -> None:
+    rate = schedule(style, wsd_style)
+    expected = PEAK if style == "constant" else MINIMUM
+    assert rate(DECAY + 1) == rate(10**12) == expected
+
+
+def test_the_inverse_square_root_never_falls_below_the_minimum() -> None:
+    rate = schedule("inverse-square-root", decay=10**9)
+    assert rate(100 * WARMUP) == pytest.approx(MINIMUM)
+    assert rate(10**8) == MINIMUM
+
+
+@settings(deadline=None)
+@given(
+    style=st.sampled_from(ALL),
+    warmup=st.integers(0, 50),
+    stable=st.integers(0, 50),
+    annealing=st.integers(0, 50),
+    rates=st.tuples(*[st.floats(1e-8, 1.0)] * 3).map(sorted),
+)
+def test_the_rate_rises_in_the_warm_up_and_never_after(
+    style: tuple[str, str], warmup: int, stable: int, annealing: int, rates: list[float]
+) -> None:
+    initial, minimum, peak = rates
+    decay = warmup + stable + annealing
+    rate = LearningRateSchedule(peak, minimum, initial, warmup, decay, style[0], annealing, style[1])
+    values = [rate(samples) for samples in range(decay + 3)]
+    slack = 1e-12 * peak
+    assert all(0 <= value <= peak + slack for value in values)
+    assert all(later >= earlier - slack for earlier, later in pairwise(values[: warmup + 1]))
+    assert all(later <= earlier + slack for earlier, later in pairwise(values[warmup:]))
+    assert all(value >= minimum - slack for value in values[warmup:])
+
+
+# From the flags
+
+
+def test_iterations_count_as_full_global_batches() -> None:
+    built = build(lr_warmup_iters=10, lr_decay_iters=50, lr_decay_style="WSD", lr_wsd_decay_iters=20, min_lr=1e-5)
+    assert (built.warmup, built.decay, built.wsd_decay) == (80, 400, 160)
+    assert (built.peak, built.minimum, built.initial) == (PEAK, 1e-5, 0.0)
+    assert (built.style, built.wsd_style) == ("WSD", "exponential")
+
+
+def test_the_decay_lasts_for_the_whole_run_by_default() -> None:
+    assert build().decay == 800
+    assert build(train_iters=None, train_samples=12345).decay == 12345
+
+
+def test_samples_are_taken_as_they_are() -> None:
+    built = build(
+        train_iters=None,
+        train_samples=1000,
+        lr_warmup_samples=11,
+        lr_decay_samples=900,
+        lr_decay_style="WSD",
+        lr_wsd_decay_samples=55,
+        lr_wsd_decay_style="cosine",
+        lr_warmup_init=1e-6,
+    )
+    assert (built.warmup, built.decay, built.wsd_decay) == (11, 900, 55)
+    assert (built.wsd_style, built.initial) == ("cosine", 1e-6)
+
+
+def test_the_warm_up_can_be_a_fraction_of_the_decay() -> None:
+    assert build(lr_warmup_fraction=0.01).warmup == 8
+    assert build(lr_warmup_fraction=0.1, lr_decay_iters=50).warmup == 40
+    assert build(train_iters=None, train_samples=999, lr_warmup_fraction=0.1).warmup == 99
+    assert build(lr_warmup_fraction=0.0).warmup == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"lr_warmup_iters": 101},
+        {"lr_warmup_iters": 60, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 41},
+        {"lr_warmup_iters": 11, "lr_decay_iters": 10},
+        {"train_iters": None, "train_samples": 10, "lr_warmup_samples": 11},
+    ],
+)
+def test_parts_longer_than_the_whole_are_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"exceed the decay length .* lower --lr-warmup-"):
+        build(**flags)
+
+
+def test_the_refusal_names_flags_that_go_with_samples() -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(train_iters=None, train_samples=10, lr_warmup_samples=11)
+    assert "--lr-warmup-samples" in str(raised.value)
+    assert "-iters" not in str(raised.value)
+
+
+def test_parts_as_long_as_the_whole_are_fine() -> None:
+    built = build(lr_warmup_iters=60, lr_decay_style="WSD", lr_wsd_decay_iters=40, lr_wsd_decay_style="linear")
+    assert built(480) == pytest.approx(PEAK)
+    assert built(640) == pytest.approx(PEAK / 2)
+    assert built(800) == pytest.approx(0.0)
+
+
+def test_a_checkpoint_keeps_the_whole_schedule() -> None:
+    built = build(lr_warmup_iters=3, lr_decay_style="cosine")
+    assert LearningRateSchedule(**built.to_json()) == built  # type: ignore[arg-type]

@@ -1,0 +1,452 @@
+"""Every operation against its definition: in fp64 to 1e-10, outputs and gradients, and in lower precisions."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.communication import Communicator
+from megatron.core.ops import matmul
+from megatron.core.ops.attention import (
+    AttentionKernel,
+    AttentionShape,
+    CpuFlashAttention,
+    ReferenceAttention,
+    TorchAttention,
+    choose_attention_kernel,
+    fused_attention,
+)
+from megatron.core.ops.matmul import linear, weight_gradient
+from megatron.core.ops.norm import rms_norm, rms_norm_reference
+from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_, rotate_reference
+from megatron.core.ops.swiglu import swiglu, swiglu_reference
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+"""Largest error relative to the largest element."""
+DTYPES = list(TOLERANCE)
+KERNELS: list[AttentionKernel] = [ReferenceAttention(), CpuFlashAttention(), TorchAttention()]
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def wide_leaf(tensor: Tensor) -> Tensor:
+    """A copy in fp64 that collects a gradient."""
+    return tensor.detach().to(torch.float64, copy=True).requires_grad_()
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """``expected`` is in fp64; ``found`` was computed from inputs in ``dtype``."""
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    scale = expected.abs().max() if expected.any() else 1.0
+    error = (found.double() - expected).abs().max() / scale
+    assert error < TOLERANCE[dtype], f"off by {error:.1e}"
+
+
+def compare(operation: Callable[..., Tensor], definition: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    """Output and gradients of ``operation`` on ``inputs`` equal those of ``definition`` in fp64."""
+    dtype = inputs[0].dtype
+    ours = [tensor.clone().requires_grad_() for tensor in inputs]
+    theirs = [wide_leaf(tensor) for tensor in inputs]
+    found, expected = operation(*ours), definition(*theirs)
+    assert_close(found.detach(), expected.detach(), dtype)
+    gradient = random(*expected.shape, seed=99).to(dtype)
+    found.backward(gradient)
+    expected.backward(gradient.double())
+    for our, their in zip(ours, theirs):
+        assert our.grad is not None and their.grad is not None
+        assert_close(our.grad, their.grad, dtype)
+
+
+# RMSNorm and SwiGLU
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 2, 5), (7, 1, 64), (2, 33)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs = random(*shape, dtype=dtype) * 3
+    weight = 1 + 0.1 * random(shape[-1], dtype=dtype)
+
+    def definition(x: Tensor, w: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + 1e-3) * w
+
+    compare(lambda x, w: rms_norm(x, w, 1e-3), definition, [inputs, weight])
+    compare(lambda x, w: rms_norm_reference(x, w, 1e-3), definition, [inputs, weight])
+
+
+def test_rms_norm_of_zeros_is_zero_and_has_finite_gradients() -> None:
+    inputs = torch.zeros(2, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    output = rms_norm(inputs, weight, 1e-5)
+    output.sum().backward()
+    assert torch.equal(output, torch.zeros(2, 8))
+    assert inputs.grad is not None and weight.grad is not None
+    assert inputs.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_rms_norm_in_bf16_takes_its_statistics_in_fp32() -> None:
+    """Then nearly every output is the exact one, rounded once; statistics in bf16 would move every other."""
+    inputs = random(16, 1024, dtype=torch.bfloat16)
+    wide = inputs.double()
+    exact = (wide / wide.square().mean(-1, keepdim=True).sqrt()).to(torch.bfloat16)
+    found = rms_norm(inputs, torch.ones(1024, dtype=torch.bfloat16), 0.0)
+    assert (found != exact).double().mean() < 0.01
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 14), (2, 2, 96)])
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs = random(*shape, dtype=dtype) * 3
+
+    def definition(x: Tensor) -> Tensor:
+        gate, up = x[..., : shape[-1] // 2], x[..., shape[-1] // 2 :]
+        return gate / (1 + torch.exp(-gate)) * up
+
+    compare(swiglu, definition, [inputs])
+    compare(swiglu_reference, definition, [inputs])
+
+
+def test_swiglu_leaves_its_input_alone() -> None:
+    """Backward computes the activation again from it."""
+    inputs = random(4, 6).requires_grad_()
+    before = inputs.detach().clone()
+    swiglu(inputs).sum().backward()
+    assert torch.equal(inputs.detach(), before)
+
+
+# Rotary embedding
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_rotary_frequencies_without_scaling(base: float) -> None:
+    expected = [base ** (-2 * pair / 128) for pair in range(64)]
+    assert rotary_frequencies(128, base).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "factor", "original_length"), [(128, 8.0, 8192), (64, 32.0, 8192), (16, 4.0, 64)]
+)
+def test_llama_3_scaling_is_that_of_transformers(head_size: int, factor: float, original_length: int) -> None:
+    rope_utils: Any = pytest.importorskip("transformers.modeling_rope_utils")
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=4 * head_size,
+        num_attention_heads=4,
+        max_position_embeddings=16 * original_length,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original_length,
+        },
+    )
+    expected, attention_scale = rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    found = rotary_frequencies(head_size, 500000.0, scaling_factor=factor, original_length=original_length)
+    assert attention_scale == 1.0
+    torch.testing.assert_close(found.float(), expected, rtol=3e-6, atol=0.0)
+    unscaled = rotary_frequencies(head_size, 500000.0)
+    ratio = unscaled / found
+    assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(factor), "short waves are kept, long ones stretched"
+    assert ((ratio > 1.001) & (ratio < factor - 0.001)).any(), "no wave in between was tested"
+
+
+@every_dtype
+@pytest.mark.parametrize(("length", "batch", "heads", "size"), [(1, 1, 1, 2), (9, 2, 3, 8), (33, 1, 5, 4)])
+def test_rotation_is_written_out(length: int, batch: int, heads: int, size: int, dtype: torch.dtype) -> None:
+    """Pair (2i, 2i+1) of position p turns by p * base^(-2i/size): one number at a time."""
+    frequencies, positions = rotary_frequencies(size, 100.0), torch.arange(length) + 5
+    activations = random(length, batch, heads * size, dtype=dtype)
+    expected = activations.double().view(length, batch, heads, size).clone()
+    for place, position in enumerate(positions.tolist()):
+        for pair in range(size // 2):
+            angle = position * 100.0 ** (-2 * pair / size)
+            even, odd = expected[place, :, :, 2 * pair].clone(), expected[place, :, :, 2 * pair + 1].clone()
+            expected[place, :, :, 2 * pair] = even * math.cos(angle) - odd * math.sin(angle)
+            expected[place, :, :, 2 * pair + 1] = even * math.sin(angle) + odd * math.cos(angle)
+    reference = rotate_reference(activations.view(length, batch, heads, size), frequencies, positions)
+    assert_close(reference, expected, dtype)
+    table = rotary_table(frequencies, positions, heads, dtype)
+    rotated = rotate_(activations.clone(), table)
+    assert_close(rotated.view_as(expected), expected, dtype)
+    back = rotate_(rotated.clone(), table.conj())
+    assert_close(back, activations.double(), dtype)
+
+
+def test_rotation_works_in_place_on_a_part_of_the_fused_projection() -> None:
+    for dtype in DTYPES:
+        fused = random(6, 2, 20, dtype=dtype)
+        before = fused.clone()
+        table = rotary_table(rotary_frequencies(4, 100.0), torch.arange(6), 3, dtype)
+        part = fused[..., :12]
+        assert rotate_(part, table).data_ptr() == fused.data_ptr()
+        assert torch.equal(fused[..., :12], rotate_(before[..., :12].contiguous(), table))
+        assert torch.equal(fused[..., 12:], before[..., 12:])
+
+
+def test_rotation_makes_scores_depend_on_distance_alone() -> None:
+    frequencies = rotary_frequencies(16, 500000.0)
+    query, key = random(16), random(16, seed=1)
+
+    def score(query_position: int, key_position: int) -> float:
+        turned = [
+            rotate_(vector.clone().view(1, 1, 16), rotary_table(frequencies, torch.tensor([place]), 1, torch.float64))
+            for vector, place in ((query, query_position), (key, key_position))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(7, 3) == pytest.approx(score(131000, 130996), abs=1e-8)
+    assert score(7, 3) != pytest.approx(score(3, 7), abs=1e-3)
+
+
+def test_far_positions_keep_their_angle_in_fp32() -> None:
+    """Angles are taken in fp64; at position 131,071 an fp32 angle would be off by 1e-2."""
+    frequencies = rotary_frequencies(64, 500000.0)
+    position = torch.tensor([131071])
+    wide = rotary_table(frequencies, position, 1, torch.float64)
+    narrow = rotary_table(frequencies, position, 1, torch.float32)
+    assert narrow.dtype == torch.complex64
+    assert (wide - narrow).abs().max() < 1e-6
+
+
+# Attention
+
+
+def attention_by_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal grouped-query attention ``[b, n, s, d]``, one query at a time."""
+    heads, length = query.shape[1:3]
+    repeats = heads // key.shape[1]
+    rows = []
+    for head in range(heads):
+        keys, values = key[:, head // repeats], value[:, head // repeats]
+        for place in range(length):
+            scores = (query[:, head, place, None] * keys[:, : place + 1]).sum(-1) / math.sqrt(query.shape[-1])
+            weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
+            rows.append((weights.unsqueeze(-1) * values[:, : place + 1]).sum(1))
+    return torch.stack(rows, dim=1).unflatten(1, (heads, length))
+
+
+ATTENTION_SHAPES = [
+    # batch, query heads, key-value heads, length, head size
+    (1, 1, 1, 1, 2),
+    (2, 4, 4, 7, 8),
+    (2, 4, 2, 17, 8),
+    (1, 8, 1, 33, 4),
+    (1, 6, 2, 5, 16),
+]
+
+
+@every_dtype
+@every_kernel
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
+def test_attention_kernels(kernel: AttentionKernel, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, heads, groups, length, size = shape
+    assert kernel.supports(CPU, dtype)
+    query, key, value = (
+        random(batch, number, length, size, seed=seed, dtype=dtype)
+        for seed, number in enumerate((heads, groups, groups))
+    )
+    wide = [wide_leaf(tensor) for tensor in (query, key, value)]
+    expected = attention_by_rows(*wide)
+    output, kept = kernel.forward(query, key, value)
+    assert_close(output, expected.detach(), dtype)
+    gradient = random(*expected.shape, seed=3).to(dtype)
+    expected.backward(gradient.double())
+    for found, tensor in zip(kernel.backward(gradient, query, key, value, output, kept), wide, strict=True):
+        assert tensor.grad is not None
+        assert_close(found, tensor.grad, dtype)
+
+
+@every_dtype
+@every_kernel
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES[1:], ids=str)
+def test_fused_attention_rotates_and_attends(
+    kernel: AttentionKernel, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    batch, heads, groups, length, size = shape
+    frequencies, positions = rotary_frequencies(size, 100.0), torch.arange(length)
+    table = rotary_table(frequencies, positions, heads + groups, dtype)
+
+    def definition(fused: Tensor) -> Tensor:
+        query, key, value = fused.unflatten(-1, (-1, size)).split((heads, groups, groups), dim=2)
+        query, key = (rotate_reference(part, frequencies, positions) for part in (query, key))
+        attended = attention_by_rows(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def fresh(fused: Tensor) -> Tensor:
+        # The operation overwrites its input, which must be somebody's fresh result.
+        return fused_attention(fused * 1.0, table, AttentionShape(heads, groups, size), kernel)
+
+    compare(fresh, definition, [random(length, batch, (heads + 2 * groups) * size, dtype=dtype)])
+
+
+@every_kernel
+def test_the_future_does_not_matter(kernel: AttentionKernel) -> None:
+    query, key, value = (random(1, 2, 9, 4, seed=seed) for seed in range(3))
+    output, _ = kernel.forward(query, key, value)
+    key[:, :, 5:] += 100
+    value[:, :, 5:] += 100
+    changed, _ = kernel.forward(query, key, value)
+    assert torch.equal(changed[:, :, :5], output[:, :, :5])
+    assert not torch.equal(changed[:, :, 5:], output[:, :, 5:])
+
+
+@every_kernel
+def test_large_scores_do_not_overflow(kernel: AttentionKernel) -> None:
+    query, key, value = (random(1, 2, 9, 4, seed=seed, dtype=torch.float32) for seed in range(3))
+    output, kept = kernel.forward(query * 1e4, key * 1e4, value)
+    grads = kernel.backward(torch.ones_like(output), query * 1e4, key * 1e4, value, output, kept)
+    assert all(tensor.isfinite().all() for tensor in (output, *grads))
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("auto", CpuFlashAttention),
+        ("flash", CpuFlashAttention),
+        ("fused", CpuFlashAttention),
+        ("unfused", ReferenceAttention),
+        ("local", ReferenceAttention),
+    ],
+)
+def test_the_attention_backend_chooses_the_kernel(backend: str, expected: type) -> None:
+    assert type(choose_attention_kernel(backend, CPU, torch.float32)) is expected
+
+
+def test_the_cpu_kernel_is_not_chosen_for_a_gpu() -> None:
+    assert type(choose_attention_kernel("auto", torch.device("cuda"), torch.bfloat16)) is TorchAttention
+    assert not CpuFlashAttention().supports(torch.device("cuda"), torch.bfloat16)
+
+
+# Cross entropy
+
+
+def whole_logits(vocab_size: int, padded: int, dtype: torch.dtype) -> Tensor:
+    """Logits ``[s, b, v]``; those of padding ids are the largest, so that they would show."""
+    logits = (random(5, 3, padded) * 4).to(dtype)
+    logits[..., vocab_size:] = 50.0
+    return logits
+
+
+def labels_of(vocab_size: int) -> Tensor:
+    """Every id of a small vocabulary occurs, the first and the last included."""
+    return (torch.arange(15) * 7 % vocab_size).view(5, 3)
+
+
+def run_cross_entropy(vocab_size: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of this rank's part of the logits."""
+    ranks = (
+        Communicator(range(dist.get_world_size()), dist.get_rank()) if dist.is_initialized() else Communicator((0,), 0)
+    )
+    part = whole_logits(vocab_size, padded, dtype).chunk(ranks.size, dim=-1)[ranks.rank].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(
+        part * 1.0, labels_of(vocab_size), ranks.rank * part.shape[-1], vocab_size, ranks
+    )
+    # Tokens count differently, as under a loss mask.
+    (loss * torch.arange(15).view(5, 3)).sum().backward()
+    assert part.grad is not None
+    return loss.detach(), part.grad
+
+
+def assert_cross_entropy(parts: list[tuple[Tensor, Tensor]], vocab_size: int, padded: int, dtype: torch.dtype) -> None:
+    logits = wide_leaf(whole_logits(vocab_size, padded, dtype))
+    labels = labels_of(vocab_size)
+    expected = F.cross_entropy(logits[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(5, 3)
+    (expected * torch.arange(15).view(5, 3)).sum().backward()
+    assert logits.grad is not None
+    loss_dtype = torch.promote_types(dtype, torch.float32)
+    for loss, _ in parts:
+        assert_close(loss, expected.detach(), loss_dtype)
+    gradient = torch.cat([grad for _, grad in parts], dim=-1)
+    assert_close(gradient, logits.grad, dtype)
+    assert not gradient[..., vocab_size:].any(), "padding ids get a gradient"
+
+
+@every_dtype
+@pytest.mark.parametrize(("vocab_size", "padded"), [(15, 15), (13, 16), (1, 4)])
+def test_cross_entropy_is_torchs(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
+    assert_cross_entropy([run_cross_entropy(vocab_size, padded, dtype)], vocab_size, padded, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("vocab_size", "padded"), [(16, 16), (13, 16), (6, 16)], ids=["no padding", "padded", "ranks with padding alone"]
+)
+def test_cross_entropy_over_ranks_is_torchs(
+    four_ranks: RankPool, vocab_size: int, padded: int, world_size: int, dtype: torch.dtype
+) -> None:
+    parts = four_ranks.run(run_cross_entropy, vocab_size, padded, dtype, world_size=world_size)
+    assert_cross_entropy(parts, vocab_size, padded, dtype)
+
+
+def test_cross_entropy_of_large_logits_does_not_overflow() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits * 1.0, torch.tensor([1]), 0, 3, Communicator((0,), 0))
+    loss.sum().backward()
+    assert loss.tolist() == [2e4]
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
+
+
+def test_evaluation_needs_no_gradient() -> None:
+    with torch.no_grad():
+        loss = vocab_parallel_cross_entropy(
+            whole_logits(13, 16, torch.float32), labels_of(13), 0, 13, Communicator((0,), 0)
+        )
+    assert not loss.requires_grad
+
+
+# Matrix products
+
+
+@every_dtype
+@pytest.mark.parametrize("has_onednn", [True, False])
+def test_linear_is_torchs(has_onednn: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the transposed views that backward passes hand over."""
+    if not has_onednn:
+        monkeypatch.setattr(matmul, "_ONEDNN_LINEAR", None)
+    rows, inner, outer = 7, 24, 10
+    inputs, weight = random(rows, inner, dtype=dtype), random(outer, inner, dtype=dtype)
+    transposed_inputs = random(inner, rows, dtype=dtype).t()
+    transposed_weight = random(inner, outer, dtype=dtype).t()
+    assert not transposed_inputs.is_contiguous() and not transposed_weight.is_contiguous()
+    for first in (inputs, transposed_inputs):
+        for second in (weight, transposed_weight):
+            found = linear(first, second)
+            assert_close(found, F.linear(first.double(), second.double()), dtype)
+            assert found.is_contiguous()
+    batched = random(3, 2, inner, dtype=dtype)
+    assert_close(linear(batched, weight), F.linear(batched.double(), weight.double()), dtype)
+    part = random(4, 2, 2 * inner, dtype=dtype)[..., inner:]
+    assert_close(linear(part, weight), F.linear(part.double(), weight.double()), dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(10, 24), (24, 10), (8, 8)])
+def test_a_weight_gradient_sums_over_all_tokens(
+    outputs: int, inputs: int, has_onednn: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever side is the smaller."""
+    if not has_onednn:
+        monkeypatch.setattr(matmul, "_ONEDNN_LINEAR", None)
+    grad_outputs, activations = random(5, 3, outputs, dtype=dtype), random(5, 3, inputs, seed=1, dtype=dtype)
+    expected = torch.einsum("sbo,sbi->oi", grad_outputs.double(), activations.double())
+    assert_close(weight_gradient(grad_outputs, activations), expected, dtype)

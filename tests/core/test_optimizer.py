@@ -1,0 +1,349 @@
+"""The optimizer over pieces does what torch's does over a plain list of parameters."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
+from megatron.core.gradient import slot_of
+from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
+from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
+from megatron.core.topology import single_process
+
+SHAPES: list[tuple[int, ...]] = [(6, 4), (4,), (3, 5), (5,)]
+"""Matrices decay, vectors (norms) do not."""
+RATE = 0.01
+ADAM = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
+UNCLIPPED = replace(ADAM, clip_grad=0.0)
+SGD = replace(ADAM, optimizer="sgd", sgd_momentum=0.7)
+
+
+def start_values(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+class Run:
+    """Parameters in a buffer, one process, and their optimizer."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        weight_dtype: torch.dtype = torch.float64,
+        gradient_dtype: torch.dtype = torch.float64,
+        values: list[Tensor] | None = None,
+    ) -> None:
+        self.parameters: list[nn.Parameter] = []
+        for number, value in enumerate(values or start_values()):
+            shapes = sharded_boxes([value.shape[0]], value.shape[1:], 0, 1)
+            info = ParameterInfo(f"p{number}", *shapes, None, value.ndim > 1, tensor_parallel_sharded=value.ndim > 1)
+            parameter = empty_parameter(info, weight_dtype, "cpu")
+            with torch.no_grad():
+                parameter.copy_(value)
+            self.parameters.append(parameter)
+        self.data_parallel = BufferedDataParallel(self.parameters, gradient_dtype, single_process())
+        self.optimizer = Optimizer(config, self.data_parallel, single_process())
+
+    def deliver(self, values: list[Tensor]) -> None:
+        """Gradients as backward would deliver them."""
+        for parameter, value in zip(self.parameters, values):
+            slot = slot_of(parameter)
+            assert slot is not None
+            slot.add(value)
+        self.data_parallel.finish_gradients()
+
+    def step(self, number: int, rate: float = RATE, factor: float = 1.0, count_zeros: bool = False) -> StepResult:
+        self.deliver(gradients(number))
+        return self.optimizer.step(rate, factor, count_zeros)
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def everything(self) -> list[Tensor]:
+        """Weights, masters, moments, and the number of steps."""
+        state = [state.tensor.clone() for state in self.optimizer.state()]
+        return [*self.weights(), *state, torch.tensor(self.optimizer.num_steps)]
+
+
+def torch_twin(config: OptimizerConfig) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """A plain list of parameters and torch's optimizer with two groups."""
+    parameters = [nn.Parameter(value) for value in start_values()]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    if config.optimizer == "sgd":
+        return parameters, torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=False)
+    betas = (config.adam_beta1, config.adam_beta2)
+    return parameters, torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, foreach=False)
+
+
+def assert_all_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+# Against torch
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ADAM, UNCLIPPED, SGD, replace(SGD, sgd_momentum=0.0, clip_grad=0.0)],
+    ids=["adam", "adam unclipped", "sgd", "plain sgd"],
+)
+def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
+    """Clipping, decay groups, a rate that changes, and a factor that turns sums into means."""
+    run = Run(config)
+    parameters, twin = torch_twin(config)
+    for number in range(5):
+        rate, factor = RATE * (number + 1), 0.3
+        for parameter, gradient in zip(parameters, gradients(number)):
+            parameter.grad = gradient * factor
+        limit = config.clip_grad or math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, limit, foreach=False)
+        for group in twin.param_groups:
+            group["lr"] = rate
+        twin.step()
+        result = run.step(number, rate, factor)
+        assert result.is_applied and result.num_zeros is None
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-12)
+        assert_all_close(run.weights(), [parameter.detach() for parameter in parameters], 1e-12)
+    assert config.clip_grad == 0.0 or result.grad_norm > config.clip_grad, "nothing was clipped"
+
+
+def test_norms_do_not_decay() -> None:
+    """With zero gradients only weight decay moves a weight."""
+    run = Run(ADAM)
+    run.deliver([torch.zeros_like(value) for value in start_values()])
+    run.optimizer.step(RATE, 1.0)
+    for before, after in zip(start_values(), run.weights()):
+        shrinkage = 1 - RATE * ADAM.weight_decay if before.ndim > 1 else 1.0
+        torch.testing.assert_close(after, before * shrinkage)
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "expected"),
+    [(2.0, 1.0, 1 / (2.0 + 1e-6)), (0.5, 1.0, 1.0), (1.0, 1.0, 1.0), (1e6, 0.0, 1.0), (0.0, 1.0, 1.0)],
+)
+def test_clipping_brings_the_norm_down_to_the_limit_and_never_up(norm: float, limit: float, expected: float) -> None:
+    assert clip_coefficient(norm, limit) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_gradient_norm_is_that_before_clipping() -> None:
+    expected = math.sqrt(sum(float(value.square().sum()) for value in gradients(0)))
+    for config in (ADAM, UNCLIPPED):
+        assert Run(config).step(0, factor=-0.25).grad_norm == pytest.approx(0.25 * expected, rel=1e-12)
+
+
+def test_the_weight_norm_is_that_of_all_weights() -> None:
+    expected = math.sqrt(sum(float(value.square().sum()) for value in start_values()))
+    assert Run(ADAM).optimizer.weight_norm() == pytest.approx(expected, rel=1e-12)
+
+
+# bf16 with fp32 master weights
+
+
+def slow_adam(
+    weights: list[Tensor], steps: int, config: OptimizerConfig, gradient_of: Callable[[int], list[Tensor]]
+) -> list[Tensor]:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), one number at a time in Python's floats."""
+    flat = [[float(number) for number in weight.flatten()] for weight in weights]
+    first = [[0.0] * len(weight) for weight in flat]
+    second = [[0.0] * len(weight) for weight in flat]
+    for step in range(1, steps + 1):
+        received = [gradient.float().double() for gradient in gradient_of(step - 1)]
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in received))
+        scale = config.clip_grad / (norm + 1e-6) if config.clip_grad and norm > config.clip_grad else 1.0
+        for index, gradient in enumerate(received):
+            decay = config.weight_decay if gradient.ndim > 1 else 0.0
+            for place, value in enumerate((gradient * scale).flatten().tolist()):
+                first[index][place] += (1 - config.adam_beta1) * (value - first[index][place])
+                second[index][place] += (1 - config.adam_beta2) * (value * value - second[index][place])
+                mean = first[index][place] / (1 - config.adam_beta1**step)
+                square = second[index][place] / (1 - config.adam_beta2**step)
+                flat[index][place] *= 1 - RATE * decay
+                flat[index][place] -= RATE * mean / (math.sqrt(square) + config.adam_eps)
+    return [torch.tensor(numbers).view(weight.shape) for numbers, weight in zip(flat, weights)]
+
+
+def masters_of(run: Run) -> list[Tensor]:
+    masters = {state.info.name: state.tensor for state in run.optimizer.state() if state.kind == "master"}
+    return [masters[f"p{number}"].view(shape) for number, shape in enumerate(SHAPES)]
+
+
+def test_bf16_weights_are_the_rounded_fp32_masters_of_a_slow_computation() -> None:
+    run = Run(ADAM, torch.bfloat16, torch.float32)
+    assert run.optimizer.has_master_weights
+    rounded = run.weights()
+    for number in range(5):
+        run.step(number)
+    masters = masters_of(run)
+    assert all(master.dtype == torch.float32 for master in masters)
+    assert_all_close(masters, slow_adam(rounded, 5, ADAM, gradients), 1e-5)
+    for weight, master in zip(run.weights(), masters):
+        assert torch.equal(weight, master.to(torch.bfloat16))
+
+
+def test_updates_too_small_for_bf16_add_up_in_the_masters() -> None:
+    """Near 1 bf16 has steps of 2^-7, or 2^-8 below it; 20 updates of 0.0005 must move the weight all the same."""
+    run = Run(replace(ADAM, weight_decay=0.0), torch.bfloat16, torch.float32, [torch.ones(2, 2)])
+    for _ in range(20):
+        run.deliver([torch.ones(2, 2)])
+        run.optimizer.step(0.0005, 1.0)
+    assert (run.weights()[0] < 1.0).all()
+    torch.testing.assert_close(run.weights()[0].float(), torch.full((2, 2), 0.99), rtol=0.0, atol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_where_the_model_has_the_precision_there_are_no_masters(dtype: torch.dtype) -> None:
+    run = Run(ADAM, dtype, dtype)
+    assert not run.optimizer.has_master_weights
+    assert {state.kind for state in run.optimizer.state()} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_master_weights_are_taken_anew_from_loaded_weights() -> None:
+    run = Run(ADAM, torch.bfloat16, torch.float32)
+    run.step(0)
+    with torch.no_grad():
+        for parameter in run.parameters:
+            parameter.fill_(0.5)
+    run.optimizer.reload_master_weights()
+    assert all((master == 0.5).all() for master in masters_of(run))
+    run.optimizer.publish()
+    assert all((weight == 0.5).all() for weight in run.weights())
+
+
+# Gradients that are not finite, and zeros
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [ADAM, UNCLIPPED, SGD], ids=["adam", "unclipped", "sgd"])
+def test_a_norm_that_is_not_finite_changes_nothing(
+    poison: float, weight_dtype: torch.dtype, config: OptimizerConfig
+) -> None:
+    run, undisturbed = (Run(config, weight_dtype, torch.float32) for _ in range(2))
+    for either in (run, undisturbed):
+        either.step(0)
+    before = run.everything()
+    poisoned = gradients(1)
+    poisoned[2][1, 3] = poison
+    run.deliver(poisoned)
+    result = run.optimizer.step(RATE, 1.0, count_zeros=True)
+    assert not result.is_applied
+    assert not math.isfinite(result.grad_norm)
+    for one, other in zip(run.everything(), before, strict=True):
+        assert torch.equal(one, other)
+    # And the next step goes on as if nothing had happened.
+    for either in (run, undisturbed):
+        either.step(2)
+    for one, other in zip(run.everything(), undisturbed.everything(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_zeros_in_the_gradient_are_counted_when_asked_for() -> None:
+    run = Run(ADAM)
+    values = gradients(0)
+    values[0][:2] = 0.0
+    values[1][3] = 0.0
+    run.deliver(values)
+    assert run.optimizer.step(RATE, 0.5, count_zeros=True).num_zeros == 9
+    assert run.step(1, count_zeros=True).num_zeros == 0
+    run.deliver([torch.zeros_like(value) for value in values])
+    assert run.optimizer.step(RATE, 1.0, count_zeros=True).num_zeros == sum(value.numel() for value in values)
+
+
+def test_padding_rows_are_not_counted_as_zeros() -> None:
+    info = ParameterInfo("table", *padded_rows_box(5, 8, 3, 0, 1), None, True, tensor_parallel_sharded=True)
+    parameter = empty_parameter(info, torch.float64, "cpu")
+    torch.nn.init.zeros_(parameter)
+    data_parallel = BufferedDataParallel([parameter], torch.float64, single_process())
+    optimizer = Optimizer(ADAM, data_parallel, single_process())
+    slot = slot_of(parameter)
+    assert slot is not None
+    slot.add(torch.cat([torch.ones(5, 3), torch.zeros(3, 3)]))
+    data_parallel.finish_gradients()
+    assert optimizer.step(RATE, 1.0, count_zeros=True).num_zeros == 0
+
+
+# State
+
+
+def kinds_before_any_step(config: OptimizerConfig) -> set[str]:
+    return {state.kind for state in Run(config, torch.bfloat16, torch.float32).optimizer.state()}
+
+
+def test_the_state_exists_before_the_first_step() -> None:
+    """So that it can be loaded, and counted by a dry run."""
+    assert kinds_before_any_step(ADAM) == {"master", "exp_avg", "exp_avg_sq"}
+    assert kinds_before_any_step(SGD) == {"master", "momentum_buffer"}
+    assert kinds_before_any_step(replace(SGD, sgd_momentum=0.0)) == {"master"}
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_and_step_count_carried_over_continue_bit_for_bit(
+    config: OptimizerConfig, weight_dtype: torch.dtype
+) -> None:
+    old = Run(config, weight_dtype, torch.float32)
+    for number in range(3):
+        old.step(number)
+    new = Run(config, weight_dtype, torch.float32, values=start_values(seed=1))
+    with torch.no_grad():
+        for target, source in zip(new.parameters, old.parameters):
+            target.copy_(source)
+    for target_state, source_state in zip(new.optimizer.state(), old.optimizer.state(), strict=True):
+        assert (target_state.kind, target_state.info.name) == (source_state.kind, source_state.info.name)
+        target_state.tensor.copy_(source_state.tensor)
+    new.optimizer.num_steps = old.optimizer.num_steps
+    for run in (old, new):
+        run.step(3)
+    for one, other in zip(new.everything(), old.everything(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_step_count_matters_and_counts_updates_alone() -> None:
+    run = Run(ADAM)
+    assert run.optimizer.num_steps == 0
+    run.step(0)
+    run.step(1)
+    run.deliver([torch.full_like(value, math.nan) for value in start_values()])
+    run.optimizer.step(RATE, 1.0)
+    assert run.optimizer.num_steps == 2
+    run.optimizer.num_steps = 1000
+    assert run.optimizer.num_steps == 1000
+    run.step(2)
+    assert run.optimizer.num_steps == 1001
+
+
+class Nothing(DataParallel):
+    """The strategy of a rank whose shard is all padding."""
+
+    pieces = ()
+    piece_axes = ()
+    needs_master_weights = True
+
+    def finish_gradients(self) -> None:
+        """Nothing to sum."""
+
+    def publish_parameters(self) -> None:
+        """Nothing to publish."""
+
+
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
+def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
+    optimizer = Optimizer(config, Nothing(), single_process())
+    assert optimizer.step(RATE, 1.0, count_zeros=True) == StepResult(0.0, is_applied=True, num_zeros=0)
+    assert list(optimizer.state()) == []
+    assert optimizer.num_steps == 0
+    assert optimizer.has_master_weights, "what all ranks know must not depend on what this one owns"

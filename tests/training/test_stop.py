@@ -1,0 +1,190 @@
+"""A run ends for a reason that all ranks agree on, and a signal ends it gently, but not for ever."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.training import TrainingConfig
+from megatron.core.communication import Communicator, Reduction
+from megatron.training.stop import SignalWatch, StopConditions, watch_signals
+
+WATCHED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+
+
+class OtherRank(Communicator):
+    """Two ranks, of which the other one reports these flags: (signal received, time is up)."""
+
+    def __init__(self, *flags: int) -> None:
+        super().__init__((0, 1), 0)
+        self.flags = torch.tensor(flags, dtype=torch.int32)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
+        assert reduction == "max"
+        return torch.maximum(tensor, self.flags)
+
+
+@pytest.fixture
+def usual() -> Iterator[list[int]]:
+    """Stand-ins for what signals usually do; lists those that came through, and puts pytest's handlers back."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    previous = {number: signal.signal(number, note) for number in WATCHED}
+    yield came
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def stop(
+    config: TrainingConfig | None = None,
+    *,
+    received: str | None = None,
+    seconds_ago: float = 0.0,
+    world: Communicator | None = None,
+) -> StopConditions:
+    watch = SignalWatch()
+    watch.received = received
+    return StopConditions(
+        train_iters=100,
+        config=config or TrainingConfig(),
+        signals=watch,
+        world=world or Communicator((0,), 0),
+        device=torch.device("cpu"),
+        started=time.monotonic() - seconds_ago,
+    )
+
+
+# Signals
+
+
+def test_two_signals_are_noted_and_the_third_acts_as_usual(usual: list[int]) -> None:
+    """Ctrl-C under torchrun comes twice."""
+    with watch_signals(TrainingConfig()) as watch:
+        assert watch.received is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.received == "SIGTERM"
+        signal.raise_signal(signal.SIGINT)
+        assert watch.received == "SIGTERM", "the first signal is the reason"
+        assert not usual
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert usual == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_the_third_ctrl_c_interrupts(usual: list[int]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with watch_signals(TrainingConfig()) as watch:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert watch.received == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_only_the_signal_asked_for_is_watched(usual: list[int]) -> None:
+    with watch_signals(TrainingConfig(exit_signal="SIGUSR2")) as watch:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert usual == [signal.SIGTERM, signal.SIGUSR1]
+        assert watch.received is None
+        signal.raise_signal(signal.SIGUSR2)
+        assert watch.received == "SIGUSR2"
+
+
+def test_without_the_handler_signals_act_as_usual(usual: list[int]) -> None:
+    with watch_signals(TrainingConfig(exit_signal_handler=False)) as watch:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert usual == [signal.SIGTERM, signal.SIGINT]
+    assert watch.received is None
+
+
+@pytest.mark.parametrize("signals", [0, 1, 2, 3])
+def test_afterwards_every_handler_is_back(usual: list[int], signals: int) -> None:
+    before = [signal.getsignal(number) for number in WATCHED]
+    with pytest.raises(ZeroDivisionError):
+        with watch_signals(TrainingConfig()):
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGTERM)
+            raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in WATCHED] == before
+
+
+# Reasons
+
+
+def test_a_run_goes_on_without_a_reason() -> None:
+    assert all(stop().reason(iteration) is None for iteration in (0, 1, 99))
+
+
+@pytest.mark.parametrize("iteration", [100, 101])
+def test_a_run_ends_when_it_is_complete(iteration: int) -> None:
+    assert stop().reason(iteration) == "the run is complete"
+
+
+def test_a_run_pauses_at_every_multiple_of_the_exit_interval() -> None:
+    paused = stop(TrainingConfig(exit_interval=30))
+    reasons = [paused.reason(iteration) for iteration in range(101)]
+    assert [number for number, reason in enumerate(reasons) if reason] == [30, 60, 90, 100]
+    assert reasons[30] == "--exit-interval 30"
+
+
+def test_a_run_resumed_at_a_pause_goes_on() -> None:
+    """Else a recipe that is started again and again would never get past its first pause."""
+    resumed = stop(TrainingConfig(exit_interval=30))
+    resumed.first_iteration = 30
+    assert [number for number in range(30, 100) if resumed.reason(number)] == [60, 90]
+
+
+def test_a_signal_ends_the_run_by_name() -> None:
+    assert stop(received="SIGTERM").reason(5) == "signal SIGTERM"
+
+
+@pytest.mark.parametrize(("seconds_ago", "is_over"), [(0, False), (80, False), (100, True)])
+def test_a_run_ends_when_its_time_is_up(seconds_ago: float, is_over: bool) -> None:
+    reason = stop(TrainingConfig(exit_duration_in_mins=1.5), seconds_ago=seconds_ago).reason(5)
+    assert reason == ("--exit-duration-in-mins 1.5" if is_over else None)
+
+
+def test_no_time_limit_is_no_limit() -> None:
+    assert stop(seconds_ago=1e9).reason(5) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ((0, 0), None),
+        ((1, 0), "signal on another rank"),
+        ((0, 1), "--exit-duration-in-mins 60"),
+        ((1, 1), "signal on another rank"),
+    ],
+)
+def test_what_another_rank_knows_counts_here_too(flags: tuple[int, int], reason: str | None) -> None:
+    here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(*flags))
+    assert here.reason(5) == reason
+
+
+def test_what_this_rank_knows_counts_when_the_other_is_quiet() -> None:
+    quiet = OtherRank(0, 0)
+    assert stop(received="SIGINT", world=quiet).reason(5) == "signal SIGINT"
+    late = stop(TrainingConfig(exit_duration_in_mins=1), seconds_ago=61, world=quiet)
+    assert late.reason(5) == "--exit-duration-in-mins 1"
+
+
+def test_completion_comes_before_every_other_reason() -> None:
+    everything: dict[str, Any] = {"exit_interval": 10, "exit_duration_in_mins": 1.0}
+    ending = stop(TrainingConfig(**everything), received="SIGTERM", seconds_ago=100)
+    assert [ending.reason(iteration) for iteration in (100, 90, 91)] == [
+        "the run is complete",
+        "--exit-interval 10",
+        "signal SIGTERM",
+    ]
