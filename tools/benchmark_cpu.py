@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,6 +44,7 @@ from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
+from megatron.training.launch import Process, prepare_cpu
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
 
@@ -71,8 +72,8 @@ class BenchmarkConfig:
     """Turns of every contender; the median counts."""
     steps: int = 2
     """Steps per turn."""
-    micro_batch_size: int = 4
-    """Sequences per microbatch, for every contender alike."""
+    micro_batch_size: int | None = None
+    """Sequences per microbatch for every contender alike (default: the fastest for each)."""
     json: str | None = None
     """File for the figures."""
 
@@ -83,7 +84,10 @@ class Contender:
 
     name: str
     ranks: int
-    build: Callable[[BenchmarkConfig, int], Callable[[], None]]
+    build: Callable[[int, int], Callable[[], None]]
+    """Makes the step from the micro-batch size and the rank."""
+    micro_batch_size: int = 4
+    """The fastest of 2, 4, 8 and 16 here: small ones stay in the cache, large ones mean fewer collectives."""
 
 
 def samples() -> Tensor:
@@ -91,10 +95,10 @@ def samples() -> Tensor:
     return torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
 
 
-def ours(**layout: Any) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
+def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     """A step of this codebase in a layout: ``tp``, ``dp``, ``sequence_parallel``, ``shard_optimizer``."""
 
-    def build(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
+    def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
         tp, dp = layout.get("tp", 1), layout.get("dp", 1)
         grid = RankGrid(tp=tp, dp=dp, dp_replicas=1 if layout.get("shard_optimizer") else dp)
         topology = Topology(grid, rank, CPU)
@@ -103,7 +107,7 @@ def ours(**layout: Any) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
         model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
         data_parallel = wrap_data_parallel(model, torch.float32, topology)
         optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
-        mine = samples().view(-1, dp, config.micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
+        mine = samples().view(-1, dp, micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
         microbatches = [
             {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(text[:, 1:].shape)} for text in mine
         ]
@@ -126,7 +130,7 @@ def ours(**layout: Any) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
     return build
 
 
-def transformers_eager(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
+def transformers_eager(micro_batch_size: int, rank: int) -> Callable[[], None]:
     """The same step with Hugging Face's Llama and torch's AdamW."""
     transformers: Any = importlib.import_module("transformers")
     model = transformers.LlamaForCausalLM(
@@ -144,7 +148,7 @@ def transformers_eager(config: BenchmarkConfig, rank: int) -> Callable[[], None]
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    microbatches = samples().split(config.micro_batch_size)
+    microbatches = samples().split(micro_batch_size)
 
     def step() -> None:
         for text in microbatches:
@@ -158,23 +162,23 @@ def transformers_eager(config: BenchmarkConfig, rank: int) -> Callable[[], None]
     return step
 
 
-def bound(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[BenchmarkConfig, int], Callable[[], None]]:
+def bound(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int, int], Callable[[], None]]:
     """The step's matrix products and attention, forward and backward, and nothing else."""
 
-    def build(config: BenchmarkConfig, rank: int) -> Callable[[], None]:
-        tokens = config.micro_batch_size * LENGTH
+    def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
+        tokens = micro_batch_size * LENGTH
         hidden, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
         layer = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden)]
         shapes = layer * MODEL.num_layers + [(hidden, MODEL.vocab_size)]
         inputs = {shape: torch.randn(tokens, shape[0]) for shape in shapes}
         outputs = {shape: torch.randn(tokens, shape[1]) for shape in shapes}
         weights = {shape: torch.randn(shape[1], shape[0]) for shape in shapes}
-        heads = (config.micro_batch_size, MODEL.num_attention_heads, LENGTH, MODEL.kv_channels)
+        heads = (micro_batch_size, MODEL.num_attention_heads, LENGTH, MODEL.kv_channels)
         query, key, value = (torch.randn(heads, requires_grad=True) for _ in range(3))
         grad = torch.randn(heads)
 
         def step() -> None:
-            for _ in range(BATCH // config.micro_batch_size):
+            for _ in range(BATCH // micro_batch_size):
                 for shape in shapes:
                     product(inputs[shape], weights[shape])
                     product(outputs[shape], weights[shape].t())
@@ -195,20 +199,21 @@ CONTENDERS = (
     Contender("one rank", 1, ours()),
     Contender("DP2 no_shard", 2, ours(dp=2)),
     Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, shard_optimizer=True)),
-    Contender("TP2", 2, ours(tp=2)),
-    Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True)),
+    Contender("TP2", 2, ours(tp=2), 16),
+    Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
 )
 
 
 def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> None:
     """Take part in every contender that has a place for this rank; rank 0 writes the seconds per step."""
+    prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     steps: dict[str, Callable[[], None]] = {}
     for contender in CONTENDERS:
         if rank < contender.ranks:
             try:
-                steps[contender.name] = contender.build(config, rank)
+                steps[contender.name] = contender.build(config.micro_batch_size or contender.micro_batch_size, rank)
             except ImportError:
                 print(f"{contender.name} is left out: the package is not installed", file=sys.stderr)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -243,10 +248,7 @@ def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str
         ratio = median(one / mine for one, mine in zip(one_rank, times))
         rows[name] = {"tokens_per_s": speed, "ratio_to_one_rank": ratio, "seconds_per_step": times}
         print(f"{name:32}{speed:10.0f}{ratio:12.3f}")
-    return {"machine": platform.processor() or platform.machine(), "torch": torch.__version__} | {
-        "micro_batch_size": config.micro_batch_size,
-        "rows": rows,
-    }
+    return {"machine": platform.machine(), "torch": torch.__version__, "flags": asdict(config), "rows": rows}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Pretraining from flags to the last checkpoint."""
 
 from megatron.config.run import RunConfig
-from megatron.training.launch import Process, choose_device, joined, limit_threads
+from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 from megatron.training.listeners import Evaluation
 from megatron.training.setup import build_trainer
 from megatron.training.stop import watch_signals
@@ -19,7 +19,8 @@ def pretrain(config: RunConfig, process: Process) -> None:
             print(f"> {text}", flush=True)
 
     device = choose_device(config.training.device, process)
-    limit_threads(process.world_size, device)
+    if device.type == "cpu":
+        prepare_cpu(process)
     with watch_signals(config.training) as signals, joined(config.parallel, process, device) as topology:
         trainer = build_trainer(config, topology, signals, say)
         try:
