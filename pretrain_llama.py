@@ -32,4 +32,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    if exit_code != 0:
+        # At once: an orderly exit would wait for the other ranks' sockets and for loader processes.
+        os._exit(exit_code)

@@ -11,6 +11,7 @@ RUN=${RUN:-runs/quickstart}        # everything is written here
 ITERATIONS=${ITERATIONS:-240}
 VOCABULARY=${VOCABULARY:-4096}
 mkdir -p "$RUN"
+export OMP_NUM_THREADS=1            # one thread for each of the two processes
 
 step() { printf '\n== %s\n' "$1"; }
 
@@ -55,7 +56,6 @@ PYTHON
 TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
 if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
-    export OMP_NUM_THREADS=1
     torchrun --nproc-per-node "$PROCESSES" --master-port "${MASTER_PORT:-29555}" pretrain_llama.py \
         --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer $PRECISION \
         --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \

@@ -76,11 +76,14 @@ def sample_next(logits: "Tensor", config: GenerateConfig, generator: "torch.Gene
 def generate(config: GenerateConfig) -> Iterator[str]:
     """The prompt and its continuation, in growing parts of text; the same on every rank."""
     from megatron.config.parallel import ParallelConfig
-    from megatron.training.launch import Process, choose_device, joined
+    from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 
     process = Process.from_environment(os.environ)
+    device = choose_device("auto", process)
+    if device.type == "cpu":
+        prepare_cpu(process)
     parallel = ParallelConfig(tensor_model_parallel_size=process.world_size)
-    with joined(parallel, process, choose_device("auto", process)) as topology:
+    with joined(parallel, process, device) as topology:
         model, tokenizer = load_model(config, topology)
         yield from continue_text(config, model, tokenizer)
 

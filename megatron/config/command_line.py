@@ -3,7 +3,7 @@
 import difflib
 import io
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import fields
 
 import tyro
@@ -25,25 +25,42 @@ A first run: bash examples/quickstart.sh"""
 def parse_command_line(arguments: Sequence[str], *, print_messages: bool = True) -> RunConfig:
     """The flags in ``arguments``; a preset named by ``--model`` sets the defaults of its group.
 
-    Prints help or tyro's message and raises :class:`SystemExit` on ``--help`` or a value of the wrong type
-    (silently where ``print_messages`` is false: only one rank should speak). Raises :class:`ConfigError` on a
-    flag that does not exist, naming the nearest one.
+    Prints help (where ``print_messages`` is true: only one rank should speak) and raises :class:`SystemExit` on
+    ``--help``. Raises :class:`ConfigError` on a value that a flag cannot take, and on a flag that does not exist,
+    naming the nearest one.
     """
-    # tyro tells of a value of the wrong type on every rank, whatever console_outputs says.
-    with nullcontext() if print_messages else redirect_stderr(io.StringIO()):
-        config, unknown = tyro.cli(
-            RunConfig,
-            args=list(arguments),
-            default=RunConfig(model=_preset_of(arguments)),
-            description=DESCRIPTION,
-            prog="pretrain_llama.py",
-            config=(tyro.conf.OmitArgPrefixes,),
-            return_unknown_args=True,
-            console_outputs=print_messages,
-        )
+    messages = io.StringIO()
+    try:
+        with redirect_stderr(messages):
+            config, unknown = tyro.cli(
+                RunConfig,
+                args=list(arguments),
+                default=RunConfig(model=_preset_of(arguments)),
+                description=DESCRIPTION,
+                prog="pretrain_llama.py",
+                config=(tyro.conf.OmitArgPrefixes,),
+                return_unknown_args=True,
+                console_outputs=print_messages,
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise ConfigError(_sentence_in(messages.getvalue())) from None
     if unknown:
         raise ConfigError(_unknown_flag_message(unknown[0]))
     return config
+
+
+def _sentence_in(box: str) -> str:
+    """What tyro says in the first paragraph of the box that it draws."""
+    words: list[str] = []
+    for line in box.splitlines():
+        text = line.strip("│ ")
+        if words and text.startswith("─"):
+            break
+        if line.startswith("│"):
+            words.append(text)
+    return f"{' '.join(words).rstrip('.') or box.strip()}; see --help."
 
 
 def _preset_of(arguments: Sequence[str]) -> ModelConfig:

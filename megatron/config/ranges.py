@@ -1,5 +1,6 @@
-"""Checks of single numbers, shared by the flag groups. NaN is in no range."""
+"""Checks of single numbers, shared by the flag groups. NaN and infinity are in no range."""
 
+import math
 from collections.abc import Mapping
 
 from megatron.config.errors import ConfigError
@@ -11,16 +12,16 @@ Values = Mapping[str, float | int | None]
 def require_at_least(minimum: int, values: Values) -> None:
     """Raise :class:`ConfigError` for the first value below ``minimum``."""
     for flag, value in values.items():
-        if value is not None and not value >= minimum:
-            bound = "not be negative" if minimum == 0 else f"be at least {minimum}"
+        if value is not None and not minimum <= value < math.inf:
+            bound = "be finite and not negative" if minimum == 0 else f"be at least {minimum}"
             raise ConfigError(f"{flag} {value} must {bound}.")
 
 
 def require_positive(values: Values) -> None:
     """Raise :class:`ConfigError` for the first value that is not above zero."""
     for flag, value in values.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"{flag} {value} must be positive.")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} {value} must be positive and finite.")
 
 
 def require_fraction(values: Values) -> None:

@@ -248,27 +248,61 @@ def build_loader(
     cyclic = dataloader_type == "cyclic"
     sampler = cyclic_microbatches(*place, seed) if cyclic else single_pass_microbatches(*place)
     loader: DataLoader[Any] = DataLoader(
-        cast(Any, dataset),
+        cast(Any, _ErrorsAsValues(dataset)),
         batch_sampler=cast(Any, sampler),
         collate_fn=_stack,
         num_workers=num_workers,
         worker_init_fn=_prepare_worker,
         pin_memory=pin_memory,
+        # Of its own, so that a loader draws nothing from torch's global generator.
+        generator=torch.Generator(),
     )
     return _raise_when_exhausted(loader, len(dataset))
 
 
+class _ErrorsAsValues:
+    """A dataset whose errors travel from a loader process as values; raised there, torch would wrap them in a
+    traceback."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Sample | DataError:
+        try:
+            return self._dataset[index]
+        except DataError as error:
+            return error
+
+
 def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterator[Microbatch]:
-    yield from loader
+    batches = iter(loader)
+    try:
+        for batch in batches:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        raise DataError(f"A loader process ended ({error}): use fewer --num-workers if memory ran out.") from error
+    finally:
+        # They ignore the signal by which Python would end them at exit.
+        if hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
     raise DataError(
         f"All {num_samples} samples of the dataset have been consumed: train for fewer iterations, or let "
         "the run ask for more samples when it builds its datasets."
     )
 
 
-def _stack(samples: list[Sample]) -> Microbatch:
-    """Samples [s] to a microbatch [mbs, s]."""
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in samples[0]}
+def _stack(samples: list[Sample | DataError]) -> Microbatch | DataError:
+    """Samples [s] to a microbatch [mbs, s], or the first error among them."""
+    good = [sample for sample in samples if not isinstance(sample, DataError)]
+    for sample in samples:
+        if isinstance(sample, DataError):
+            return sample
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in good])) for key in good[0]}
 
 
 def _prepare_worker(worker: int) -> None:

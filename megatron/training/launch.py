@@ -61,7 +61,10 @@ def choose_device(wanted: str, process: Process) -> torch.device:
 
 @contextmanager
 def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
-    """Join the other processes, take this one's place in the grid, and part from them in the end."""
+    """Join the other processes, take this one's place in the grid, and part from them in the end.
+
+    After an error of our own making, or of this rank alone, the process just ends, and the others with it.
+    """
     _join(parallel, process, device)
     data_parallel_size = parallel.data_parallel_size(process.world_size)
     grid = RankGrid(
@@ -74,18 +77,26 @@ def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> 
     )
     try:
         yield Topology(grid, process.rank, device)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except UserError as error:
+        # The others know of it too and leave with us; otherwise they wait in a collective, and we must not.
+        if not error.is_local:
+            _part()
+        raise
+    _part()
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type == "cpu":
+        raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or leave the flag out.")
     if process.world_size > 1:
-        backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        if backend == "nccl" and device.type == "cpu":
-            raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or leave the flag out.")
         # Without device_id: torch would then split groups off the world's communicator, in which all ranks must
         # take part, while ours are made by their members alone.
         dist.init_process_group(

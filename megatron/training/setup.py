@@ -2,11 +2,15 @@
 
 import dataclasses
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
 from megatron.core.data_parallel.strategy import wrap_data_parallel
@@ -21,10 +25,10 @@ from megatron.core.topology import Topology
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
 from megatron.training.flops import model_flops_per_token, resolve_peak
-from megatron.training.launch import together
+from megatron.training.launch import on_first_rank, together
 from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
 from megatron.training.metrics import MetricsWriter
-from megatron.training.state import Progress, RunState
+from megatron.training.state import Progress, RunState, seed_random
 from megatron.training.stop import SignalWatch, StopConditions
 from megatron.training.timers import Timers
 from megatron.training.trainer import Listener, Trainer
@@ -41,6 +45,8 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     """
     started = time.monotonic()
     check_wandb_credentials(config.logging)
+    on_first_rank(topology.world, lambda: check_save_directory(config.checkpoint))
+    seed_random(config.training.seed)
     vocabulary = together(topology.world, lambda: load_vocabulary(config))
     batches = build_batches(config, topology)
     train_iters = run_length(config, batches)
@@ -83,6 +89,21 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
         count_zeros=config.logging.log_num_zeros_in_grad,
     )
+
+
+def check_save_directory(config: CheckpointConfig) -> None:
+    """Find out now, not at the first save, whether ``--save`` can be written to."""
+    if config.save is None:
+        return
+    try:
+        Path(config.save).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.save):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--save {config.save} cannot be written to ({error.strerror}): name another directory, or make it "
+            "writable."
+        ) from error
 
 
 def build_batches(config: RunConfig, topology: Topology) -> BatchSchedule:

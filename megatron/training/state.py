@@ -63,6 +63,13 @@ def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def seed_random(seed: int) -> None:
+    """Start every global generator from ``--seed``, the same on all ranks."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def restore_random(states: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
     """The inverse of :func:`random_tensors`."""
     torch.set_rng_state(states[f"random/torch/rank_{rank}"])
@@ -140,6 +147,12 @@ class RunState:
         weights = model_tensors(self.model)
         if not with_optimizer:
             return weights
+        saved, wanted = state["flags"]["optimizer"]["optimizer"], self.flags["optimizer"]["optimizer"]
+        if saved != wanted:
+            raise CheckpointError(
+                f"The checkpoint under {root} was trained with --optimizer {saved}, not {wanted}: give that flag, or "
+                "start the optimizer afresh with --no-load-optim."
+            )
         if not any(name.startswith("optimizer/") for name in shapes):
             raise CheckpointError(
                 f"The checkpoint under {root} holds no optimizer state: add --no-load-optim to start it afresh."

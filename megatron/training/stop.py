@@ -20,7 +20,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 def watch_signals(config: TrainingConfig) -> Iterator["SignalWatch"]:
     """Note SIGINT and ``--exit-signal`` instead of dying of them; the third signal acts as usual.
 
-    Ctrl-C under torchrun comes twice: from the terminal and from torchrun.
+    Ctrl-C under torchrun may come twice: from the terminal and from torchrun.
     """
     watch = SignalWatch()
     names = ("SIGINT", config.exit_signal) if config.exit_signal_handler else ()

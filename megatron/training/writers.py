@@ -206,15 +206,17 @@ class JsonlWriter:
 
 def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
     """Put a metrics file back to ``resume_iteration``; either all of it happens or nothing."""
-    if resume_iteration == 0:
-        if path.is_file() and path.stat().st_size:
-            os.replace(path, path.with_name(path.name + ".previous"))
+    if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as old:
         iterations = [_iteration_of(line) for line in old]
     # One damaged line may be all that a crash left; several and nothing else are somebody's other file.
     if len(iterations) > 1 and all(iteration is None for iteration in iterations):
         raise ConfigError(f"--metrics-jsonl {path} is not a metrics file: name another one.")
+    if resume_iteration == 0:
+        if iterations:
+            os.replace(path, path.with_name(path.name + ".previous"))
+        return
     partial = path.with_name(path.name + ".partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         for line, iteration in zip(old, iterations, strict=True):
@@ -249,7 +251,7 @@ class TensorBoardWriter:
             which hides the points of an earlier run in the same directory.
 
     Raises:
-        ConfigError: when the tensorboard package is missing.
+        ConfigError: when the tensorboard package is missing, or the directory cannot be written to.
     """
 
     def __init__(self, directory: str | Path, interval: int, resume_iteration: int = 0) -> None:
@@ -261,12 +263,17 @@ class TensorBoardWriter:
         if resume_iteration > 0:
             for path in sorted(Path(directory).glob(f"events.out.tfevents.*{_EVENT_SUFFIX}")):
                 _rewind_events(path, resume_iteration)
-        self._writer: Any = SummaryWriter(
-            log_dir=str(directory),
-            purge_step=0 if resume_iteration == 0 else None,
-            flush_secs=30,
-            filename_suffix=_EVENT_SUFFIX,
-        )
+        try:
+            self._writer: Any = SummaryWriter(
+                log_dir=str(directory),
+                purge_step=0 if resume_iteration == 0 else None,
+                flush_secs=30,
+                filename_suffix=_EVENT_SUFFIX,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {directory} cannot be written to ({error.strerror}): name another directory."
+            ) from error
 
     def write_iteration(self, record: IterationRecord) -> None:
         """Write a point of every metric, unless the interval passes over it."""

@@ -76,8 +76,8 @@ BELOW_ONE = ["--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-frac
 
 BAD: list[Row] = [
     *((f"{GOOD} {flag} 0", 1, f"{flag} 0 must be at least 1") for flag in AT_LEAST_ONE),
-    *((f"{GOOD} {flag} -1", 1, f"{flag} -1 ... must not be negative") for flag in NOT_NEGATIVE),
-    *((f"{GOOD} {flag} 0", 1, f"{flag} 0.0 must be positive") for flag in POSITIVE),
+    *((f"{GOOD} {flag} -1", 1, f"{flag} -1 ... must be finite and not negative") for flag in NOT_NEGATIVE),
+    *((f"{GOOD} {flag} 0", 1, f"{flag} 0.0 must be positive and finite") for flag in POSITIVE),
     *(
         (f"{GOOD} {flag} nan", 1, f"{flag} nan must")
         for flag in ("--weight-decay", "--clip-grad", "--lr", "--rotary-base")
@@ -85,6 +85,8 @@ BAD: list[Row] = [
     *((f"{GOOD} {flag} 1.0", 1, f"{flag} 1.0 must be at least 0 and below 1") for flag in BELOW_ONE),
     *((f"{GOOD} {flag} -0.1", 1, f"{flag} -0.1 must be at least 0 and below 1") for flag in BELOW_ONE),
     # The command line itself.
+    (f"{GOOD} --lr fast", 1, "Error parsing --lr ... 'fast' ... see --help."),
+    (f"{GOOD} --model huge", 1, "'huge' ... --model ... llama3-8b ... see --help."),
     (f"{GOOD} --sequence-length 3", 1, "--sequence-length is not a flag ... did you mean --seq-length?"),
     # What is not a Llama.
     (f"{GOOD} --no-swiglu", 1, "--no-swiglu ... --swiglu True ... remove"),

@@ -1,0 +1,359 @@
+"""Training runs as a user starts them: real flags, real processes, and what they leave behind.
+
+A process costs seconds before its first iteration, so whatever needs no second rank and no signal may call the
+entry point here (:func:`call_training`); the outcome has the same form.
+"""
+
+import functools
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+import pretrain_llama
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT = 90.0
+VOCABULARY = 384
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+FlagValue = str | int | float | bool | None | Sequence[str | int | float]
+Record = dict[str, Any]
+
+
+# --- what is trained on --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenized corpus and the tokenizer that made it."""
+
+    prefix: Path
+    tokenizer: Path
+
+
+@functools.cache
+def tiny_corpus(base: Path) -> Corpus:
+    """The session's corpus: modules of Python's library, with a SentencePiece tokenizer trained on them.
+
+    ``base`` is the session's temporary directory, so that all test files share one corpus.
+    """
+    directory = base / "end_to_end_corpus"
+    directory.mkdir()
+    text, tokenizer = directory / "text.jsonl", directory / "tokenizer.model"
+    write_documents(text, documents=60)
+    run_tool(
+        "tools/train_tokenizer.py",
+        *("--input", text, "--model-prefix", tokenizer.with_suffix(""), "--vocab-size", VOCABULARY),
+    )
+    return Corpus(tokenize(text, tokenizer), tokenizer)
+
+
+def write_documents(path: Path, documents: int, first: int = 0) -> None:
+    """Write so many modules of Python's library (of up to 6,000 characters) as jsonl."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[first : first + documents]
+    texts = [module.read_text(encoding="utf-8", errors="replace")[:6000] for module in modules]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def tokenize(text: Path, tokenizer: Path) -> Path:
+    """Tokenize a jsonl file; the prefix of the result."""
+    prefix = text.with_suffix("")
+    run_tool(
+        "tools/preprocess_data.py",
+        *("--input", text, "--output-prefix", prefix, "--append-eod"),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tokenizer),
+    )
+    return prefix.with_name(f"{prefix.name}_text_document")
+
+
+# --- flags ---------------------------------------------------------------------------------------------------
+
+TINY_RUN: dict[str, FlagValue] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "make_vocab_size_divisible_by": 16,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 8,
+    "lr": 1e-2,
+    "lr_warmup_iters": 2,
+    "split": "80,10,10",
+    "num_workers": 0,
+    "log_interval": 1,
+    "peak_tflops": 1.0,
+    "device": "cpu",
+}
+
+
+def flags_of(corpus: Corpus, **changes: FlagValue | Path) -> list[str]:
+    """The command line of a tiny run on ``corpus``, with flags added, changed, or (None) left out."""
+    source = {
+        "data_path": str(corpus.prefix),
+        "tokenizer_type": "SentencePieceTokenizer",
+        "tokenizer_model": str(corpus.tokenizer),
+    }
+    return [word for name, value in {**TINY_RUN, **source, **changes}.items() for word in _words(name, value)]
+
+
+def _words(name: str, value: FlagValue | Path) -> list[str]:
+    flag = name.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, str | int | float | Path):
+        return [f"--{flag}", str(value)]
+    return [f"--{flag}", *map(str, value)]
+
+
+# --- processes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended, and what its ranks wrote (without what torchrun says of itself)."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    launcher: str = ""
+    """torchrun's own words."""
+
+    @property
+    def errors(self) -> list[str]:
+        """The sentences meant for the user, of all ranks."""
+        return [line for line in self.stderr.splitlines() if line.startswith("ERROR: ")]
+
+    def succeeded(self) -> "Outcome":
+        """This outcome, which must be a success."""
+        assert self.exit_code == 0, f"{self.stdout}\n{self.stderr}\n{self.launcher}"
+        return self
+
+
+class RunningTraining:
+    """A started run: plain python for one process, torchrun for several."""
+
+    def __init__(self, flags: Sequence[str], processes: int = 1, script: Path = REPOSITORY / "pretrain_llama.py"):
+        self._logs = Path(tempfile.mkdtemp(prefix="training-"))
+        self._processes = processes
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+            command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+            # Each rank to its own files, so that its words cannot be mistaken for torchrun's.
+            command += ["--redirects", "3", "--log-dir", str(self._logs / "ranks")]
+        self._started = time.monotonic()
+        with (self._logs / "stdout.log").open("wb") as stdout, (self._logs / "stderr.log").open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*command, str(script), *flags],
+                env=environment(),
+                cwd=self._logs,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=heed_interrupts,
+            )
+
+    def wait_for_records(self, metrics: Path, count: int) -> None:
+        """Wait until the run has logged ``count`` iterations."""
+
+        def has_logged() -> bool:
+            assert self.process.poll() is None, self.finish()
+            return len(iterations(metrics)) >= count
+
+        wait_until(has_logged, START_TIMEOUT)
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher and every rank, as when the machine goes down."""
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            # One may be gone already.
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def finish(self, timeout: float = START_TIMEOUT) -> Outcome:
+        """Wait for the end; a run that does not end is killed, and fails the test."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        seconds = time.monotonic() - self._started
+        launcher = ""
+        if self._processes == 1:
+            stdout, stderr = ((self._logs / f"{stream}.log").read_text() for stream in ("stdout", "stderr"))
+        else:
+            launcher = (self._logs / "stderr.log").read_text()
+            stdout, stderr = (self._of_all_ranks(f"{stream}.log") for stream in ("stdout", "stderr"))
+        shutil.rmtree(self._logs)
+        return Outcome(self.process.returncode, stdout, stderr, seconds, launcher)
+
+    def _of_all_ranks(self, name: str) -> str:
+        return "".join(path.read_text() for path in sorted(self._logs.glob(f"ranks/*/attempt_0/*/{name}")))
+
+
+def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
+    """Train in so many processes, from start to end."""
+    return RunningTraining(flags, processes).finish()
+
+
+def call_training(flags: Sequence[str]) -> Outcome:
+    """Train in this process: the same entry point and flags, without the seconds that a process takes to start."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    try:
+        with mock.patch.dict(os.environ, ENVIRONMENT), redirect_stdout(stdout), redirect_stderr(stderr):
+            exit_code = pretrain_llama.main(flags)
+    finally:
+        torch.set_num_threads(threads)
+    return Outcome(exit_code, stdout.getvalue(), stderr.getvalue(), time.monotonic() - started)
+
+
+def run_tool(script: str, *arguments: object, processes: int = 1) -> str:
+    """Run one of the repository's tools, which must succeed; its standard output."""
+    if processes > 1:
+        flags = [str(argument) for argument in arguments]
+        return RunningTraining(flags, processes, REPOSITORY / script).finish().succeeded().stdout
+    command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=START_TIMEOUT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def environment() -> dict[str, str]:
+    """The environment of a run: one thread per rank, wandb on disk, no GPU."""
+    return {**os.environ, **ENVIRONMENT}
+
+
+def heed_interrupts() -> None:
+    """In a new process: let SIGINT act, even where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, grandchildren and so on of a process; torchrun gives each rank a session of its own."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # "pid (name) state parent ...": the name may hold blanks and parentheses.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has just ended
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found, unseen = [], [pid]
+    while unseen:
+        below = children.get(unseen.pop(), [])
+        found += below
+        unseen += below
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> None:
+    """Poll ``condition`` until it holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting after {timeout} s"
+        time.sleep(0.01)
+
+
+# --- what a run leaves behind --------------------------------------------------------------------------------
+
+
+def records(metrics: Path) -> list[Record]:
+    """All records of a metrics file; a line that is just being written is left out."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def iterations(metrics: Path) -> list[Record]:
+    """The records of training iterations."""
+    return [record for record in records(metrics) if "lm_loss" in record]
+
+
+def losses(metrics: Path) -> list[float]:
+    """The training loss of every logged iteration."""
+    return [record["lm_loss"] for record in iterations(metrics)]
+
+
+def grad_norms(metrics: Path) -> list[float]:
+    """The gradient norm of every logged iteration."""
+    return [record["grad_norm"] for record in iterations(metrics)]
+
+
+MEASURED = ("iteration_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
+
+
+def computed(metrics: Path) -> list[Record]:
+    """All records without what depends on the clock."""
+    return [{key: value for key, value in one.items() if key not in MEASURED} for one in records(metrics)]
+
+
+def assert_close(found: Sequence[float], wanted: Sequence[float], tolerance: float) -> None:
+    """Every number within ``tolerance``, relative."""
+    assert len(found) == len(wanted)
+    for place, (one, other) in enumerate(zip(found, wanted)):
+        assert math.isclose(one, other, rel_tol=tolerance), f"number {place}: {one!r} instead of {other!r}"
+
+
+def latest_iteration(save: Path) -> int:
+    """What the tracker of a checkpoint directory says."""
+    return int((save / "latest_checkpointed_iteration.txt").read_text())
+
+
+def checkpoint_of(save: Path, iteration: int) -> Path:
+    """The directory of one checkpoint."""
+    return save / f"iter_{iteration:07d}"
+
+
+def assert_same_tensors(found: Path, wanted: Path, prefix: tuple[str, ...] = ("model/", "optimizer/")) -> None:
+    """The tensors with such names hold the same bits in two checkpoints of the same layout."""
+    names = sorted(path.name for path in wanted.glob("*.safetensors"))
+    assert names
+    assert names == sorted(path.name for path in found.glob("*.safetensors"))
+    for name in names:
+        ours, theirs = load_file(found / name), load_file(wanted / name)
+        assert ours.keys() == theirs.keys()
+        compared = {key: tensor for key, tensor in theirs.items() if key.startswith(prefix)}
+        assert compared
+        different = [key for key, tensor in compared.items() if not torch.equal(ours[key], tensor)]
+        assert not different, f"{name}: {different}"
+
+
+def bytes_under(directory: Path) -> dict[str, bytes]:
+    """Every file under a directory with its content."""
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

@@ -1,0 +1,164 @@
+"""The first command of a newcomer, examples/quickstart.sh: interrupted, run again, and run once more.
+
+It runs in a copy of the repository with a corpus cut to a fortieth and few iterations. What it would do without
+any of that (the virtual environment, 12 MB of corpus, a loss well under ln(vocabulary)) takes minutes, and is
+not repeated here.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.run_process import (
+    REPOSITORY,
+    bytes_under,
+    environment,
+    free_port,
+    heed_interrupts,
+    records,
+    run_tool,
+    wait_until,
+)
+
+ITERATIONS = 14
+LOGGED = 10
+"""The script logs every tenth iteration: the interrupt comes right after the first line."""
+VOCABULARY = 512
+TIMEOUT = 120.0
+
+
+@dataclass
+class Quickstart:
+    """The script in its copy of the repository."""
+
+    clone: Path
+
+    @property
+    def run_directory(self) -> Path:
+        """Where the script writes everything."""
+        return self.clone / "run"
+
+    @property
+    def log(self) -> Path:
+        """Output of the last start."""
+        return self.clone / "quickstart.log"
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start the script in a session of its own, as on a terminal of its own."""
+        settings = {
+            "RUN": str(self.run_directory),
+            "ITERATIONS": str(ITERATIONS),
+            "VOCABULARY": str(VOCABULARY),
+            "MASTER_PORT": str(free_port()),
+        }
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                ["bash", "examples/quickstart.sh"],
+                cwd=self.clone,
+                env=environment() | settings,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=heed_interrupts,
+            )
+
+    def finish(self, process: "subprocess.Popen[bytes]") -> str:
+        """Wait for the end; the output. A script that does not end is killed."""
+        try:
+            process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return self.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole corpus of the quickstart."""
+    path = tmp_path_factory.mktemp("source") / "corpus.jsonl"
+    run_tool("examples/gather_python_source.py", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """A copy of the repository whose virtual environment is that of the tests, with a small corpus in place."""
+    clone = tmp_path_factory.mktemp("clone")
+    for name in ("examples", "megatron", "tools"):
+        shutil.copytree(REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (REPOSITORY / "pretrain_llama.py", *REPOSITORY.glob("requirements*.txt")):
+        shutil.copy(path, clone)
+    programs = clone / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+    # tools/environment.sh finds this note of what is installed and installs nothing.
+    command = f"cat requirements*.txt | cksum > {programs.parent}/.installed-requirements.txt"
+    subprocess.run(command, shell=True, cwd=clone, check=True)
+    quickstart = Quickstart(clone)
+    quickstart.run_directory.mkdir()
+    documents = source.read_text(encoding="utf-8").splitlines(keepends=True)
+    (quickstart.run_directory / "corpus.jsonl").write_text(
+        "".join(documents[:: len(documents) // 25]), encoding="utf-8"
+    )
+    return quickstart
+
+
+def test_corpus_is_megabytes_of_real_text(source: Path) -> None:
+    texts = [json.loads(line)["text"] for line in source.read_text(encoding="utf-8").splitlines()]
+    assert sum(map(len, texts)) > 5_000_000
+    assert sum("import " in text for text in texts) > 0.5 * len(texts)
+
+
+def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_to_do(quickstart: Quickstart) -> None:
+    process = quickstart.start()
+    wait_until(lambda: f"iteration {LOGGED:8d}/" in quickstart.log.read_text() or process.poll() is not None, TIMEOUT)
+    os.killpg(process.pid, signal.SIGINT)
+    output = quickstart.finish(process)
+    assert "stopped: signal SIGINT" in output, output
+    assert "== Tokenizer" in output
+    assert "== Data" in output
+    checkpoints = quickstart.run_directory / "checkpoints"
+    done = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert LOGGED <= done < ITERATIONS
+    assert not (quickstart.run_directory / "loss.png").exists()
+
+    process = quickstart.start()
+    output = quickstart.finish(process)
+    assert process.returncode == 0, output
+    assert f"continuing after iteration {done}" in output
+    assert "== Tokenizer" not in output
+    assert "== Data" not in output
+    assert_finished(quickstart, output)
+
+    before = bytes_under(quickstart.run_directory)
+    started = time.monotonic()
+    process = quickstart.start()
+    output = quickstart.finish(process)
+    assert process.returncode == 0, output
+    assert time.monotonic() - started < 30.0
+    assert "== Training" not in output
+    assert_finished(quickstart, output)
+    after = bytes_under(quickstart.run_directory)
+    assert {name: content for name, content in after.items() if before.get(name) != content}.keys() <= {"loss.png"}
+
+
+def assert_finished(quickstart: Quickstart, output: str) -> None:
+    """Loss curve, validation loss in words, and a sample."""
+    assert (quickstart.run_directory / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    (final,) = [
+        record["validation_loss"]
+        for record in records(quickstart.run_directory / "metrics.jsonl")
+        if "validation_loss" in record
+    ]
+    assert f"validation loss {final:.3f}, that is" in output
+    assert re.search(r"== A sample\nimport os\n\ndef read_file\(path\):\n.", output, re.DOTALL)

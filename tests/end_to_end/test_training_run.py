@@ -1,0 +1,300 @@
+"""What a user sees of a run: every report of it, told the same everywhere, across a stop and a change of layout."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.run_process import (
+    VOCABULARY,
+    Corpus,
+    Outcome,
+    assert_close,
+    bytes_under,
+    call_training,
+    flags_of,
+    iterations,
+    latest_iteration,
+    losses,
+    records,
+    run_tool,
+    run_training,
+    tiny_corpus,
+    tokenize,
+    write_documents,
+)
+
+ITERATION_KEYS = [
+    "iteration",
+    "consumed_samples",
+    "lm_loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "global_batch_size",
+    "iteration_time_ms",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "skipped",
+]
+"""What scripts read from --metrics-jsonl: a fixed interface."""
+
+CONSOLE_FIELDS = [
+    "consumed samples",
+    "elapsed time per iteration (ms)",
+    "throughput per GPU (TFLOP/s/GPU)",
+    "tokens/s per GPU",
+    "MFU",
+    "learning rate",
+    "global batch size",
+    "lm loss",
+    "loss scale",
+    "grad norm",
+    "num zeros",
+    "params norm",
+    "number of skipped iterations",
+    "number of nan iterations",
+]
+"""Megatron-LM's fields in its order, and tokens/s and MFU."""
+
+LENGTH, STOP, EVALUATION = 12, 7, 4
+SEQUENCE = 32
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The session's corpus."""
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+# --- one run with everything on ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """Two ranks (TP 2) until the stop, then one alone to the end, with every writer on."""
+
+    directory: Path
+    first: Outcome
+    second: Outcome
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics file."""
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of --save."""
+        return self.directory / "checkpoints"
+
+    @property
+    def stdout(self) -> str:
+        """All that the console showed."""
+        return self.first.stdout + self.second.stdout
+
+
+@pytest.fixture(scope="module")
+def watched(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> WatchedRun:
+    """The run with everything on."""
+    directory = tmp_path_factory.mktemp("watched")
+    flags = flags_of(
+        corpus,
+        train_iters=LENGTH,
+        eval_interval=EVALUATION,
+        eval_iters=2,
+        save=directory / "checkpoints",
+        load=directory / "checkpoints",
+        metrics_jsonl=directory / "metrics.jsonl",
+        tensorboard_dir=directory / "tensorboard",
+        wandb_project="end-to-end",
+        wandb_exp_name="watched",
+        log_params_norm=True,
+        log_num_zeros_in_grad=True,
+        timing_log_level=2,
+        peak_tflops=None,
+        num_workers=1,
+    )
+    first_half = [*flags, "--tensor-model-parallel-size", "2", "--exit-interval", str(STOP)]
+    first = run_training(first_half, processes=2).succeeded()
+    return WatchedRun(directory, first, run_training(flags).succeeded())
+
+
+def test_loss_falls_from_that_of_a_model_that_knows_nothing(watched: WatchedRun) -> None:
+    curve = losses(watched.metrics)
+    assert math.isclose(curve[0], math.log(VOCABULARY), rel_tol=0.02)
+    assert curve[-1] < curve[0] - 0.8
+
+
+def test_metrics_file_has_the_fixed_keys_and_consistent_numbers(watched: WatchedRun) -> None:
+    found = records(watched.metrics)
+    steps = [record for record in found if "lm_loss" in record]
+    evaluations = [record for record in found if "lm_loss" not in record]
+    assert [record["iteration"] for record in steps] == list(range(1, LENGTH + 1))
+    for record in steps:
+        assert list(record) == ITERATION_KEYS
+        assert record["consumed_samples"] == 8 * record["iteration"]
+        assert (record["global_batch_size"], record["skipped"], record["loss_scale"]) == (8, 0, 1.0)
+        ranks = 2 if record["iteration"] <= STOP else 1
+        seconds = record["iteration_time_ms"] / 1e3
+        assert math.isclose(record["tokens_per_s_per_gpu"], 8 * SEQUENCE / seconds / ranks)
+        assert 0.0 < record["mfu"] < 1.0
+    # Full precision: two layouts can be compared to 1e-9 by this file.
+    assert any(len(repr(record["lm_loss"])) > 12 for record in steps)
+    assert [list(record) for record in evaluations] == [["iteration", "validation_loss"]] * 3 + [
+        ["iteration", "test_loss"]
+    ]
+    assert [record["iteration"] for record in evaluations] == [4, 8, 12, 12]
+
+
+def test_console_line_has_megatrons_fields_in_its_order(watched: WatchedRun) -> None:
+    lines = [line for line in watched.stdout.splitlines() if re.match(r" \[[-: 0-9]+\] iteration ", line)]
+    assert len(lines) == LENGTH
+    for number, line in enumerate(lines, start=1):
+        head, *fields, end = line.split("|")
+        assert re.fullmatch(rf" \[\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +{number}/ +{LENGTH} ", head)
+        assert [field.partition(":")[0].strip() for field in fields] == CONSOLE_FIELDS
+        assert end == ""
+    assert f"validation loss at iteration {LENGTH} on test set | lm loss value: " in watched.stdout
+
+
+def test_console_says_what_runs_where(watched: WatchedRun) -> None:
+    assert "2 ranks on CPU = tensor 2 x data 1" in watched.first.stdout
+    assert "measured on this CPU" in watched.first.stdout
+    assert f"continuing after iteration {STOP}" in watched.second.stdout
+    assert "stopped: the run is complete" in watched.second.stdout
+    for timer in ("forward-backward", "batch-generator", "grads-reduce", "optimizer"):
+        assert re.search(rf"^ +{timer} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", watched.first.stdout, re.MULTILINE)
+
+
+def test_tensorboard_tells_the_same_run_without_gap_or_repetition(watched: WatchedRun) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(watched.directory / "tensorboard"))
+    events.Reload()
+    for key, name in (("lm loss", "lm_loss"), ("grad-norm", "grad_norm"), ("learning-rate", "learning_rate")):
+        points = [(event.step, event.value) for event in events.Scalars(key)]
+        assert [step for step, _ in points] == list(range(1, LENGTH + 1))
+        wanted = [record[name] for record in iterations(watched.metrics)]
+        assert_close([value for _, value in points], wanted, 1e-6)
+    assert [event.step for event in events.Scalars("lm loss vs samples")] == [8 * n for n in range(1, LENGTH + 1)]
+    assert [event.step for event in events.Scalars("lm loss validation")] == [4, 8, 12]
+    for key in ("num-zeros", "params-norm", "mfu", "forward-backward-time"):
+        assert len(events.Scalars(key)) == LENGTH, key
+
+
+def test_wandb_continues_under_the_same_id(watched: WatchedRun) -> None:
+    run_id = (watched.checkpoints / "wandb_run_id.txt").read_text().strip()
+    runs = sorted(path.name for path in (watched.checkpoints / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert all(name.endswith(f"-{run_id}") for name in runs)
+
+
+def test_skip_train_evaluates_and_changes_nothing(watched: WatchedRun, corpus: Corpus) -> None:
+    before = bytes_under(watched.checkpoints)
+    flags = flags_of(
+        corpus, train_iters=LENGTH, lr=None, lr_warmup_iters=0, eval_iters=2, skip_train=True, load=watched.checkpoints
+    )
+    outcome = call_training([*flags, "--use-checkpoint-opt-param-scheduler"]).succeeded()
+    values = re.findall(
+        rf"validation loss at iteration {LENGTH}( on test set)? \| lm loss value: (\S+)", outcome.stdout
+    )
+    assert [split for split, _ in values] == ["", " on test set"]
+    assert all(abs(float(loss) - losses(watched.metrics)[-1]) < 0.5 for _, loss in values)
+    assert not re.search(r"\] iteration ", outcome.stdout)
+    assert bytes_under(watched.checkpoints) == before
+
+
+def test_text_is_the_same_from_one_process_and_from_two(watched: WatchedRun) -> None:
+    arguments = ("--load", watched.checkpoints, "--prompt", "import ", "--temperature", 0, "--max-new-tokens", 12)
+    alone = run_tool("tools/generate_text.py", *arguments)
+    assert alone.startswith("import ")
+    assert len(alone) > len("import \n")
+    assert run_tool("tools/generate_text.py", *arguments, processes=2) == alone
+
+
+def test_plot_is_a_picture(watched: WatchedRun, tmp_path: Path) -> None:
+    picture = tmp_path / "plots" / "loss.png"
+    run_tool("tools/plot_metrics.py", "--metrics", watched.metrics, "--output", picture, "--vocab-size", VOCABULARY)
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n")
+    assert len(content) > 10_000
+
+
+# --- single features -----------------------------------------------------------------------------------------
+
+
+def test_batch_ramp_counts_samples_and_ends_with_train_samples(corpus: Corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = flags_of(
+        corpus,
+        rampup_batch_size=(2, 2, 12),
+        train_iters=None,
+        train_samples=44,
+        lr_warmup_iters=0,
+        lr_warmup_samples=8,
+        metrics_jsonl=metrics,
+        save=tmp_path,
+    )
+    call_training(flags).succeeded()
+    steps = iterations(metrics)
+    # 2 until 4 samples, 4 until 8, 6 until 12, then 8; the last 6 samples are no whole batch.
+    assert [record["global_batch_size"] for record in steps] == [2, 2, 4, 6, 8, 8, 8]
+    assert [record["consumed_samples"] for record in steps] == [2, 4, 8, 14, 22, 30, 38]
+    assert_close([record["learning_rate"] for record in steps[:4]], [0.0, 0.0025, 0.005, 0.01], 1e-12)
+    assert latest_iteration(tmp_path) == len(steps)
+
+
+def test_blend_takes_corpora_in_proportion_to_their_weights(corpus: Corpus, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    write_documents(other, documents=20, first=80)
+    blend = ("0.25", str(corpus.prefix), "0.75", str(tokenize(other, corpus.tokenizer)))
+    metrics = tmp_path / "metrics.jsonl"
+    call_training(flags_of(corpus, data_path=blend, data_cache_path=tmp_path, metrics_jsonl=metrics)).succeeded()
+    (order,) = tmp_path.glob("*-BlendedDataset-train-dataset_index.npy")
+    assert np.bincount(np.load(order)[:64]).tolist() == [16, 48]
+    assert losses(metrics)[-1] < losses(metrics)[0] - 0.5
+
+
+def test_mock_data_needs_neither_corpus_nor_tokenizer(corpus: Corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = flags_of(
+        corpus,
+        data_path=None,
+        tokenizer_type=None,
+        tokenizer_model=None,
+        mock_data=True,
+        vocab_size=64,
+        train_iters=60,
+        metrics_jsonl=metrics,
+    )
+    call_training(flags).succeeded()
+    assert losses(metrics)[-1] < losses(metrics)[0] - 1.0
+
+
+def test_iterations_with_nan_are_skipped_and_counted_on_request(corpus: Corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = flags_of(
+        corpus, lr=1e38, check_for_nan_in_loss_and_grad=False, log_interval=4, metrics_jsonl=metrics, save=tmp_path
+    )
+    outcome = call_training(flags).succeeded()
+    first, second = iterations(metrics)
+    assert 0 < first["skipped"] < 4
+    assert (second["skipped"], second["lm_loss"], second["grad_norm"]) == (4, None, None)
+    assert "number of skipped iterations:   4 |" in outcome.stdout
+    assert latest_iteration(tmp_path) == 8
+    # Strict JSON: a NaN would break readers in other languages.
+    assert not re.search(r"\b(NaN|Infinity)\b", metrics.read_text())
+
+
+def test_weights_only_checkpoint_starts_another_run(corpus: Corpus, tmp_path: Path) -> None:
+    """--no-save-optim, then --finetune: the weights go on, iterations and optimizer start anew."""
+    metrics = tmp_path / "metrics.jsonl"
+    call_training(flags_of(corpus, save_optim=False, save=tmp_path)).succeeded()
+    call_training(flags_of(corpus, finetune=True, load=tmp_path, metrics_jsonl=metrics, lr=1e-3)).succeeded()
+    assert [record["iteration"] for record in iterations(metrics)] == list(range(1, 9))
+    assert losses(metrics)[0] < 5.3
