@@ -34,17 +34,17 @@ fi
 GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
 PROCESSES=$((GPUS == 1 ? 1 : 2))
 # bf16 where the device multiplies it faster than fp32.
-PRECISION=$(python - <<'PYTHON'
+PRECISION=$(PYTHONPATH=. python - <<'PYTHON'
 import time
 import torch
+from megatron.core.ops.matmul import linear
 
 def seconds(dtype):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    matrix = torch.ones(512, 512, dtype=dtype, device=device)
+    matrix = torch.ones(512, 512, dtype=dtype)
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        (matrix @ matrix).sum().item()
+        linear(matrix, matrix)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -56,7 +56,7 @@ PYTHON
 TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
 if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
-    torchrun --nproc-per-node "$PROCESSES" --master-port "${MASTER_PORT:-29555}" pretrain_llama.py \
+    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py \
         --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer $PRECISION \
         --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \
         --seq-length 256 --micro-batch-size 8 --global-batch-size 16 \
@@ -64,7 +64,7 @@ if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
         --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
         --data-path "$RUN/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}" \
         --eval-interval $((ITERATIONS < 60 ? ITERATIONS : 60)) --eval-iters 8 \
-        --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 \
+        --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 --override-opt-param-scheduler \
         --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard"
     if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
         echo "Training stopped before iteration $ITERATIONS; run this script again to go on."

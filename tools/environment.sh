@@ -9,9 +9,9 @@ environment=$repository/.venv
 stamp=$environment/.installed-$1
 wanted=$(cat "$repository"/requirements*.txt | cksum)
 
-if [ ! -x "$environment/bin/python" ]; then
+if ! "$environment/bin/python" -m pip --version > /dev/null 2>&1; then
     echo "Making a virtual environment in $environment ..."
-    "${PYTHON:-python3}" -m venv "$environment"
+    "${PYTHON:-python3}" -m venv --clear "$environment"
 fi
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing $1 (once; a few minutes) ..."

@@ -113,6 +113,11 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     tokenizer = build_tokenizer(TokenizerConfig(**(state["flags"]["tokenizer"] | moved)))
     ranks = topology.world.size
     architecture = LlamaConfig(**state["architecture"])
+    if any(size % ranks for size in (architecture.num_query_groups, architecture.ffn_hidden_size)):
+        raise ConfigError(
+            f"{ranks} processes cannot divide {architecture.num_query_groups} key-value heads and an MLP of width "
+            f"{architecture.ffn_hidden_size}: start a divisor of both."
+        )
     architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
     dtype = torch.bfloat16 if state["flags"]["precision"]["bf16"] else torch.float32
     kernel = choose_attention_kernel("auto", topology.device, dtype)

@@ -64,7 +64,7 @@ def find_checkpoint(root: Path, step: int | None = None) -> int | None:
     """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
 
     After a return to an older checkpoint, those of the abandoned continuation do not count: they are above the
-    tracker's iteration but were written before it.
+    tracker's iteration but were written before the tracker.
 
     None when ``root`` does not exist or nothing was ever saved there. Raises :class:`CheckpointError` when
     ``step`` is not there, and when nothing readable is left of what was saved: a damaged directory must not
@@ -89,13 +89,13 @@ def find_checkpoint(root: Path, step: int | None = None) -> int | None:
 def _without_abandoned(root: Path, iterations: list[int]) -> list[int]:
     """``iterations`` without those that the run left behind when it went back to an older one."""
     try:
-        tracked = int((root / TRACKER).read_text())
+        tracked, tracked_at = int((root / TRACKER).read_text()), (root / TRACKER).stat().st_mtime_ns
         saved = {number: (locate_checkpoint(root, number) / MANIFEST).stat().st_mtime_ns for number in iterations}
     except (OSError, ValueError):
         return iterations
     if tracked not in saved:
         return iterations
-    kept = [number for number in iterations if number <= tracked or saved[number] >= saved[tracked]]
+    kept = [number for number in iterations if number <= tracked or saved[number] >= tracked_at]
     if kept != iterations:
         left = ", ".join(str(number) for number in iterations if number not in kept)
         _logger.warning("Iterations %s were abandoned for an older checkpoint; going on from %d", left, kept[-1])

@@ -22,3 +22,9 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model."""
+
+
+class RankError(UserError):
+    """A mistake that only the rank that raises it knows of."""
+
+    is_local = True

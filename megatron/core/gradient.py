@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megatron.core.ops.matmul import weight_gradient
-
 _ATTRIBUTE = "gradient_slot"
 
 
@@ -65,14 +63,12 @@ def slot_of(parameter: Tensor) -> GradientSlot | None:
 
 
 def deliver_gradient(parameter: Tensor, gradient: Tensor) -> Tensor | None:
-    """Deliver a gradient; returns what the autograd function must return for ``parameter``."""
+    """Deliver a gradient, which may be wider than the parameter.
+
+    Returns what the autograd function must return for ``parameter``.
+    """
     slot = slot_of(parameter)
     if slot is None:
-        return gradient
+        return gradient.to(parameter.dtype)
     slot.add(gradient)
     return None
-
-
-def deliver_weight_gradient(weight: Tensor, grad_output: Tensor, inputs: Tensor) -> Tensor | None:
-    """Deliver ``grad_output^T @ inputs``; both have the tokens in all dims but the last."""
-    return deliver_gradient(weight, weight_gradient(grad_output, inputs))

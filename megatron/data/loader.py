@@ -230,6 +230,7 @@ def cyclic_microbatches(
 def build_loader(
     dataset: Dataset,
     *,
+    vocab_size: int,
     consumed_samples: int,
     micro_batch_size: int,
     data_parallel_rank: int,
@@ -248,7 +249,7 @@ def build_loader(
     cyclic = dataloader_type == "cyclic"
     sampler = cyclic_microbatches(*place, seed) if cyclic else single_pass_microbatches(*place)
     loader: DataLoader[Any] = DataLoader(
-        cast(Any, _ErrorsAsValues(dataset)),
+        cast(Any, _CheckedSamples(dataset, vocab_size)),
         batch_sampler=cast(Any, sampler),
         collate_fn=_stack,
         num_workers=num_workers,
@@ -260,21 +261,29 @@ def build_loader(
     return _raise_when_exhausted(loader, len(dataset))
 
 
-class _ErrorsAsValues:
-    """A dataset whose errors travel from a loader process as values; raised there, torch would wrap them in a
-    traceback."""
+class _CheckedSamples:
+    """A dataset whose ids lie in the vocabulary, and whose errors travel from a loader process as values; raised
+    there, torch would wrap them in a traceback."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, vocab_size: int) -> None:
         self._dataset = dataset
+        self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Sample | DataError:
         try:
-            return self._dataset[index]
+            sample = self._dataset[index]
         except DataError as error:
             return error
+        largest = max(int(sample["tokens"].max()), int(sample["labels"].max()))
+        if largest >= self._vocab_size:
+            return DataError(
+                f"Sample {index} has token id {largest}, but the tokenizer's ids end at {self._vocab_size - 1}: give "
+                "--tokenizer-type and --tokenizer-model of the tokenizer that made the data."
+            )
+        return sample
 
 
 def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterator[Microbatch]:

@@ -3,17 +3,16 @@
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.core.topology import Topology
 from megatron.data.gpt_dataset import Dataset
-from megatron.data.loader import build_datasets, build_loader
+from megatron.data.loader import Microbatch, build_datasets, build_loader
 from megatron.data.sample_order import parse_split
 from megatron.data.tokenizers import build_tokenizer, describe_tokenizer
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.launch import together
 from megatron.training.state import Progress
-from megatron.training.step import Microbatch
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def build_data(
     progress: Progress,
 ) -> Data:
     """Datasets (rank 0 builds cached orders first) and loaders that start where the run stands."""
-    counts = sample_counts(config, batches, train_iters)
+    counts = sample_counts(config, batches, train_iters, progress)
     described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
     train, validation, test = together(
         topology.world,
@@ -72,17 +71,26 @@ def build_data(
         first=True,
     )
     interval = config.validation.eval_interval
-    evaluated = progress.iteration // interval * config.validation.eval_iters if interval else 0
+    evaluations = progress.iteration // interval if interval else 0
+    evaluated = evaluations * config.validation.eval_iters * batches.final_batch_size
+
+    def loader(dataset: Dataset | None, consumed: int) -> Iterator[Microbatch] | None:
+        return None if dataset is None else _loader(config, topology, vocabulary, dataset, consumed)
+
+    assert train is not None
     return Data(
-        train=_loader(config, topology, train, progress.consumed_samples),
-        validation=_loader(config, topology, validation, evaluated * batches.final_batch_size) if validation else None,
-        test=_loader(config, topology, test, 0) if test else None,
+        train=_loader(config, topology, vocabulary, train, progress.consumed_samples),
+        validation=loader(validation, evaluated),
+        test=loader(test, 0),
     )
 
 
-def sample_counts(config: RunConfig, batches: BatchSchedule, train_iters: int) -> tuple[int, int, int]:
+def sample_counts(
+    config: RunConfig, batches: BatchSchedule, train_iters: int, progress: Progress
+) -> tuple[int, int, int]:
     """Samples that the run will ask of each split, as in Megatron-LM; a split of weight 0 is not used."""
-    train = config.training.train_samples or batches.total_samples(train_iters)
+    remaining = train_iters - progress.iteration
+    train = config.training.train_samples or batches.total_samples(max(remaining, 0), progress.consumed_samples)
     interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.final_batch_size
     weights = [end - start for start, end in _split_ranges(config)]
     if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
@@ -100,16 +108,17 @@ def _split_ranges(config: RunConfig) -> list[tuple[float, float]]:
     return [(0.0, 0.0) if bounds is None else bounds for bounds in parse_split(config.data.split)]
 
 
-def _loader(config: RunConfig, topology: Topology, dataset: Dataset | None, consumed: int) -> Iterator[Microbatch]:
-    if dataset is None:
-        raise DataError("The train split holds no samples: raise the first weight of --split.")
+def _loader(
+    config: RunConfig, topology: Topology, vocabulary: Vocabulary, dataset: Dataset, consumed: int
+) -> Iterator[Microbatch]:
     return build_loader(
         dataset,
+        vocab_size=vocabulary.size,
         consumed_samples=consumed,
         micro_batch_size=config.micro_batch_size,
         data_parallel_rank=topology.data_parallel.rank,
         data_parallel_size=topology.grid.dp,
         num_workers=config.data.num_workers,
         dataloader_type=config.data.dataloader_type,
-        pin_memory=topology.device.type == "cuda",
+        pin_memory=topology.device.type != "cpu",
     )

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.config.errors import ConfigError, UserError
+from megatron.config.errors import ConfigError, RankError, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import data_parallel_replicas
@@ -52,7 +52,7 @@ def choose_device(wanted: str, process: Process) -> torch.device:
     if wanted == "cpu" or not available:
         return torch.device("cpu")
     if process.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
+        raise RankError(
             f"{process.local_rank + 1} processes share this node but it has {torch.cuda.device_count()} GPUs: start "
             "one process per GPU (torchrun --nproc-per-node)."
         )
@@ -91,11 +91,14 @@ def _part() -> None:
 
 
 def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:
-    if device.type == "cuda":
+    on_gpu = device.type != "cpu"
+    if on_gpu:
         torch.cuda.set_device(device)
-    backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl" and device.type == "cpu":
+    backend = parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
+    if backend == "nccl" and not on_gpu:
         raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or leave the flag out.")
+    if backend == "gloo" and on_gpu:
+        raise ConfigError("--distributed-backend gloo does not carry GPU tensors: leave it out, or add --device cpu.")
     if process.world_size > 1:
         # Without device_id: torch would then split groups off the world's communicator, in which all ranks must
         # take part, while ours are made by their members alone.

@@ -10,9 +10,10 @@ import torch
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.logging import LoggingConfig
+from megatron.data.loader import Microbatch
 from megatron.training.flops import achieved_tflops, mfu
 from megatron.training.metrics import EvaluationRecord, IterationRecord
-from megatron.training.step import Microbatch, evaluate_batches
+from megatron.training.step import evaluate_batches
 from megatron.training.timers import combine, format_timer_report
 from megatron.training.trainer import IterationResult, Listener, Trainer, next_microbatch
 
@@ -138,16 +139,20 @@ class Checkpoints(Listener):
 
 
 class GarbageCollection(Listener):
-    """Collects Python's garbage at the same iterations on every rank, so that none waits for another's pause."""
+    """Collects Python's garbage at the same iterations on every rank, so that none waits for another's pause.
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
+    Without an ``interval`` that is at evaluations and checkpoints, which are long anyway.
+    """
+
+    def __init__(self, interval: int, eval_interval: int | None, save_interval: int | None) -> None:
+        intervals = (interval,) if interval else (eval_interval, save_interval)
+        self._intervals = [length for length in intervals if length is not None]
         gc.disable()
         gc.collect()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         """Collect at the interval."""
-        if self._interval and trainer.state.progress.iteration % self._interval == 0:
+        if any(trainer.state.progress.iteration % length == 0 for length in self._intervals):
             gc.collect()
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
@@ -157,4 +162,4 @@ class GarbageCollection(Listener):
 
 def device_name(device: torch.device) -> str | None:
     """The GPU's name; None on a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return torch.cuda.get_device_name(device) if device.type != "cpu" else None

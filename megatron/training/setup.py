@@ -28,7 +28,7 @@ from megatron.training.flops import model_flops_per_token, resolve_peak
 from megatron.training.launch import on_first_rank, together
 from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
 from megatron.training.metrics import MetricsWriter
-from megatron.training.state import Progress, RunState, seed_random
+from megatron.training.state import Progress, RunState, SavedRun, find_saved_run, seed_random
 from megatron.training.stop import SignalWatch, StopConditions
 from megatron.training.timers import Timers
 from megatron.training.trainer import Listener, Trainer
@@ -44,27 +44,28 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     Raises :class:`~megatron.config.errors.UserError`, on every rank alike.
     """
     started = time.monotonic()
-    check_wandb_credentials(config.logging)
+    on_first_rank(topology.world, lambda: check_wandb_credentials(config.logging))
     on_first_rank(topology.world, lambda: check_save_directory(config.checkpoint))
     seed_random(config.training.seed)
     vocabulary = together(topology.world, lambda: load_vocabulary(config))
-    batches = build_batches(config, topology)
-    train_iters = run_length(config, batches)
+    saved = find_saved_run(config.checkpoint, topology.world)
+    progress = Progress() if saved is None or config.checkpoint.finetune else saved.progress
+    batches = build_batches(config, topology, progress)
+    train_iters = run_length(config, batches, progress)
     model = build_parallel_model(config, topology, vocabulary)
     data_parallel = wrap_data_parallel(model, gradient_dtype(config.precision), topology)
-    optimizer = Optimizer(config.optimizer, data_parallel, topology)
     state = RunState(
         model=model,
-        optimizer=optimizer,
+        optimizer=Optimizer(config.optimizer, data_parallel, topology),
         schedule=build_learning_rate(config, train_iters, batches),
         learning_rate=config.learning_rate,
-        progress=Progress(),
+        progress=progress,
         rank=topology.rank,
         device=topology.device,
         flags=dataclasses.asdict(config),
     )
-    resume(state, config, topology, say)
-    data = build_data(config, topology, vocabulary, batches, train_iters, state.progress)
+    resume(state, saved, config, say)
+    data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, state, batches, train_iters, say)
     return Trainer(
@@ -106,8 +107,8 @@ def check_save_directory(config: CheckpointConfig) -> None:
         ) from error
 
 
-def build_batches(config: RunConfig, topology: Topology) -> BatchSchedule:
-    """The global batch size over the run."""
+def build_batches(config: RunConfig, topology: Topology, progress: Progress) -> BatchSchedule:
+    """The global batch size over the run; sizes that are behind it need not fit this number of ranks."""
     return build_batch_schedule(
         micro_batch_size=config.micro_batch_size,
         data_parallel_size=topology.grid.dp,
@@ -116,15 +117,16 @@ def build_batches(config: RunConfig, topology: Topology) -> BatchSchedule:
         step_batch_size_schedule=config.training.step_batch_size_schedule,
         seq_length=config.seq_length,
         decrease_if_needed=config.training.decrease_batch_size_if_needed,
+        consumed_samples=progress.consumed_samples,
     )
 
 
-def run_length(config: RunConfig, batches: BatchSchedule) -> int:
-    """Iterations of the whole run."""
+def run_length(config: RunConfig, batches: BatchSchedule, progress: Progress) -> int:
+    """Iterations of the whole run, those behind it included."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None
-    return batches.iterations_for_samples(config.training.train_samples)
+    return progress.iteration + batches.iterations_for_samples(config.training.train_samples, progress.consumed_samples)
 
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> LlamaModel:
@@ -150,18 +152,20 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
         rates,
         train_iters=None if config.training.train_samples is not None else train_iters,
         train_samples=config.training.train_samples,
+        planned_samples=batches.total_samples(train_iters),
         global_batch_size=batches.final_batch_size,
     )
 
 
-def resume(state: RunState, config: RunConfig, topology: Topology, say: Say) -> None:
-    """Load the checkpoint of ``--load``, if there is one."""
+def resume(state: RunState, saved: SavedRun | None, config: RunConfig, say: Say) -> None:
+    """Load the checkpoint that was found for ``--load``, if any."""
     if config.checkpoint.load is None:
         return
-    if state.load(config.checkpoint, topology.world):
-        say(f"loaded checkpoint {config.checkpoint.load}, continuing after iteration {state.progress.iteration}")
-    else:
+    if saved is None:
         say(f"{config.checkpoint.load} holds no checkpoint yet: starting from random weights")
+        return
+    state.load(saved, config.checkpoint, weights_only=config.checkpoint.finetune or config.validation.skip_train)
+    say(f"loaded checkpoint {config.checkpoint.load}, continuing after iteration {state.progress.iteration}")
 
 
 def open_writers(config: RunConfig, topology: Topology, iteration: int, train_iters: int) -> list[MetricsWriter]:
@@ -213,8 +217,11 @@ def build_listeners(
         data.test,
     )
     checkpoints = Checkpoints(config.checkpoint, say)
-    collection = [GarbageCollection(config.training.manual_gc_interval)] if config.training.manual_gc else []
-    return [metrics, evaluation, checkpoints, *collection]
+    listeners: list[Listener] = [metrics, evaluation, checkpoints]
+    if config.training.manual_gc:
+        intervals = config.training.manual_gc_interval, config.validation.eval_interval, config.checkpoint.save_interval
+        listeners.append(GarbageCollection(*intervals))
+    return listeners
 
 
 def precision_name(config: RunConfig) -> str:
@@ -226,7 +233,7 @@ def precision_name(config: RunConfig) -> str:
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """How timers wait for the device; None where there is nothing to wait for."""
-    return torch.cuda.synchronize if device.type == "cuda" else None
+    return torch.cuda.synchronize if device.type != "cpu" else None
 
 
 def describe_run(

@@ -53,7 +53,7 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
 def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
     """The random-number states of a rank. Nothing in Llama draws from them; a user's code may."""
     states = {f"random/torch/rank_{rank}": torch.get_rng_state()}
-    if device.type == "cuda":
+    if device.type != "cpu":
         states[f"random/cuda/rank_{rank}"] = torch.cuda.get_rng_state(device)
     numbers: Any = np.random.get_state(legacy=False)["state"]
     states[f"random/numpy/rank_{rank}"] = torch.from_numpy(np.append(numbers["key"].astype(np.int64), numbers["pos"]))
@@ -73,11 +73,46 @@ def seed_random(seed: int) -> None:
 def restore_random(states: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
     """The inverse of :func:`random_tensors`."""
     torch.set_rng_state(states[f"random/torch/rank_{rank}"])
-    if device.type == "cuda":
+    if device.type != "cpu":
         torch.cuda.set_rng_state(states[f"random/cuda/rank_{rank}"], device)
     numbers = states[f"random/numpy/rank_{rank}"].numpy()
     np.random.set_state(("MT19937", numbers[:-1].astype(np.uint32), int(numbers[-1]), 0, 0.0))
     random.setstate((3, tuple(states[f"random/python/rank_{rank}"].tolist()), None))
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint that was found, and what it says of itself."""
+
+    root: Path
+    iteration: int
+    shapes: dict[str, tuple[int, ...]]
+    """Global shape by tensor name."""
+    state: dict[str, Any]
+    """What is not a tensor."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the saved run was."""
+        names = ("iteration", "consumed_samples", "skipped_samples")
+        return Progress(**{name: self.state[name] for name in names})
+
+
+def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | None:
+    """The checkpoint that ``--load`` means, or None where there is nothing to load; all ranks call it."""
+    if config.load is None:
+        return None
+    # One rank looks, so that all load the same checkpoint and the file system is asked once.
+    return on_first_rank(world, lambda: _look_up(Path(config.load or ""), config))
+
+
+def _look_up(root: Path, config: CheckpointConfig) -> SavedRun | None:
+    iteration = find_checkpoint(root, config.ckpt_step)
+    if iteration is None:
+        if config.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")
+        return None
+    return SavedRun(root, iteration, read_tensor_shapes(root, iteration), read_state(root, iteration))
 
 
 @dataclass
@@ -111,58 +146,46 @@ class RunState:
         }
         return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state)
 
-    def load(self, config: CheckpointConfig, world: Communicator) -> bool:
-        """Load from ``--load``; False when there is nothing to load. All ranks of ``world`` call it."""
-        assert config.load is not None
-        root = Path(config.load)
-        # One rank looks, so that all load the same checkpoint and the file system is asked once.
-        found = on_first_rank(world, lambda: _find(root, config))
-        if found is None:
-            return False
-        iteration, shapes, state = found
-        _check_architecture(self.model.config, state, root)
-        if not config.finetune:
-            self.schedule = settle_schedule(self.schedule, state["schedule"], self.learning_rate)
-        with_optimizer = config.load_optim and not config.finetune
-        tensors = self._wanted_tensors(shapes, state, root, with_optimizer)
+    def load(self, saved: SavedRun, config: CheckpointConfig, weights_only: bool) -> None:
+        """Take over what ``saved`` holds; all ranks call it. ``weights_only`` starts everything else afresh."""
+        _check_architecture(self.model.config, saved)
+        if not weights_only:
+            self.schedule = settle_schedule(self.schedule, saved.state["schedule"], self.learning_rate)
+        with_optimizer = config.load_optim and not weights_only
+        tensors = self._wanted_tensors(saved, with_optimizer)
         random_states = random_tensors(self.rank, self.device)
-        with_random = config.load_rng and not config.finetune and random_states.keys() <= shapes.keys()
-        load_checkpoint(root, iteration, tensors | (random_states if with_random else {}))
+        with_random = config.load_rng and not weights_only and random_states.keys() <= saved.shapes.keys()
+        load_checkpoint(saved.root, saved.iteration, tensors | (random_states if with_random else {}))
         if with_random:
             restore_random(random_states, self.rank, self.device)
         if not with_optimizer:
             self.optimizer.reload_master_weights()
-        elif self.optimizer.has_master_weights and not state["has_master_weights"]:
-            load_checkpoint(root, iteration, _renamed(optimizer_tensors(self.optimizer), MASTER, "model/"))
-        if with_optimizer:
-            self.optimizer.num_steps = state["optimizer_steps"]
-        if not config.finetune:
-            for field in ("iteration", "consumed_samples", "skipped_samples"):
-                setattr(self.progress, field, state[field])
-        return True
+            return
+        self.optimizer.num_steps = saved.state["optimizer_steps"]
+        if self.optimizer.has_master_weights and not saved.state["has_master_weights"]:
+            masters = _renamed(optimizer_tensors(self.optimizer), MASTER, "model/")
+            load_checkpoint(saved.root, saved.iteration, masters)
 
-    def _wanted_tensors(
-        self, shapes: Mapping[str, object], state: Mapping[str, Any], root: Path, with_optimizer: bool
-    ) -> dict[str, Tensor]:
-        weights = model_tensors(self.model)
+    def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
+        weights, states = model_tensors(self.model), optimizer_tensors(self.optimizer)
         if not with_optimizer:
             return weights
-        saved, wanted = state["flags"]["optimizer"]["optimizer"], self.flags["optimizer"]["optimizer"]
-        if saved != wanted:
+        trained_with, wanted = saved.state["flags"]["optimizer"]["optimizer"], self.flags["optimizer"]["optimizer"]
+        if trained_with != wanted:
             raise CheckpointError(
-                f"The checkpoint under {root} was trained with --optimizer {saved}, not {wanted}: give that flag, or "
-                "start the optimizer afresh with --no-load-optim."
+                f"The checkpoint under {saved.root} was trained with --optimizer {trained_with}, not {wanted}: give "
+                "that flag, or start the optimizer afresh with --no-load-optim."
             )
-        if not any(name.startswith("optimizer/") for name in shapes):
+        if states and not any(name.startswith("optimizer/") for name in saved.shapes):
             raise CheckpointError(
-                f"The checkpoint under {root} holds no optimizer state: add --no-load-optim to start it afresh."
+                f"The checkpoint under {saved.root} holds no optimizer state: add --no-load-optim to start it afresh."
             )
-        moments = {name: t for name, t in optimizer_tensors(self.optimizer).items() if not name.startswith(MASTER)}
-        masters = {name: t for name, t in optimizer_tensors(self.optimizer).items() if name.startswith(MASTER)}
         # Where one run has master weights and the other's model is as wide, the wider of the two is the truth.
-        if state["has_master_weights"] and not self.optimizer.has_master_weights:
+        if saved.state["has_master_weights"] and not self.optimizer.has_master_weights:
             weights = _renamed(weights, "model/", MASTER)
-        return weights | moments | (masters if state["has_master_weights"] else {})
+        if not saved.state["has_master_weights"]:
+            states = {name: tensor for name, tensor in states.items() if not name.startswith(MASTER)}
+        return weights | states
 
 
 def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
@@ -170,19 +193,9 @@ def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Ten
     return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}
 
 
-def _find(root: Path, config: CheckpointConfig) -> tuple[int, dict[str, tuple[int, ...]], dict[str, Any]] | None:
-    """(iteration, shapes, state) of the checkpoint to load, or None when there is nothing to load."""
-    iteration = find_checkpoint(root, config.ckpt_step)
-    if iteration is None:
-        if config.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")
-        return None
-    return iteration, read_tensor_shapes(root, iteration), read_state(root, iteration)
-
-
-def _check_architecture(wanted: LlamaConfig, state: Mapping[str, Any], root: Path) -> None:
+def _check_architecture(wanted: LlamaConfig, run: SavedRun) -> None:
     """Raise :class:`CheckpointError` naming every flag whose value differs from the checkpoint's."""
-    saved = state["architecture"]
+    saved = run.state["architecture"]
     # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
@@ -192,8 +205,8 @@ def _check_architecture(wanted: LlamaConfig, state: Mapping[str, Any], root: Pat
     ]
     if different:
         raise CheckpointError(
-            f"The checkpoint under {root} is of another model: {'; '.join(different)}. Give the flags it was trained "
-            "with, or another --load."
+            f"The checkpoint under {run.root} is of another model: {'; '.join(different)}. Give the flags it was "
+            "trained with, or another --load."
         )
 
 

@@ -4,7 +4,8 @@ The loss is the mean over all unmasked tokens of the global batch, in every layo
 up losses and token counts, never means.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +14,8 @@ from torch import Tensor, nn
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.data.loader import Microbatch
 from megatron.training.timers import Timers
-
-Microbatch = Mapping[str, Tensor]
-"""``tokens`` and ``labels`` ``[b, s]`` ids, ``loss_mask`` ``[b, s]`` with 0 where a token has no loss."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ def accumulate_gradients(
         total, num_tokens = masked_loss(model, to_device(microbatch, device))
         (total * scale).backward()
         sums += torch.stack((total.detach(), num_tokens)).double()
+        # It holds the graph, and with it activations, which should not live into the next forward.
+        del total
     return _over_ranks(sums, ranks)
 
 
@@ -99,7 +100,7 @@ def train_step(
     timers: Timers,
     count_zeros: bool = False,
 ) -> StepOutcome:
-    """One iteration over this rank's ``microbatches``.
+    """One iteration over this rank's ``microbatches``; a loss that is not finite makes no update.
 
     ``expected_tokens`` is the number of tokens in the global batch, masked or not: it keeps gradients in a
     good range until the number of unmasked ones is known. ``ranks`` are the data-parallel ranks.
@@ -108,7 +109,8 @@ def train_step(
         loss = accumulate_gradients(model, microbatches, 1.0 / expected_tokens, ranks, device)
     with timers("grads-reduce"):
         data_parallel.finish_gradients()
+    if not math.isfinite(loss.mean):
+        return StepOutcome(loss.mean, math.nan, is_skipped=True, num_zeros=None)
     with timers("optimizer"):
-        factor = expected_tokens / loss.num_tokens if loss.num_tokens else 0.0
-        result = optimizer.step(learning_rate, factor, count_zeros)
+        result = optimizer.step(learning_rate, expected_tokens / loss.num_tokens, count_zeros)
     return StepOutcome(loss.mean, result.grad_norm, not result.is_applied, result.num_zeros)

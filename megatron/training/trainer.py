@@ -4,22 +4,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.config.errors import DataError, UserError
+from megatron.config.errors import DataError, RankError, UserError
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.topology import Topology
+from megatron.data.loader import Microbatch
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.data import Data
 from megatron.training.metrics import MetricsWriter
 from megatron.training.state import RunState
-from megatron.training.step import Microbatch, StepOutcome, train_step
+from megatron.training.step import StepOutcome, train_step
 from megatron.training.stop import StopConditions
 from megatron.training.timers import Timers
-
-
-class RankError(UserError):
-    """An error that only this rank knows of."""
-
-    is_local = True
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,13 @@ class Trainer:
 
     def run(self) -> str:
         """Train until a reason to stop, and return it; a run that is complete already does nothing."""
-        while (reason := self.stop.reason(self.state.progress.iteration)) is None:
-            result = self.train_one_iteration()
+        while True:
+            # The ranks' agreement waits for the device, so it belongs to the time of an iteration.
+            started = time.perf_counter()
+            reason = self.stop.reason(self.state.progress.iteration)
+            if reason is not None:
+                break
+            result = self.train_one_iteration(started)
             for listener in self.listeners:
                 listener.on_iteration(self, result)
         if self.state.progress.iteration > self.stop.first_iteration:
@@ -71,9 +71,8 @@ class Trainer:
                 listener.on_end(self, reason)
         return reason
 
-    def train_one_iteration(self) -> IterationResult:
-        """One global batch, one update."""
-        started = time.perf_counter()
+    def train_one_iteration(self, started: float) -> IterationResult:
+        """One global batch, one update; ``started`` is the reading of the clock when it began."""
         progress = self.state.progress
         batch_size = self.batches.global_batch_size(progress.consumed_samples)
         learning_rate = self.state.schedule(progress.consumed_samples)

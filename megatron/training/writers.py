@@ -389,7 +389,12 @@ def build_writers(
         writers.append(_NeverFatal(tensorboard, "--tensorboard-dir", console.write_text))
     if config.wandb_project is not None:
         directory = Path(config.wandb_save_dir or save_directory or ".")
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--wandb-save-dir {directory} cannot be made ({error.strerror}): name another directory."
+            ) from error
         writers.append(
             WandbWriter(
                 project=config.wandb_project,

@@ -10,12 +10,12 @@ from megatron.core.gradient import (
     GradientSlot,
     attach_slot,
     deliver_gradient,
-    deliver_weight_gradient,
     slot_of,
 )
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel, build_model
 from megatron.core.ops.attention import CpuFlashAttention
+from megatron.core.ops.matmul import weight_gradient
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
@@ -153,7 +153,7 @@ def test_the_weight_gradient_sums_over_all_tokens(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     grad_output = torch.randn(5, 2, 3, generator=generator, dtype=dtype)
     inputs = torch.randn(5, 2, 4, generator=generator, dtype=dtype)
-    found = deliver_weight_gradient(torch.zeros(3, 4, dtype=dtype), grad_output, inputs)
+    found = deliver_gradient(torch.zeros(3, 4, dtype=dtype), weight_gradient(grad_output, inputs))
     assert found is not None
     torch.testing.assert_close(found, torch.einsum("sbo,sbi->oi", grad_output, inputs))
 

@@ -182,7 +182,7 @@ def test_rotation_is_written_out(length: int, batch: int, heads: int, size: int,
             expected[place, :, :, 2 * pair + 1] = even * math.sin(angle) + odd * math.cos(angle)
     reference = rotate_reference(activations.view(length, batch, heads, size), frequencies, positions)
     assert_close(reference, expected, dtype)
-    table = rotary_table(frequencies, positions, heads, dtype)
+    table = rotary_table(frequencies, positions, dtype)
     rotated = rotate_(activations.clone(), table)
     assert_close(rotated.view_as(expected), expected, dtype)
     back = rotate_(rotated.clone(), table.conj())
@@ -193,7 +193,7 @@ def test_rotation_works_in_place_on_a_part_of_the_fused_projection() -> None:
     for dtype in DTYPES:
         fused = random(6, 2, 20, dtype=dtype)
         before = fused.clone()
-        table = rotary_table(rotary_frequencies(4, 100.0), torch.arange(6), 3, dtype)
+        table = rotary_table(rotary_frequencies(4, 100.0), torch.arange(6), dtype)
         part = fused[..., :12]
         assert rotate_(part, table).data_ptr() == fused.data_ptr()
         assert torch.equal(fused[..., :12], rotate_(before[..., :12].contiguous(), table))
@@ -206,7 +206,7 @@ def test_rotation_makes_scores_depend_on_distance_alone() -> None:
 
     def score(query_position: int, key_position: int) -> float:
         turned = [
-            rotate_(vector.clone().view(1, 1, 16), rotary_table(frequencies, torch.tensor([place]), 1, torch.float64))
+            rotate_(vector.clone().view(1, 1, 16), rotary_table(frequencies, torch.tensor([place]), torch.float64))
             for vector, place in ((query, query_position), (key, key_position))
         ]
         return float((turned[0] * turned[1]).sum())
@@ -219,8 +219,8 @@ def test_far_positions_keep_their_angle_in_fp32() -> None:
     """Angles are taken in fp64; at position 131,071 an fp32 angle would be off by 1e-2."""
     frequencies = rotary_frequencies(64, 500000.0)
     position = torch.tensor([131071])
-    wide = rotary_table(frequencies, position, 1, torch.float64)
-    narrow = rotary_table(frequencies, position, 1, torch.float32)
+    wide = rotary_table(frequencies, position, torch.float64)
+    narrow = rotary_table(frequencies, position, torch.float32)
     assert narrow.dtype == torch.complex64
     assert (wide - narrow).abs().max() < 1e-6
 
@@ -281,7 +281,7 @@ def test_fused_attention_rotates_and_attends(
 ) -> None:
     batch, heads, groups, length, size = shape
     frequencies, positions = rotary_frequencies(size, 100.0), torch.arange(length)
-    table = rotary_table(frequencies, positions, heads + groups, dtype)
+    table = rotary_table(frequencies, positions, dtype)
 
     def definition(fused: Tensor) -> Tensor:
         query, key, value = fused.unflatten(-1, (-1, size)).split((heads, groups, groups), dim=2)

@@ -91,6 +91,7 @@ def test_loader_yields_the_samples_of_its_rank(num_workers: int, kind: Any) -> N
     (dataset, _, _) = build("0.7", "a", "0.3", "b")
     loader = build_loader(
         dataset,
+        vocab_size=1000,
         consumed_samples=4,
         micro_batch_size=2,
         data_parallel_rank=1,
@@ -112,6 +113,7 @@ def test_loader_yields_the_samples_of_its_rank(num_workers: int, kind: Any) -> N
 def test_running_out_of_samples_is_an_error(num_workers: int) -> None:
     loader = build_loader(
         MockDataset(0, 4, 10, 5),
+        vocab_size=10,
         consumed_samples=0,
         micro_batch_size=2,
         data_parallel_rank=0,
@@ -214,3 +216,18 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     data = DataConfig(data_path=("a",), seq_length=8)
     with pytest.raises(DataError, match=r"a\.bin holds token id 999, but the vocabulary has ids 0\.\.511"):
         build_datasets(data, vocab_size=512, eod=2, seed=1, sample_counts=(1, 0, 0), tokenizer_description=None)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(num_workers: int) -> None:
+    loader = build_loader(
+        MockDataset(0, 64, 10, 5),
+        vocab_size=9,
+        consumed_samples=0,
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=num_workers,
+    )
+    with pytest.raises(DataError, match=r"^Sample \d has token id 9, but the tokenizer's ids end at 8: give"):
+        take(loader, 5)

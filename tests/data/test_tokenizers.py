@@ -262,7 +262,7 @@ def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: s
     [
         ({}, "A tokenizer is needed: give --tokenizer-type"),
         ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0 must be positive"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0 must be at least 1"),
         ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),
         (
             {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "trust_remote_code": True},

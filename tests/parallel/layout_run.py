@@ -20,7 +20,8 @@ from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
-from megatron.training.step import Microbatch, train_step
+from megatron.data.loader import Microbatch
+from megatron.training.step import train_step
 from megatron.training.timers import Timers
 
 CPU = torch.device("cpu")

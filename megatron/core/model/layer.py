@@ -80,7 +80,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
-        """``[s(/tp), b, h] -> [s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions of this rank's heads."""
+        """``[s(/tp), b, h] -> [s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions."""
         attended = fused_attention(self.linear_qkv(hidden), rotary, self.shape, self.kernel)
         output: Tensor = self.linear_proj(attended)
         return output

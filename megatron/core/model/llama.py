@@ -12,7 +12,7 @@ from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, VocabParallelHead, column_parallel_linear
 
-VocabularyModule = TypeVar("VocabularyModule", bound=VocabParallelEmbedding)
+VocabularyModule = TypeVar("VocabularyModule", VocabParallelEmbedding, VocabParallelHead)
 
 
 class LlamaModel(nn.Module):
@@ -45,7 +45,7 @@ class LlamaModel(nn.Module):
         )
 
     def rotary(self, length: int) -> Tensor:
-        """Rotations of positions ``0..length-1`` for this rank's query and key heads (kept for the next call)."""
+        """Rotations of positions ``0..length-1`` (kept for the next call)."""
         if self._rotary is None or self._rotary.shape[0] != length:
             config = self.config
             frequencies = rotary_frequencies(
@@ -54,9 +54,8 @@ class LlamaModel(nn.Module):
                 scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
                 original_length=config.rope_scaling_original_length,
             )
-            heads = (config.num_attention_heads + config.num_query_groups) // self.context.parallel.size
             positions = torch.arange(length, device=self.context.device)
-            self._rotary = rotary_table(frequencies, positions, heads, self.context.dtype)
+            self._rotary = rotary_table(frequencies, positions, self.context.dtype)
         return self._rotary
 
     def logits(self, tokens: Tensor) -> Tensor:

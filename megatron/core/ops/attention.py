@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -104,7 +105,11 @@ class TorchAttention:
         """The output carries its graph, which backward walks."""
         with torch.enable_grad():
             q, k, v = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-            output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            # Only kernels for half precision share keys and values among queries; others would fall back to one
+            # that holds all scores.
+            repeats = 1 if q.dtype.itemsize == 2 else q.shape[1] // k.shape[1]
+            keys, values = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
+            output = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=repeats == 1)
         return output.detach(), (output, q, k, v)
 
     def backward(
@@ -161,7 +166,9 @@ class _FusedAttention(Function):
         fused, table, output = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad = gradients[0].unflatten(-1, (shape.query_heads, shape.head_size)).permute(1, 2, 0, 3)
-        parts = ctx.kernel.backward(grad, *shape.split(fused), output, ctx.kept)
+        # autograd frees what it saved, but not this: drop it, or it lives until the next forward is done.
+        kept, ctx.kept = ctx.kept, ()
+        parts = ctx.kernel.backward(grad, *shape.split(fused), output, kept)
         grad_fused = torch.empty_like(fused)
         for whole, part in zip(shape.split(grad_fused), parts, strict=True):
             whole.copy_(part)
@@ -174,7 +181,7 @@ def fused_attention(fused: Tensor, table: Tensor, shape: AttentionShape, kernel:
     """Rotate queries and keys and attend, causally: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``.
 
     ``fused`` is overwritten (its queries and keys are rotated in place), so it must be a fresh result that
-    nobody else reads; ``table`` comes from :func:`~megatron.core.ops.rope.rotary_table` for ``n + groups`` heads.
+    nobody else reads; ``table`` comes from :func:`~megatron.core.ops.rope.rotary_table` .
     """
     output: Tensor = _FusedAttention.apply(fused, table, shape, kernel)
     return output

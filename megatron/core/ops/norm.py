@@ -38,7 +38,7 @@ class _RMSNorm(Function):
         wide_weight = weight.to(inverse_rms.dtype)
         normalised = inputs * inverse_rms
         product = gradient * normalised
-        grad_weight = product.flatten(0, -2).sum(dim=0).to(weight.dtype)
+        grad_weight = product.flatten(0, -2).sum(dim=0)
         mean = (product @ wide_weight).div_(inputs.shape[-1]).unsqueeze(-1)
         grad_inputs = torch.mul(gradient, wide_weight, out=product)
         grad_inputs.addcmul_(normalised, mean, value=-1).mul_(inverse_rms)

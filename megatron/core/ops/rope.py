@@ -29,20 +29,20 @@ def rotary_frequencies(
     return frequencies * (keep + (1 - keep) / scaling_factor)
 
 
-def rotary_table(frequencies: Tensor, positions: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Rotations ``[s, 1, heads * head_size / 2]`` as complex numbers, repeated for ``heads`` heads.
+def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotations ``[s, 1, 1, head_size / 2]`` as complex numbers.
 
     ``positions`` ``[s]``; ``dtype`` is that of the activations (half precisions rotate in fp32).
     """
     angles = torch.outer(positions.to(torch.float64), frequencies.to(positions.device))
-    table = torch.polar(torch.ones_like(angles), angles).repeat(1, heads).unsqueeze(1)
-    return table.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    table = torch.polar(torch.ones_like(angles), angles)
+    return table[:, None, None, :].to(torch.complex128 if dtype == torch.float64 else torch.complex64)
 
 
 def rotate_(activations: Tensor, table: Tensor) -> Tensor:
-    """Rotate ``[s, b, heads * head_size]`` in place; the conjugate table rotates back."""
+    """Rotate every head of ``[s, b, heads * head_size]`` in place; the conjugate table rotates back."""
     if activations.dtype in (torch.float32, torch.float64):
-        pairs = torch.view_as_complex(activations.unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(activations.unflatten(-1, (-1, table.shape[-1], 2)))
         pairs.mul_(table)
         return activations
     return activations.copy_(rotate_(activations.to(torch.float32, copy=True), table))

@@ -60,9 +60,17 @@ class LearningRateSchedule:
 
 
 def build_schedule(
-    config: LearningRateConfig, *, train_iters: int | None, train_samples: int | None, global_batch_size: int
+    config: LearningRateConfig,
+    *,
+    train_iters: int | None,
+    train_samples: int | None,
+    global_batch_size: int,
+    planned_samples: int | None = None,
 ) -> LearningRateSchedule:
     """The schedule of the flags; iterations count as full global batches.
+
+    The decay lasts the whole run unless told otherwise: ``planned_samples``, fewer than ``train_iters`` full
+    batches where the batch size ramps up.
 
     Raises :class:`ConfigError` when the parts are longer than the whole.
     """
@@ -72,7 +80,9 @@ def build_schedule(
         warmup, annealing = config.lr_warmup_samples, config.lr_wsd_decay_samples or 0
     else:
         assert train_iters is not None
-        decay = (config.lr_decay_iters or train_iters) * global_batch_size
+        decay = planned_samples or train_iters * global_batch_size
+        if config.lr_decay_iters is not None:
+            decay = config.lr_decay_iters * global_batch_size
         warmup = config.lr_warmup_iters * global_batch_size
         annealing = (config.lr_wsd_decay_iters or 0) * global_batch_size
     if config.lr_warmup_fraction is not None:

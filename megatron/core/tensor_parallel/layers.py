@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.gradient import deliver_gradient, deliver_weight_gradient, slot_of
-from megatron.core.ops.matmul import linear
+from megatron.core.gradient import deliver_gradient, slot_of
+from megatron.core.ops.matmul import linear, weight_gradient
 from megatron.core.parameter import ParameterInfo, columns_box, empty_parameter, padded_rows_box, sharded_boxes
 from megatron.core.tensor_parallel.collectives import TensorParallel
 
@@ -32,7 +32,7 @@ class _ColumnParallelLinear(Function):
         # Only the rank's part of the sequence was kept; gather it again while the input gradient is computed.
         whole_inputs = parallel.enter(inputs)
         grad_inputs = parallel.leave(linear(gradients[0], weight.t()))
-        grad_weight = deliver_weight_gradient(weight, gradients[0], whole_inputs.wait())
+        grad_weight = deliver_gradient(weight, weight_gradient(gradients[0], whole_inputs.wait()))
         return grad_inputs.wait(), grad_weight, None
 
 
@@ -47,7 +47,7 @@ class _RowParallelLinear(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         inputs, weight = ctx.saved_tensors
         grad_outputs = ctx.parallel.enter(gradients[0]).wait()
-        return linear(grad_outputs, weight.t()), deliver_weight_gradient(weight, grad_outputs, inputs), None
+        return linear(grad_outputs, weight.t()), deliver_gradient(weight, weight_gradient(grad_outputs, inputs)), None
 
 
 class _VocabParallelEmbedding(Function):
@@ -140,8 +140,8 @@ class RowParallelLinear(nn.Module):
         return output
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Token embedding with the vocabulary divided over the ranks: ``[b, s] -> [s(/tp), b, h]``.
+class _VocabularyTable(nn.Module):
+    """A weight ``[v/tp, h]`` with a row for each id of this rank's part of the vocabulary.
 
     The vocabulary is padded with ids that no token has, so that the ranks divide it evenly.
     """
@@ -165,13 +165,17 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = empty_parameter(info, dtype, device)
         self.first_id = parallel.rank * info.local_shape[0]
 
+
+class VocabParallelEmbedding(_VocabularyTable):
+    """Token embedding with the vocabulary divided over the ranks: ``[b, s] -> [s(/tp), b, h]``."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids ``[b, s]`` to activations ``[s(/tp), b, h]``."""
         output: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.first_id, self.parallel)
         return output
 
 
-class VocabParallelHead(VocabParallelEmbedding):
+class VocabParallelHead(_VocabularyTable):
     """Output head with the vocabulary divided over the ranks: ``[s(/tp), b, h] -> [s, b, v/tp]``."""
 
     def forward(self, hidden: Tensor) -> Tensor:
