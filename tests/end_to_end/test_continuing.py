@@ -1,0 +1,93 @@
+"""A checkpoint goes on under other flags: another batch, another precision, evaluation alone, collected garbage."""
+
+import gc
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    assert_close,
+    call_training,
+    flags_of,
+    iterations,
+    latest_iteration,
+    losses,
+    records,
+    tiny_corpus,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The session's corpus."""
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+def test_evaluation_alone_needs_no_learning_rate_and_sees_the_trained_weights(corpus: Corpus, tmp_path: Path) -> None:
+    evaluated = {"eval_interval": 4, "eval_iters": 2}
+    trained = flags_of(corpus, save=tmp_path, train_iters=4, metrics_jsonl=tmp_path / "a.jsonl", **evaluated)
+    call_training(trained).succeeded()
+    alone = {"lr": None, "lr_warmup_iters": None, "skip_train": True, "eval_iters": 2, "train_iters": 4}
+    call_training(flags_of(corpus, load=tmp_path, metrics_jsonl=tmp_path / "b.jsonl", **alone)).succeeded()
+    wanted = [record["validation_loss"] for record in records(tmp_path / "a.jsonl") if "validation_loss" in record]
+    found = [record["validation_loss"] for record in records(tmp_path / "b.jsonl") if "validation_loss" in record]
+    # Training evaluated the first validation samples at iteration 4; the evaluation goes on behind them.
+    assert len(wanted) == len(found) == 1
+    assert abs(found[0] - wanted[0]) < 0.5
+
+
+def test_a_run_past_its_ramp_goes_on_where_the_small_batches_would_not_divide(corpus: Corpus, tmp_path: Path) -> None:
+    """Sizes that lie in the past need not fit the new micro-batch size."""
+    ramp: dict[str, FlagValue] = {"rampup_batch_size": (2, 2, 12), "override_opt_param_scheduler": True}
+    call_training(flags_of(corpus, save=tmp_path, exit_interval=5, train_iters=7, **ramp)).succeeded()
+    metrics = tmp_path / "metrics.jsonl"
+    call_training(
+        flags_of(corpus, load=tmp_path, train_iters=7, micro_batch_size=8, metrics_jsonl=metrics, **ramp)
+    ).succeeded()
+    assert [record["global_batch_size"] for record in iterations(metrics)] == [8, 8]
+
+
+def test_a_smaller_batch_after_a_resume_does_not_run_out_of_samples(corpus: Corpus, tmp_path: Path) -> None:
+    call_training(flags_of(corpus, save=tmp_path, exit_interval=4, global_batch_size=16)).succeeded()
+    metrics = tmp_path / "metrics.jsonl"
+    changes = {"global_batch_size": 4, "override_opt_param_scheduler": True}
+    call_training(flags_of(corpus, load=tmp_path, metrics_jsonl=metrics, **changes)).succeeded()
+    assert [record["consumed_samples"] for record in iterations(metrics)] == [68, 72, 76, 80]
+
+
+def test_the_learning_rate_of_a_ramp_ends_at_its_minimum(corpus: Corpus, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    changes: dict[str, FlagValue] = {"rampup_batch_size": (2, 2, 12), "lr_decay_style": "cosine", "min_lr": 1e-4, "train_iters": 20}
+    call_training(flags_of(corpus, metrics_jsonl=metrics, **changes)).succeeded()
+    assert iterations(metrics)[-1]["learning_rate"] < 3e-4
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, "bf16"), ("bf16", None)], ids=["fp32 to bf16", "bf16 to fp32"])
+def test_a_change_of_precision_keeps_the_wider_weights(
+    corpus: Corpus, tmp_path: Path, first: str | None, then: str | None
+) -> None:
+    """Going on in the other precision and back gives the losses of a run that never left fp32, nearly."""
+    straight, metrics = tmp_path / "straight.jsonl", tmp_path / "metrics.jsonl"
+    call_training(flags_of(corpus, metrics_jsonl=straight)).succeeded()
+    call_training(flags_of(corpus, save=tmp_path, exit_interval=4, **({first: True} if first else {}))).succeeded()
+    call_training(flags_of(corpus, load=tmp_path, metrics_jsonl=metrics, **({then: True} if then else {}))).succeeded()
+    assert_close(losses(metrics), losses(straight)[4:], 0.02)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    """Without the check such iterations are counted, and the weights stay as they were."""
+    metrics = tmp_path / "metrics.jsonl"
+    changes = {"lr": 1e30, "lr_warmup_iters": None, "check_for_nan_in_loss_and_grad": False, "clip_grad": 0}
+    call_training(flags_of(corpus, save=tmp_path, metrics_jsonl=metrics, **changes)).succeeded()
+    found = iterations(metrics)
+    assert sum(record["skipped"] for record in found) > 0
+    assert all(record["lm_loss"] is None or math.isfinite(record["lm_loss"]) for record in found)
+    assert latest_iteration(tmp_path) == 8
+
+
+def test_collecting_garbage_by_hand_ends_with_the_run(corpus: Corpus) -> None:
+    call_training(flags_of(corpus, manual_gc=True, manual_gc_interval=3, train_iters=3)).succeeded()
+    assert gc.isenabled()
