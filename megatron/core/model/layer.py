@@ -6,7 +6,6 @@ Activations are ``[s, b, h]``, or ``[s/tp, b, h]`` between the parallel regions 
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig
@@ -14,17 +13,13 @@ from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_a
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.swiglu import swiglu
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
 @dataclass(frozen=True)
-class BuildContext:
-    """What every module needs to be built: how it is shared, where it lives, which kernel attends."""
+class BuildContext(LayerContext):
+    """What a model is built in: that of its layers, and the kernel that attends."""
 
-    parallel: TensorParallel
-    dtype: torch.dtype
-    device: torch.device
     attention_kernel: AttentionKernel
 
 
@@ -64,19 +59,15 @@ class SelfAttention(nn.Module):
             f"{name}.linear_qkv",
             config.hidden_size,
             sections,
-            context.parallel,
-            init_std=config.init_method_std,
-            dtype=context.dtype,
-            device=context.device,
+            context,
+            config.init_method_std,
         )
         self.linear_proj = RowParallelLinear(
             f"{name}.linear_proj",
             config.query_size,
             config.hidden_size,
-            context.parallel,
-            init_std=residual_init_std(config),
-            dtype=context.dtype,
-            device=context.device,
+            context,
+            residual_init_std(config),
         )
 
     def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
@@ -95,19 +86,15 @@ class MLP(nn.Module):
             f"{name}.linear_fc1",
             config.hidden_size,
             (config.ffn_hidden_size, config.ffn_hidden_size),
-            context.parallel,
-            init_std=config.init_method_std,
-            dtype=context.dtype,
-            device=context.device,
+            context,
+            config.init_method_std,
         )
         self.linear_fc2 = RowParallelLinear(
             f"{name}.linear_fc2",
             config.ffn_hidden_size,
             config.hidden_size,
-            context.parallel,
-            init_std=residual_init_std(config),
-            dtype=context.dtype,
-            device=context.device,
+            context,
+            residual_init_std(config),
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -38,10 +38,8 @@ class LlamaModel(nn.Module):
             self.config.vocab_size,
             self.config.padded_vocab_size,
             self.config.hidden_size,
-            self.context.parallel,
-            init_std=self.config.init_method_std,
-            dtype=self.context.dtype,
-            device=self.context.device,
+            self.context,
+            self.config.init_method_std,
         )
 
     def rotary(self, length: int) -> Tensor:

@@ -5,6 +5,7 @@ goes straight to the gradient buffer (:mod:`megatron.core.gradient`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +79,15 @@ class _VocabParallelEmbedding(Function):
         return None, deliver_gradient(weight, dense), None, None
 
 
+@dataclass(frozen=True)
+class LayerContext:
+    """What a parallel layer is built in: the ranks that share it, and where its weights live in which format."""
+
+    parallel: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+
 class ColumnParallelLinear(nn.Module):
     """``y = x W^T`` with the outputs divided over the ranks: ``[s(/tp), b, in] -> [s, b, out/tp]``.
 
@@ -90,18 +100,15 @@ class ColumnParallelLinear(nn.Module):
         name: str,
         input_size: int,
         output_sections: Sequence[int],
-        parallel: TensorParallel,
-        *,
+        context: LayerContext,
         init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.parallel = parallel
+        self.parallel = parallel = context.parallel
         self.local_sections = [section // parallel.size for section in output_sections]
         layout = sharded_boxes(output_sections, (input_size,), parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = empty_parameter(info, dtype, device)
+        self.weight = empty_parameter(info, context.dtype, context.device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s(/tp), b, in] -> [s, b, out/tp]``."""
@@ -122,17 +129,14 @@ class RowParallelLinear(nn.Module):
         name: str,
         input_size: int,
         output_size: int,
-        parallel: TensorParallel,
-        *,
+        context: LayerContext,
         init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.parallel = parallel
+        self.parallel = parallel = context.parallel
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = empty_parameter(info, dtype, device)
+        self.weight = empty_parameter(info, context.dtype, context.device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s, b, in/tp] -> [s(/tp), b, out]``."""
@@ -152,17 +156,14 @@ class _VocabularyTable(nn.Module):
         vocab_size: int,
         padded_vocab_size: int,
         hidden_size: int,
-        parallel: TensorParallel,
-        *,
+        context: LayerContext,
         init_std: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.parallel = parallel
+        self.parallel = parallel = context.parallel
         layout = padded_rows_box(vocab_size, padded_vocab_size, hidden_size, parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = empty_parameter(info, dtype, device)
+        self.weight = empty_parameter(info, context.dtype, context.device)
         self.first_id = parallel.rank * info.local_shape[0]
 
 
