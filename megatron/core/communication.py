@@ -198,8 +198,3 @@ class Communicator:
         values = [value]
         dist.broadcast_object_list(values, self.ranks[source], group=self.process_group)
         return values[0]
-
-    def barrier(self) -> None:
-        """Wait for every rank of the group."""
-        if self.size > 1:
-            dist.barrier(group=self.process_group)

@@ -6,8 +6,6 @@ intermediate ``.grad``, and the first microbatch overwrites, so that buffers nee
 goes to autograd as usual.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 _ATTRIBUTE = "gradient_slot"
@@ -16,13 +14,11 @@ _ATTRIBUTE = "gradient_slot"
 class GradientSlot:
     """One parameter's place in a gradient buffer."""
 
-    def __init__(self, buffer: Tensor, on_delivery: Callable[[], None] | None = None) -> None:
+    def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
         """View of the gradient buffer with the parameter's local shape."""
         self.is_filled = False
         """Whether this step has delivered a gradient yet; if not, the buffer holds the last step's."""
-        self.on_delivery = on_delivery
-        """Called after every delivery; data parallelism starts communication from it."""
 
     def add(self, gradient: Tensor) -> None:
         """Accumulate ``gradient``."""
@@ -30,19 +26,14 @@ class GradientSlot:
             self.buffer.add_(gradient)
         else:
             self.buffer.copy_(gradient)
-        self._delivered()
+        self.is_filled = True
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Accumulate ``values`` ``[n, width]`` into the rows numbered ``rows`` ``[n]``."""
         if not self.is_filled:
             self.buffer.zero_()
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
-        self._delivered()
-
-    def _delivered(self) -> None:
         self.is_filled = True
-        if self.on_delivery is not None:
-            self.on_delivery()
 
     def complete(self) -> None:
         """End the step: a parameter that took no part has a zero gradient."""

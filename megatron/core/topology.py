@@ -122,11 +122,6 @@ class Topology:
         return self.communicator("dp")
 
     @property
-    def model_parallel(self) -> Communicator:
-        """Ranks that together hold one copy of the model."""
-        return self.communicator("tp", "pp")
-
-    @property
     def world(self) -> Communicator:
         """All ranks."""
         return self.communicator(*RANK_AXES)

@@ -117,15 +117,6 @@ def test_completing_zeroes_only_what_took_no_part_and_starts_a_new_step() -> Non
     assert torch.equal(used.buffer, torch.zeros(2))
 
 
-def test_every_delivery_is_announced_after_it_happened() -> None:
-    seen: list[float] = []
-    slot = GradientSlot(torch.zeros(1))
-    slot.on_delivery = lambda: seen.append(float(slot.buffer))
-    slot.add(torch.ones(1))
-    slot.add_rows(torch.tensor([0]), torch.ones(1))
-    assert seen == [1.0, 2.0]
-
-
 def test_an_fp32_slot_keeps_what_bf16_would_lose() -> None:
     """256 + 1 is 256 in bf16."""
     slot = GradientSlot(torch.zeros(1, dtype=torch.float32))

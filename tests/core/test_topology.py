@@ -169,7 +169,6 @@ def test_a_process_group_is_made_once_for_the_same_ranks(monkeypatch: pytest.Mon
     assert topology.tensor_parallel.rank == 1
     assert topology.data_parallel.ranks == (1, 3, 5, 7)
     assert topology.data_parallel.rank == topology.coordinates["dp"] == 2
-    assert topology.model_parallel.ranks == topology.tensor_parallel.ranks
     assert topology.world.ranks == tuple(range(8))
     assert topology.communicator().ranks == (5,)
 

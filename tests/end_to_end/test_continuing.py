@@ -60,7 +60,12 @@ def test_a_smaller_batch_after_a_resume_does_not_run_out_of_samples(corpus: Corp
 
 def test_the_learning_rate_of_a_ramp_ends_at_its_minimum(corpus: Corpus, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    changes: dict[str, FlagValue] = {"rampup_batch_size": (2, 2, 12), "lr_decay_style": "cosine", "min_lr": 1e-4, "train_iters": 20}
+    changes: dict[str, FlagValue] = {
+        "rampup_batch_size": (2, 2, 12),
+        "lr_decay_style": "cosine",
+        "min_lr": 1e-4,
+        "train_iters": 20,
+    }
     call_training(flags_of(corpus, metrics_jsonl=metrics, **changes)).succeeded()
     assert iterations(metrics)[-1]["learning_rate"] < 3e-4
 
