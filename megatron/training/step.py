@@ -49,12 +49,12 @@ def masked_loss(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tenso
 
 
 def accumulate_gradients(
-    model: nn.Module, microbatches: Iterable[Microbatch], scale: float, ranks: Communicator, device: torch.device
-) -> TokenLoss:
+    model: nn.Module, microbatches: Iterable[Microbatch], scale: float, device: torch.device
+) -> Tensor:
     """Forward and backward over ``microbatches``.
 
-    Adds the gradients of ``scale`` times the summed loss to the buffers; returns the loss over all
-    data-parallel ``ranks``.
+    Adds the gradients of ``scale`` times the summed loss to the buffers; returns this rank's sum of losses and
+    number of unmasked tokens, ``[2]`` in fp64.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for microbatch in microbatches:
@@ -63,7 +63,7 @@ def accumulate_gradients(
         sums += torch.stack((total.detach(), num_tokens)).double()
         # It holds the graph, and with it activations, which should not live into the next forward.
         del total
-    return _over_ranks(sums, ranks)
+    return sums
 
 
 @torch.no_grad()
@@ -74,12 +74,7 @@ def evaluate_batches(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for microbatch in microbatches:
         sums += torch.stack(masked_loss(model, to_device(microbatch, device))).double()
-    return _over_ranks(sums, ranks)
-
-
-def _over_ranks(sums: Tensor, ranks: Communicator) -> TokenLoss:
-    total, num_tokens = ranks.all_reduce(sums).tolist()
-    return TokenLoss(total, num_tokens)
+    return TokenLoss(*ranks.all_reduce(sums).tolist())
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
@@ -106,9 +101,12 @@ def train_step(
     good range until the number of unmasked ones is known. ``ranks`` are the data-parallel ranks.
     """
     with timers("forward-backward"):
-        loss = accumulate_gradients(model, microbatches, 1.0 / expected_tokens, ranks, device)
+        sums = accumulate_gradients(model, microbatches, 1.0 / expected_tokens, device)
     with timers("grads-reduce"):
+        # The loss is needed after the gradients only, so nobody waits for it in between.
+        pending_loss = ranks.start_all_reduce(sums)
         data_parallel.finish_gradients()
+        loss = TokenLoss(*pending_loss.wait().tolist())
     if not math.isfinite(loss.mean):
         return StepOutcome(loss.mean, math.nan, is_skipped=True, num_zeros=None)
     with timers("optimizer"):
