@@ -134,11 +134,15 @@ def grid_of(layout: Layout) -> RankGrid:
     return RankGrid(tp=layout.tp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
 
 
+def context(topology: Topology, layout: Layout) -> BuildContext:
+    """What a model of the layout is built in."""
+    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
+    return BuildContext(parallel, torch.float64, CPU, choose_attention_kernel("auto", CPU, torch.float64))
+
+
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[LlamaModel, DataParallel, RecordingOptimizer]:
     """Model, strategy and optimizer of one rank, in fp64."""
-    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
-    kernel = choose_attention_kernel("auto", CPU, torch.float64)
-    model = build_model(task.model, BuildContext(parallel, torch.float64, CPU, kernel), SEED)
+    model = build_model(task.model, context(topology, layout), SEED)
     data_parallel = wrap_data_parallel(model, torch.float64, topology)
     return model, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
 

@@ -4,13 +4,31 @@ Compared: the loss, the gradient norm, every parameter's gradient and the weight
 whose ranks and microbatches have very different numbers of unmasked tokens.
 """
 
+import math
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
 
 from megatron.config.optimizer import OptimizerConfig
-from tests.parallel.layout_run import MODEL, STEPS, TIED_MODEL, Layout, Task, Trace, assemble, train
+from megatron.core.model.llama import build_model
+from megatron.core.parameter import info_of
+from megatron.core.topology import single_process
+from tests.parallel.layout_run import (
+    BATCH,
+    MODEL,
+    SEED,
+    SEQUENCE,
+    STEPS,
+    TIED_MODEL,
+    Layout,
+    Task,
+    Trace,
+    assemble,
+    context,
+    microbatches,
+    train,
+)
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-9
@@ -29,8 +47,8 @@ def matrix() -> Iterator[tuple[Task, Layout]]:
         for dp in (1, 2):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
                 for shard_optimizer in (False, True):
-                    for microbatches in (1, 4):
-                        layout = Layout(tp, dp, sequence_parallel, shard_optimizer, microbatches=microbatches)
+                    for count in (1, 4):
+                        layout = Layout(tp, dp, sequence_parallel, shard_optimizer, microbatches=count)
                         yield ADAM_CLIPPED_HARD, layout
                         yield SGD_UNCLIPPED, layout
     for task in (ADAM, ADAM_UNCLIPPED, SGD, TIED):
@@ -70,6 +88,32 @@ def test_layout_equals_one_process(eight_ranks: RankPool, task: Task, layout: La
             for name, tensor in wanted.items():
                 error = (found[name] - tensor).abs().max() / tensor.abs().max()
                 assert error < TOLERANCE, f"{kind} of {name} after step {step + 1}: off by {error:.1e}"
+
+
+def test_one_process_has_the_gradient_of_the_mean_over_unmasked_tokens() -> None:
+    """Independent of step, buffers and optimizer: what all layouts agree on must also be right."""
+    trace = one_process(SGD_UNCLIPPED)
+    model = build_model(MODEL, context(single_process(), Layout()), SEED)
+    (batch,) = microbatches(0, Layout(), 0)
+    losses = model(batch["tokens"], batch["labels"])[batch["loss_mask"] > 0]
+    losses.mean().backward()
+    assert 0 < len(losses) < BATCH * SEQUENCE
+    assert trace.losses[0] == pytest.approx(losses.mean().item(), rel=TOLERANCE)
+    gradients, weights = assemble(trace.gradients[0]), assemble(trace.weights[0])
+    squares = 0.0
+    for parameter in model.parameters():
+        info, gradient = info_of(parameter), parameter.grad
+        assert gradient is not None
+        rows = info.global_shape[0]
+        wanted = gradient[:rows]
+        assert (gradients[info.name] - wanted).abs().max() < TOLERANCE * wanted.abs().max(), info.name
+        # The first step of SGD is the gradient itself; momentum has nothing to remember yet.
+        updated = parameter.detach()[:rows] - SGD_UNCLIPPED.learning_rate * wanted
+        decay = SGD_UNCLIPPED.optimizer.weight_decay if info.weight_decay else 0.0
+        updated -= SGD_UNCLIPPED.learning_rate * decay * parameter.detach()[:rows]
+        assert (weights[info.name] - updated).abs().max() < TOLERANCE, info.name
+        squares += float(wanted.square().sum())
+    assert trace.grad_norms[0] == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
 
 
 def test_the_run_trains_and_clips() -> None:
