@@ -47,7 +47,7 @@ class Metrics(Listener):
         seconds = sum(result.seconds for result in results)
         tokens = sum(result.global_batch_size for result in results) * trainer.seq_length
         tokens_per_s = tokens / seconds / trainer.topology.grid.world_size
-        timers = trainer.topology.world.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
+        timers = self._timers_of_all_ranks(trainer, len(results))
         return IterationRecord(
             iteration=progress.iteration,
             train_iters=self.train_iters,
@@ -70,6 +70,12 @@ class Metrics(Listener):
             timers=combine(timers, self.config.timing_log_option),
             timer_report=format_timer_report(timers, self.config.timing_log_option),
         )
+
+    def _timers_of_all_ranks(self, trainer: Trainer, iterations: int) -> list[dict[str, float]]:
+        # Without timers there is nothing to gather, and a collective of objects is slow.
+        if self.config.timing_log_level == 0:
+            return []
+        return trainer.topology.world.all_gather_object(trainer.timers.elapsed(iterations=iterations))
 
 
 @dataclass
