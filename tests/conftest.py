@@ -15,7 +15,7 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Eight gloo ranks for a module; costly on two cores."""
-    with RankPool(8, tmp_path_factory.mktemp("ranks")) as pool:
+def sixteen_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Up to sixteen gloo ranks for a module; costly on two cores."""
+    with RankPool(16, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool

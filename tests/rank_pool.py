@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,24 @@ START_TIMEOUT = 120.0
 
 
 class RankPool:
-    """``size`` processes, joined by gloo in worlds of up to ``size`` ranks. Close it, or use ``with``."""
+    """Up to ``size`` processes, joined by gloo in worlds; each starts when it is first needed.
+
+    Close it, or use ``with``.
+    """
 
     def __init__(self, size: int, directory: Path) -> None:
-        context = mp.get_context("spawn")
         self.size = size
         self._directory = directory
         self._world_size = 0
         self._generation = 0
         self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
+        self._processes: list[BaseProcess] = []
+
+    def _start(self, count: int) -> None:
+        """Have at least ``count`` processes."""
+        assert count <= self.size, (count, self.size)
+        context = mp.get_context("spawn")
+        for rank in range(len(self._processes), count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
             process.start()
@@ -43,6 +51,7 @@ class RankPool:
         ends the pool.
         """
         world_size = world_size or self.size
+        self._start(world_size)
         if world_size != self._world_size:
             self._world_size = world_size
             self._generation += 1

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,12 +37,15 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.stages import split_evenly
 from megatron.core.data_parallel.strategy import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
+from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.training.launch import Process, prepare_cpu
@@ -87,7 +91,8 @@ class Contender:
     build: Callable[[int, int], Callable[[], None]]
     """Makes the step from the micro-batch size and the rank."""
     micro_batch_size: int = 4
-    """The fastest of 2, 4, 8 and 16 here: small ones stay in the cache, large ones mean fewer collectives."""
+    """The fastest of 2, 4, 8 and 16 here: small ones stay in the cache, large ones mean fewer collectives. Pipelines
+    have four microbatches to fill them."""
 
 
 def samples() -> Tensor:
@@ -96,15 +101,22 @@ def samples() -> Tensor:
 
 
 def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
-    """A step of this codebase in a layout: ``tp``, ``dp``, ``sequence_parallel``, ``shard_optimizer``."""
+    """A step of this codebase in a layout: ``tp``, ``dp``, ``pp``, ``schedule``, ``chunks``,
+    ``sequence_parallel``, ``shard_optimizer``."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
-        tp, dp = layout.get("tp", 1), layout.get("dp", 1)
-        grid = RankGrid(tp=tp, dp=dp, dp_replicas=1 if layout.get("shard_optimizer") else dp)
-        topology = Topology(grid, rank, CPU)
+        tp, dp, pp = layout.get("tp", 1), layout.get("dp", 1), layout.get("pp", 1)
+        topology = Topology(
+            RankGrid(tp=tp, pp=pp, dp=dp, dp_replicas=1 if layout.get("shard_optimizer") else dp), rank, CPU
+        )
         parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
         kernel = choose_attention_kernel("auto", CPU, torch.float32)
-        model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
+        schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
+        placement = schedule(1).placement
+        stages = split_evenly(MODEL.num_layers, pp, placement.num_chunks)
+        chunks = stage_chunks(stages, placement, topology.pipeline_parallel.rank)
+        model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1, virtual_stages=chunks)
+        executor = build_executor(model, topology, schedule, LENGTH, micro_batch_size)
         data_parallel = wrap_data_parallel(model, torch.float32, topology)
         optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
         mine = samples().view(-1, dp, micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
@@ -114,14 +126,14 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
 
         def step() -> None:
             train_step(
-                model,
+                executor,
                 data_parallel,
                 optimizer,
                 iter(microbatches),
+                num_microbatches=len(microbatches),
                 expected_tokens=BATCH * LENGTH,
                 learning_rate=1e-4,
-                ranks=topology.data_parallel,
-                device=CPU,
+                ranks=topology.loss_ranks,
                 timers=Timers(0),
             )
 
@@ -201,6 +213,9 @@ CONTENDERS = (
     Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, shard_optimizer=True)),
     Contender("TP2", 2, ours(tp=2), 16),
     Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
+    Contender("PP2 1f1b", 2, ours(pp=2)),
+    Contender("PP2 interleaved", 2, ours(pp=2, schedule="interleaved", chunks=3)),
+    Contender("PP2 zb-h1", 2, ours(pp=2, schedule="zb-h1")),
 )
 
 

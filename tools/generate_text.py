@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Continue a text with a trained model: architecture and tokenizer come from the checkpoint.
 
-Alone, or with tensor parallelism under torchrun --nproc-per-node N.
+Alone, or with tensor and pipeline parallelism under torchrun --nproc-per-node N.
 """
 
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron.core.model.llama import LlamaModel
+    from megatron.core.pipeline_parallel.executor import PipelineExecutor
     from megatron.core.topology import Topology
     from megatron.data.tokenizers import Tokenizer
 
@@ -48,6 +50,8 @@ class GenerateConfig:
     """Seed of the draw."""
     tokenizer_model: str | None = None
     """Tokenizer file, where it is no longer at the place that the checkpoint remembers."""
+    pipeline_model_parallel_size: int = 1
+    """Processes that share the layers in stages; each stage's layers are divided over the processes left."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
@@ -56,6 +60,8 @@ class GenerateConfig:
                 "--temperature and --top-k must not be negative, --top-p must be above 0 and at most 1, and "
                 "--max-new-tokens at least 1."
             )
+        if self.pipeline_model_parallel_size < 1:
+            raise ConfigError("--pipeline-model-parallel-size must be at least 1.")
 
 
 def sample_next(logits: "Tensor", config: GenerateConfig, generator: "torch.Generator") -> int:
@@ -82,20 +88,28 @@ def generate(config: GenerateConfig) -> Iterator[str]:
     device = choose_device("auto", process)
     if device.type == "cpu":
         prepare_cpu(process)
-    parallel = ParallelConfig(tensor_model_parallel_size=process.world_size)
+    stages = config.pipeline_model_parallel_size
+    if process.world_size % stages:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {stages} does not divide {process.world_size} processes: start a multiple."
+        )
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=process.world_size // stages, pipeline_model_parallel_size=stages
+    )
     with joined(parallel, process, device) as topology:
         model, tokenizer = load_model(config, topology)
-        yield from continue_text(config, model, tokenizer)
+        yield from continue_text(config, model, tokenizer, topology)
 
 
 def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaModel, Tokenizer]":
-    """The model of the checkpoint, divided over all ranks, and its tokenizer."""
+    """This rank's part of the checkpoint's model, which all ranks share, and its tokenizer."""
     import torch
 
     from megatron.checkpoint.checkpointing import load_checkpoint, read_state
     from megatron.checkpoint.directory import find_checkpoint
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import LlamaConfig
+    from megatron.config.stages import split_nearly_evenly
     from megatron.core.model.layer import BuildContext
     from megatron.core.model.llama import LlamaModel
     from megatron.core.ops.attention import choose_attention_kernel
@@ -111,18 +125,19 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     state = read_state(root, iteration)
     moved = {"tokenizer_model": config.tokenizer_model} if config.tokenizer_model else {}
     tokenizer = build_tokenizer(TokenizerConfig(**(state["flags"]["tokenizer"] | moved)))
-    ranks = topology.world.size
+    ranks, stages = topology.tensor_parallel.size, topology.pipeline_parallel.size
     architecture = LlamaConfig(**state["architecture"])
     if any(size % ranks for size in (architecture.num_query_groups, architecture.ffn_hidden_size)):
         raise ConfigError(
             f"{ranks} processes cannot divide {architecture.num_query_groups} key-value heads and an MLP of width "
-            f"{architecture.ffn_hidden_size}: start a divisor of both."
+            f"{architecture.ffn_hidden_size}: start a divisor of both, times --pipeline-model-parallel-size."
         )
     architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
     dtype = torch.bfloat16 if state["flags"]["precision"]["bf16"] else torch.float32
     kernel = choose_attention_kernel("auto", topology.device, dtype)
     context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, kernel)
-    model = LlamaModel(architecture, context)
+    virtual_stages = split_nearly_evenly(architecture.num_layers, stages)
+    model = LlamaModel(architecture, context, [virtual_stages[topology.pipeline_parallel.rank]])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
@@ -130,19 +145,26 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     return model, tokenizer
 
 
-def continue_text(config: GenerateConfig, model: "LlamaModel", tokenizer: "Tokenizer") -> Iterator[str]:
+def continue_text(
+    config: GenerateConfig, model: "LlamaModel", tokenizer: "Tokenizer", topology: "Topology"
+) -> Iterator[str]:
     """Add token after token; every step computes the whole text again, which short texts can afford."""
     import torch
 
+    from megatron.core.model.pipeline import build_executor
+    from megatron.core.pipeline_parallel.schedules import build_schedule
+
+    schedule = partial(build_schedule, "1f1b", topology.pipeline_parallel.size)
+    executor = build_executor(model, topology, schedule, seq_length=1, micro_batch_size=1)
     generator = torch.Generator().manual_seed(config.seed)
     ids = tokenizer.tokenize(config.prompt) or [tokenizer.eod if tokenizer.bos is None else tokenizer.bos]
     shown = ""
     for _ in range(config.max_new_tokens):
-        with torch.no_grad():
-            window = torch.tensor([ids[-model.config.max_position_embeddings :]], device=model.context.device)
-            local = model.logits(window)[-1, 0].float().contiguous()
-        logits = model.context.parallel.communicator.all_gather(local).cpu()[: model.config.vocab_size]
-        ids.append(sample_next(logits, config, generator))
+        logits = next_logits(model, executor, ids[-model.config.max_position_embeddings :])
+        drawn = torch.tensor(0 if logits is None else sample_next(logits, config, generator))
+        # The last stage alone has logits.
+        last = topology.pipeline_parallel.size - 1
+        ids.append(int(topology.pipeline_parallel.broadcast(drawn.to(topology.device), source=last)))
         if ids[-1] == tokenizer.eod:
             break
         text = tokenizer.detokenize(ids)
@@ -151,6 +173,20 @@ def continue_text(config: GenerateConfig, model: "LlamaModel", tokenizer: "Token
             yield text[len(shown) :]
             shown = text
     yield "\n"
+
+
+def next_logits(model: "LlamaModel", executor: "PipelineExecutor", ids: list[int]) -> "Tensor | None":
+    """Logits ``[vocabulary]`` of the token after ``ids``, on the last stage."""
+    import torch
+
+    from megatron.core.model.pipeline import activation_format
+
+    tokens = torch.tensor([ids], device=model.context.device)
+    logits = executor.logits(tokens, activation_format(model, len(ids), 1))
+    if logits is None:
+        return None
+    whole = model.context.parallel.communicator.all_gather(logits[-1, 0].float().contiguous())
+    return whole.cpu()[: model.config.vocab_size]
 
 
 def main() -> int:

@@ -40,13 +40,23 @@ class LoggingConfig:
     peak_tflops: float | None = None
     """Dense peak of one device in TFLOP/s for MFU (default: known for the GPU; on CPU a short matrix product
     is measured)."""
+    profile_pipeline: str | None = None
+    """File for a measured timeline of the pipeline (Chrome trace JSON, for Perfetto and
+    tools/pipeline_schedule.py --measured)."""
+    profile_pipeline_iteration: int = 5
+    """Iteration that --profile-pipeline records."""
     progress_bar: bool | None = None
     """Progress bar on the terminal (default: only when a person is watching, that is, on a terminal)."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(
-            1, {"--log-interval": self.log_interval, "--tensorboard-log-interval": self.tensorboard_log_interval}
+            1,
+            {
+                "--log-interval": self.log_interval,
+                "--tensorboard-log-interval": self.tensorboard_log_interval,
+                "--profile-pipeline-iteration": self.profile_pipeline_iteration,
+            },
         )
         require_positive({"--peak-tflops": self.peak_tflops})
         wandb_flags = {

@@ -21,7 +21,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Also split the activations between the tensor-parallel regions, along the sequence."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers in stages; 1 for now."""
+    """Ranks that share the layers, each holding some of them; see the pipeline flags."""
     context_parallel_size: int = 1
     """Ranks that share a sequence; 1 for now."""
     expert_model_parallel_size: int = 1
@@ -35,6 +35,12 @@ class ParallelConfig:
     """The usual spelling of --data-parallel-sharding-strategy optim."""
     num_distributed_optimizer_instances: int = 1
     """Shard inside groups of data-parallel size / this many neighbouring ranks, replicate across the groups."""
+    overlap_grad_reduce: bool = False
+    """Start reducing a bucket of gradients over the data-parallel ranks as soon as its last gradient is there, while
+    the backward pass goes on."""
+    ddp_bucket_size: int | None = None
+    """Elements of a bucket of gradients (default: all in one; with --overlap-grad-reduce 40 million, or 1 million x
+    data-parallel size where that is more). Without --overlap-grad-reduce buckets are reduced one after the other."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, else gloo)."""
     distributed_timeout_minutes: float = 10.0
@@ -46,6 +52,13 @@ class ParallelConfig:
         if self.data_parallel_sharding_strategy is not None:
             return self.data_parallel_sharding_strategy
         return "optim" if self.use_distributed_optimizer else "no_shard"
+
+    def bucket_size(self, data_parallel_size: int) -> int | None:
+        """Elements of a bucket of gradients; None for all in one."""
+        if self.ddp_bucket_size is not None or not self.overlap_grad_reduce:
+            return self.ddp_bucket_size
+        # More ranks cut a bucket into smaller messages, which are then bound by latency.
+        return max(40_000_000, 1_000_000 * data_parallel_size)
 
     @property
     def model_parallel_size(self) -> int:
@@ -73,7 +86,7 @@ class ParallelConfig:
             "--expert-model-parallel-size": self.expert_model_parallel_size,
             "--num-distributed-optimizer-instances": self.num_distributed_optimizer_instances,
         }
-        require_at_least(1, sizes)
+        require_at_least(1, sizes | {"--ddp-bucket-size": self.ddp_bucket_size})
         require_positive({"--distributed-timeout-minutes": self.distributed_timeout_minutes})
         if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
             raise ConfigError(
@@ -81,8 +94,8 @@ class ParallelConfig:
                 f"{'-'.join(RANK_AXES)}."
             )
         for flag, size in sizes.items():
-            if flag.split("-")[2] in ("pipeline", "context", "expert") and size > 1:
-                raise ConfigError(f"{flag} {size} is not supported yet: use tensor and data parallelism.")
+            if flag.split("-")[2] in ("context", "expert") and size > 1:
+                raise ConfigError(f"{flag} {size} is not supported yet: use tensor, pipeline and data parallelism.")
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             raise ConfigError(
                 "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: remove one."

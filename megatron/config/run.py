@@ -10,6 +10,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import PipelineConfig
 from megatron.config.training import TrainingConfig, ValidationConfig
 
 
@@ -21,6 +22,8 @@ class RunConfig:
     """Model architecture."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallel layout."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Pipeline."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training loop."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -48,6 +51,7 @@ class RunConfig:
         for group in (
             self.model,
             self.parallel,
+            self.pipeline,
             self.training,
             self.optimizer,
             self.learning_rate,
@@ -120,6 +124,11 @@ def _check_tensor_parallel(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_pipeline(run: RunConfig, world_size: int) -> None:
+    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    run.pipeline.check_stages(model.num_layers, run.parallel.pipeline_model_parallel_size)
+
+
 def _check_data_parallel(run: RunConfig, world_size: int) -> None:
     data_parallel = run.data_parallel_size(world_size)
     instances = run.parallel.num_distributed_optimizer_instances
@@ -154,10 +163,21 @@ def _check_length(run: RunConfig, world_size: int) -> None:
             raise ConfigError(f"{flag} does not go with {length}: use {flag.rsplit('-', 1)[0]}-{unit}.")
 
 
+def _check_profile(run: RunConfig, world_size: int) -> None:
+    iteration, length = run.logging.profile_pipeline_iteration, run.training.train_iters
+    if run.logging.profile_pipeline is not None and length is not None and length < iteration:
+        raise ConfigError(
+            f"--profile-pipeline records iteration {iteration}, which --train-iters {length} does not reach: lower "
+            "--profile-pipeline-iteration, or train longer."
+        )
+
+
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
     _check_tensor_parallel,
+    _check_pipeline,
     _check_data_parallel,
     _check_length,
+    _check_profile,
 )

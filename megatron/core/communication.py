@@ -42,6 +42,11 @@ class Pending:
         self._works = works
         self._finish = finish
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> Tensor:
         """Block (or make the current stream wait) until the result is there, and return it."""
         for work in self._works:
@@ -52,15 +57,24 @@ class Pending:
 class Communicator:
     """Collectives among ``ranks``; ``rank`` is this process's global rank.
 
-    ``twin`` is a communicator of the same ranks whose process group this one shares.
+    ``twin`` is a communicator of the same ranks whose process group this one shares; an ``exclusive`` one shares its
+    group with nobody, so that its messages keep an order of their own.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, name: str = "", twin: "Communicator | None" = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        name: str = "",
+        twin: "Communicator | None" = None,
+        exclusive: bool = False,
+    ) -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
         self.name = name
         self._twin = twin
+        self._exclusive = exclusive
         assert twin is None or twin.ranks == self.ranks, (twin, ranks)
         self.observer: Observer | None = None
 
@@ -74,7 +88,7 @@ class Communicator:
         if self._twin is not None:
             return self._twin.process_group
         assert dist.is_initialized(), "a communicator of several ranks needs torch.distributed"
-        if self.ranks == tuple(range(dist.get_world_size())):
+        if self.ranks == tuple(range(dist.get_world_size())) and not self._exclusive:
             return dist.group.WORLD
         return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name)
 
@@ -175,6 +189,18 @@ class Communicator:
             return output.copy_(total)
 
         return Pending(works, add_up)
+
+    def start_send(self, tensor: Tensor, target: int) -> Pending:
+        """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
+        self._record("send", tensor)
+        work = dist.isend(tensor, self.ranks[target], self.process_group)
+        return Pending((work,), lambda: tensor)
+
+    def start_receive(self, tensor: Tensor, source: int) -> Pending:
+        """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""
+        self._record("receive", tensor)
+        work = dist.irecv(tensor, self.ranks[source], self.process_group)
+        return Pending((work,), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy ``tensor`` of the group's rank ``source`` to all, in place."""

@@ -3,8 +3,12 @@
 Every operation that owns a parameter hands its gradient to :func:`deliver_gradient`. With a
 :class:`GradientSlot` on the parameter the gradient is accumulated in the buffer's precision, without an
 intermediate ``.grad``, and the first microbatch overwrites, so that buffers need no zeroing; without a slot it
-goes to autograd as usual.
+goes to autograd as usual. A :class:`WeightGradientQueue` holds back the products of linear layers, for pipeline
+schedules that compute weight gradients later.
 """
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -19,6 +23,8 @@ class GradientSlot:
         """View of the gradient buffer with the parameter's local shape."""
         self.is_filled = False
         """Whether this step has delivered a gradient yet; if not, the buffer holds the last step's."""
+        self.on_delivery: Callable[[], None] | None = None
+        """Called after every delivery, if set."""
 
     def add(self, gradient: Tensor) -> None:
         """Accumulate ``gradient``."""
@@ -26,14 +32,19 @@ class GradientSlot:
             self.buffer.add_(gradient)
         else:
             self.buffer.copy_(gradient)
-        self.is_filled = True
+        self._delivered()
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Accumulate ``values`` ``[n, width]`` into the rows numbered ``rows`` ``[n]``."""
         if not self.is_filled:
             self.buffer.zero_()
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
+        self._delivered()
+
+    def _delivered(self) -> None:
         self.is_filled = True
+        if self.on_delivery is not None:
+            self.on_delivery()
 
     def complete(self) -> None:
         """End the step: a parameter that took no part has a zero gradient."""
@@ -63,3 +74,36 @@ def deliver_gradient(parameter: Tensor, gradient: Tensor) -> Tensor | None:
         return gradient.to(parameter.dtype)
     slot.add(gradient)
     return None
+
+
+class WeightGradientQueue:
+    """Computes the weight gradients of linear layers at once, or holds them back while :meth:`hold` is open.
+
+    A product that is held back keeps the layer's input and output gradient alive until it runs.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Callable[[], None]] | None = None
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether products wait."""
+        return self._held is not None
+
+    @contextmanager
+    def hold(self) -> Iterator[list[Callable[[], None]]]:
+        """Collect the products of a backward pass in the list that it yields; whoever holds it must run them all."""
+        held = self._held = []
+        try:
+            yield held
+        finally:
+            self._held = None
+
+    def deliver(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
+        """Deliver the gradient that ``product`` computes, now or later, as :func:`deliver_gradient` does."""
+        if self._held is None:
+            return deliver_gradient(parameter, product())
+        slot = slot_of(parameter)
+        assert slot is not None, "weight gradients can wait only for a gradient buffer"
+        self._held.append(lambda: slot.add(product()))
+        return None

@@ -7,9 +7,12 @@ from the parameter instead of keeping lists of names.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+TiedEnd = Literal["embedding", "head"]
 
 _ATTRIBUTE = "parameter_info"
 
@@ -49,6 +52,11 @@ class ParameterInfo:
     gradient_is_partial: bool = False
     """True: each tensor-parallel rank sees only its part of the sequence (sequence parallelism), so the
     gradients must be summed over the tensor-parallel group."""
+    uses: int = 1
+    """How often a microbatch's forward pass uses it, and its backward pass delivers a gradient."""
+    tied_end: TiedEnd | None = None
+    """Set where the first and the last stage each hold this weight, tied: the end of the model that this copy serves.
+    Their gradients must be summed; the embedding's copy is the one that is counted and saved."""
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:

@@ -101,6 +101,7 @@ class Topology:
         self.device = device
         self.coordinates = grid.coordinates(rank)
         self._communicators: dict[tuple[str, ...], Communicator] = {}
+        self._channels: dict[tuple[str, bool], Communicator] = {}
 
     def communicator(self, *axes: str) -> Communicator:
         """The communicator along ``axes`` that this rank belongs to; its process group is made on first use."""
@@ -110,6 +111,30 @@ class Topology:
             twin = next((other for other in self._communicators.values() if other.ranks == ranks), None)
             self._communicators[axes] = Communicator(ranks, self.rank, "x".join(axes), twin)
         return self._communicators[axes]
+
+    def pipeline_channel(self, kind: str, source: int, target: int) -> Communicator:
+        """The communicator for messages of one ``kind`` from stage ``source`` to stage ``target``.
+
+        Messages of different kinds, or in different directions, must not wait for each other: NCCL carries what two
+        ranks send each other in one process group strictly in order. Hence a group of its own for each; all ranks of
+        the pipeline must first use them in the same order.
+        """
+        key = kind, source < target
+        if key not in self._channels:
+            name = f"pp {kind} {'down' if source < target else 'up'}"
+            ranks = self.grid.group(self.rank, ("pp",))
+            self._channels[key] = Communicator(ranks, self.rank, name, exclusive=True)
+        return self._channels[key]
+
+    @property
+    def pipeline_parallel(self) -> Communicator:
+        """Ranks that hold the stages of one copy of the model."""
+        return self.communicator("pp")
+
+    @property
+    def loss_ranks(self) -> Communicator:
+        """Ranks whose losses add up: the stages, of which the last has the loss, of all copies of the model."""
+        return self.communicator("pp", "dp")
 
     @property
     def tensor_parallel(self) -> Communicator:

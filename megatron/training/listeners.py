@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 import torch
@@ -103,11 +104,11 @@ class Evaluation(Listener):
         source = self.validation if split == "validation" else self.test
         if source is None:
             return
-        count = self.batches * self.microbatches_per_batch
-        microbatches = (next_microbatch(source, trainer.topology.rank) for _ in range(count))
+        microbatches = (next_microbatch(source, trainer.topology.rank) for _ in count())
         with trainer.timers("evaluation"):
-            topology = trainer.topology
-            loss = evaluate_batches(trainer.state.model, microbatches, topology.data_parallel, topology.device)
+            loss = evaluate_batches(
+                trainer.executor, microbatches, self.batches, self.microbatches_per_batch, trainer.topology.loss_ranks
+            )
         progress = trainer.state.progress
         record = EvaluationRecord(
             iteration=progress.iteration, consumed_samples=progress.consumed_samples, split=split, loss=loss.mean

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,14 @@ from megatron.config.run import RunConfig
 from megatron.core.data_parallel.strategy import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
-from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_schedule
+from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.schedule import Schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.precision import gradient_dtype, weight_dtype
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import Topology
@@ -28,6 +34,7 @@ from megatron.training.flops import model_flops_per_token, resolve_peak
 from megatron.training.launch import on_first_rank, together
 from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
 from megatron.training.metrics import MetricsWriter
+from megatron.training.pipeline_profile import PipelineProfile, check_trace_path
 from megatron.training.state import Progress, RunState, SavedRun, find_saved_run, seed_random
 from megatron.training.stop import SignalWatch, StopConditions
 from megatron.training.timers import Timers
@@ -46,6 +53,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     started = time.monotonic()
     on_first_rank(topology.world, lambda: check_wandb_credentials(config.logging))
     on_first_rank(topology.world, lambda: check_save_directory(config.checkpoint))
+    on_first_rank(topology.world, lambda: check_trace_path(config.logging.profile_pipeline))
     seed_random(config.training.seed)
     vocabulary = together(topology.world, lambda: load_vocabulary(config))
     saved = find_saved_run(config.checkpoint, topology.world)
@@ -53,7 +61,14 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
     model = build_parallel_model(config, topology, vocabulary)
-    data_parallel = wrap_data_parallel(model, gradient_dtype(config.precision), topology)
+    executor = build_pipeline(config, topology, model)
+    data_parallel = wrap_data_parallel(
+        model,
+        gradient_dtype(config.precision),
+        topology,
+        config.parallel.bucket_size(topology.grid.dp),
+        config.parallel.overlap_grad_reduce,
+    )
     state = RunState(
         model=model,
         optimizer=Optimizer(config.optimizer, data_parallel, topology),
@@ -71,6 +86,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     return Trainer(
         topology=topology,
         state=state,
+        executor=executor,
         data_parallel=data_parallel,
         batches=batches,
         data=data,
@@ -138,7 +154,34 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     dtype = weight_dtype(config.precision)
     kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype)
     context = BuildContext(parallel, dtype, topology.device, kernel)
-    return build_model(architecture, context, config.training.seed)
+    stages = topology.grid.pp
+    virtual_stages = config.pipeline.virtual_stages(architecture.num_layers, stages)
+    placement = pipeline_schedule(config, architecture.num_layers, stages)(1).placement
+    mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
+    return build_model(architecture, context, config.training.seed, mine)
+
+
+def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
+    """Makes the schedule of a number of microbatches."""
+    return partial(
+        build_schedule,
+        config.pipeline.schedule(num_layers, num_stages),
+        num_stages,
+        num_chunks=config.pipeline.num_chunks(num_layers, num_stages),
+        microbatch_group_size=config.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+
+
+def build_pipeline(config: RunConfig, topology: Topology, model: LlamaModel) -> PipelineExecutor:
+    """What runs this rank's part of the model; with one stage, too."""
+    return build_executor(
+        model,
+        topology,
+        pipeline_schedule(config, model.config.num_layers, topology.grid.pp),
+        config.seq_length,
+        config.micro_batch_size,
+        config.pipeline.overlap_p2p_communication,
+    )
 
 
 def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSchedule) -> LearningRateSchedule:
@@ -148,7 +191,7 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
         if config.learning_rate.lr is not None
         else dataclasses.replace(config.learning_rate, lr=0.0)
     )
-    return build_schedule(
+    return build_learning_rate_schedule(
         rates,
         train_iters=None if config.training.train_samples is not None else train_iters,
         train_samples=config.training.train_samples,
@@ -221,6 +264,10 @@ def build_listeners(
     if config.training.manual_gc:
         intervals = config.training.manual_gc_interval, config.validation.eval_interval, config.checkpoint.save_interval
         listeners.append(GarbageCollection(*intervals))
+    if config.logging.profile_pipeline is not None:
+        listeners.append(
+            PipelineProfile(config.logging.profile_pipeline, config.logging.profile_pipeline_iteration, say)
+        )
     return listeners
 
 
@@ -241,6 +288,7 @@ def describe_run(
 ) -> None:
     """A few lines on what is about to run, once."""
     grid, model = topology.grid, state.model
+    num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
     strategy = config.parallel.sharding_strategy
     sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
     say(
@@ -249,11 +297,28 @@ def describe_run(
     )
     say(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
-        f"data {grid.dp} ({strategy}), {precision_name(config)}, attention: {model.context.attention_kernel.name}"
+        f"pipeline {grid.pp} x data {grid.dp} ({strategy}), {precision_name(config)}, "
+        f"attention: {model.context.attention_kernel.name}"
     )
+    describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
     if config.parallel.sequence_parallel and grid.tp == 1:
         say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
     say(
         f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
-        f"{batches.num_microbatches(state.progress.consumed_samples)} microbatches per rank"
+        f"{num_microbatches} microbatches per rank"
+    )
+
+
+def describe_pipeline(config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, say: Say) -> None:
+    """A line on the stages and what the schedule costs, if there are several."""
+    if num_stages == 1:
+        if config.pipeline.pipeline_schedule is not None:
+            say("--pipeline-schedule has nothing to order with --pipeline-model-parallel-size 1")
+        return
+    schedule = pipeline_schedule(config, num_layers, num_stages)(num_microbatches)
+    layers = [len(virtual_stage.layers) for virtual_stage in config.pipeline.virtual_stages(num_layers, num_stages)]
+    timeline = simulate(schedule, Durations.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    say(
+        f"pipeline: {schedule.name}, {num_stages} stages of {schedule.placement.num_chunks} chunks with "
+        f"{'-'.join(map(str, layers))} layers, idle {timeline.bubble_fraction:.1%} of the time if F = B = W"
     )

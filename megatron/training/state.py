@@ -36,17 +36,26 @@ class Progress:
     skipped_samples: int = 0
 
 
-def model_tensors(model: LlamaModel) -> dict[str, Tensor]:
-    """The weights by global name."""
+def model_tensors(model: LlamaModel, with_copies: bool = True) -> dict[str, Tensor]:
+    """The weights by global name; ``with_copies``, also the head's copy of a tied weight, which is loaded but not
+    saved."""
     parameters = [(info_of(parameter), parameter.detach()) for parameter in model.parameters()]
-    return {f"model/{info.name}": BoxedTensor.from_parameter(info, tensor) for info, tensor in parameters}
+    return {
+        f"model/{info.name}": BoxedTensor.from_parameter(info, tensor)
+        for info, tensor in parameters
+        if with_copies or info.tied_end != "head"
+    }
 
 
-def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Master weights and moments by global name; a rank names only what it has a part of."""
+def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[str, Tensor]:
+    """Master weights and moments by global name; a rank names only what it has a part of.
+
+    ``with_copies`` as in :func:`model_tensors`.
+    """
     return {
         f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(state.info, state.tensor, state.start)
         for state in optimizer.state()
+        if with_copies or state.info.tied_end != "head"
     }
 
 
@@ -131,9 +140,9 @@ class RunState:
     def save(self, config: CheckpointConfig) -> Path:
         """Save under ``--save``; all ranks call it."""
         assert config.save is not None
-        tensors = model_tensors(self.model)
+        tensors = model_tensors(self.model, with_copies=False)
         if config.save_optim:
-            tensors |= optimizer_tensors(self.optimizer)
+            tensors |= optimizer_tensors(self.optimizer, with_copies=False)
         if config.save_rng:
             tensors |= random_tensors(self.rank, self.device)
         state = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.errors import DataError, RankError, UserError
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.topology import Topology
 from megatron.data.loader import Microbatch
 from megatron.training.batch_schedule import BatchSchedule
@@ -30,6 +31,9 @@ class IterationResult:
 class Listener:
     """Reacts to events; every method is called on all ranks."""
 
+    def on_start(self, trainer: "Trainer") -> None:
+        """Before the first iteration."""
+
     def on_iteration(self, trainer: "Trainer", result: IterationResult) -> None:
         """After an iteration; ``trainer.state.progress`` counts it."""
 
@@ -43,6 +47,7 @@ class Trainer:
 
     topology: Topology
     state: RunState
+    executor: PipelineExecutor
     data_parallel: DataParallel
     batches: BatchSchedule
     data: Data
@@ -57,6 +62,8 @@ class Trainer:
 
     def run(self) -> str:
         """Train until a reason to stop, and return it; a run that is complete already does nothing."""
+        for listener in self.listeners:
+            listener.on_start(self)
         while True:
             # The ranks' agreement waits for the device, so it belongs to the time of an iteration.
             started = time.perf_counter()
@@ -77,14 +84,14 @@ class Trainer:
         batch_size = self.batches.global_batch_size(progress.consumed_samples)
         learning_rate = self.state.schedule(progress.consumed_samples)
         outcome = train_step(
-            self.state.model,
+            self.executor,
             self.data_parallel,
             self.state.optimizer,
-            self._take(self.batches.num_microbatches(progress.consumed_samples)),
+            self._microbatches(),
+            num_microbatches=self.batches.num_microbatches(progress.consumed_samples),
             expected_tokens=batch_size * self.seq_length,
             learning_rate=learning_rate,
-            ranks=self.topology.data_parallel,
-            device=self.topology.device,
+            ranks=self.topology.loss_ranks,
             timers=self.timers,
             count_zeros=self.count_zeros,
         )
@@ -104,9 +111,9 @@ class Trainer:
         for writer in self.writers:
             writer.close()
 
-    def _take(self, count: int) -> Iterator[Microbatch]:
-        """The next ``count`` microbatches of this rank."""
-        for _ in range(count):
+    def _microbatches(self) -> Iterator[Microbatch]:
+        """This rank's next microbatches, read when they are asked for."""
+        while True:
             with self.timers("batch-generator", level=2):
                 microbatch = next_microbatch(self.data.train, self.topology.rank)
             yield microbatch

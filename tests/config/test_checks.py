@@ -11,9 +11,11 @@ import pytest
 import megatron.config
 from megatron.config.command_line import flag_names, parse_command_line
 from megatron.config.errors import ConfigError
+from megatron.config.pipeline import SCHEDULES
 
 GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 SAMPLES = GOOD.replace("--train-iters 10", "--train-samples 1000")
+STAGES = f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 2"
 UNSIZED = GOOD.replace("--model tiny ", "")
 
 Row = tuple[str, int, str]
@@ -33,6 +35,12 @@ AT_LEAST_ONE = [
     "--context-parallel-size",
     "--expert-model-parallel-size",
     "--num-distributed-optimizer-instances",
+    "--ddp-bucket-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
     "--micro-batch-size",
     "--global-batch-size",
     "--train-iters",
@@ -42,6 +50,7 @@ AT_LEAST_ONE = [
     "--save-interval",
     "--log-interval",
     "--tensorboard-log-interval",
+    "--profile-pipeline-iteration",
     "--seq-length",
     "--vocab-size",
     "--lr-decay-iters",
@@ -108,9 +117,8 @@ BAD: list[Row] = [
     (f"{GOOD} --no-group-query-attention", 1, "--no-group-query-attention ... --num-query-groups 4 ... remove one"),
     (f"{GOOD} --max-position-embeddings 32", 1, "--max-position-embeddings 32 ... --seq-length 64 ... raise"),
     # The parallel layout.
-    (f"{GOOD} --pipeline-model-parallel-size 2", 2, "--pipeline-model-parallel-size 2 ... use tensor and data"),
-    (f"{GOOD} --context-parallel-size 2", 2, "--context-parallel-size 2 ... use tensor and data"),
-    (f"{GOOD} --expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 ... use tensor and data"),
+    (f"{GOOD} --context-parallel-size 2", 2, "--context-parallel-size 2 ... use tensor, pipeline and data"),
+    (f"{GOOD} --expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 ... use tensor, pipeline and data"),
     (f"{GOOD} --tensor-model-parallel-size 2", 3, "3 processes ... --tensor-model-parallel-size 2 ... multiple"),
     (
         f"{GOOD} --use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
@@ -146,6 +154,211 @@ BAD: list[Row] = [
         f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 4",
         6,
         "--num-distributed-optimizer-instances 4 ... 6 ... divisors",
+    ),
+    # The pipeline: flags that need one, and flags that exclude each other.
+    *(
+        (f"{GOOD} {flag}", 1, f"{flag.split()[0]} needs --pipeline-model-parallel-size of 2 or more: add ... or remove")
+        for flag in (
+            "--num-layers-per-virtual-pipeline-stage 1",
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-schedule interleaved",
+            "--decoder-first-pipeline-num-layers 2",
+            "--decoder-last-pipeline-num-layers 2",
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+            "--pipeline-model-parallel-layout EttttL",
+        )
+    ),
+    *(
+        (
+            f"{STAGES} --pipeline-model-parallel-layout Ettt|tttttL {flag}",
+            2,
+            f"--pipeline-model-parallel-layout and {flag.split()[0]} exclude each other ... remove the other",
+        )
+        for flag in (
+            "--num-layers-per-virtual-pipeline-stage 4",
+            "--num-virtual-stages-per-pipeline-rank 1",
+            "--decoder-first-pipeline-num-layers 3",
+            "--decoder-last-pipeline-num-layers 5",
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+        )
+    ),
+    *(
+        (f"{STAGES} --{end} 3 --{account}", 2, f"--{end} and --{account} exclude each other ... keep one")
+        for end in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+        for account in ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+    ),
+    (
+        f"{STAGES} --decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+        "--decoder-first-pipeline-num-layers and --num-layers-per-virtual-pipeline-stage exclude each other ... give "
+        "... --num-virtual-stages-per-pipeline-rank instead",
+    ),
+    *(
+        (
+            f"{STAGES} --decoder-{end}-pipeline-num-layers 2 --pipeline-schedule {schedule}",
+            2,
+            f"--decoder-{end}-pipeline-num-layers ... --pipeline-schedule {schedule} ... both ends ... use "
+            "--account-for-embedding-in-pipeline-split ... --pipeline-model-parallel-layout",
+        )
+        for end in ("first", "last")
+        for schedule in ("zb-v", "dualpipe-v")
+    ),
+    # The pipeline: schedules and chunks.
+    (
+        f"{STAGES} --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 4",
+        2,
+        "--num-layers-per-virtual-pipeline-stage 2 makes 2 chunks ... --num-virtual-stages-per-pipeline-rank is 4 ... "
+        "remove one",
+    ),
+    (
+        f"{STAGES} --pipeline-schedule interleaved",
+        2,
+        "interleaved runs several chunks ... not 1: add --num-virtual-stages-per-pipeline-rank 2, or more",
+    ),
+    (
+        f"{STAGES} --pipeline-schedule interleaved --pipeline-model-parallel-layout Etttt|ttttL",
+        2,
+        "interleaved runs several chunks ... not 1: change --pipeline-model-parallel-layout, or choose another",
+    ),
+    *(
+        (
+            f"{STAGES} --pipeline-schedule {schedule} {flag}",
+            2,
+            f"{schedule} runs one chunk ... not 2: change {flag.split()[0]}, or use --pipeline-schedule interleaved",
+        )
+        for schedule in ("gpipe", "1f1b", "zb-h1")
+        for flag in (
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "--pipeline-model-parallel-layout Et|tttt|tt|tL",
+        )
+    ),
+    *(
+        (
+            f"{STAGES} --pipeline-schedule {schedule} --num-virtual-stages-per-pipeline-rank {chunks}",
+            2,
+            f"{schedule} runs two chunks ... not {chunks}: change --num-virtual-stages-per-pipeline-rank, or choose",
+        )
+        for schedule in ("zb-v", "dualpipe-v")
+        for chunks in (1, 4)
+    ),
+    *(
+        (
+            f"{STAGES} --microbatch-group-size-per-virtual-pipeline-stage 4 {schedule}",
+            2,
+            "--microbatch-group-size-per-virtual-pipeline-stage 4 ... interleaved ... remove it, or ... "
+            "--num-virtual-stages-per-pipeline-rank",
+        )
+        for schedule in ("", "--pipeline-schedule zb-v")
+    ),
+    (
+        f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 3",
+        4,
+        "--microbatch-group-size-per-virtual-pipeline-stage 3 ... --pipeline-model-parallel-size 4 ... use 4 or more",
+    ),
+    # The pipeline: splits that do not come out even.
+    (
+        f"{GOOD} --pipeline-model-parallel-size 8",
+        8,
+        "8 pipeline stages are too many for --num-layers 4 ... lower --pipeline-model-parallel-size.",
+    ),
+    (
+        f"{STAGES} --num-virtual-stages-per-pipeline-rank 6 --account-for-loss-in-pipeline-split",
+        2,
+        "12 virtual stages (2 pipeline ranks x 6 chunks) are too many for --num-layers 8 (with head: 9) ... or the "
+        "number of chunks.",
+    ),
+    (
+        f"{GOOD} --model llama3.1-405b --pipeline-model-parallel-size 16",
+        16,
+        "--num-layers 126 does not divide evenly into 16 pipeline stages: add "
+        "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split, which makes 128, choose "
+        "another --pipeline-model-parallel-size, give --decoder-first-pipeline-num-layers ... or write ... "
+        "--pipeline-model-parallel-layout",
+    ),
+    (
+        f"{GOOD} --num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split",
+        4,
+        "--num-layers 10 (with embedding: 11) ... add --account-for-loss-in-pipeline-split, which makes 12, choose",
+    ),
+    (
+        f"{GOOD} --num-layers 9 --pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 2",
+        3,
+        "--num-layers 9 does not ... --num-layers-per-virtual-pipeline-stage 2 on 3 pipeline ranks: choose another "
+        "--pipeline-model-parallel-size or number of chunks, or write ... --pipeline-model-parallel-layout",
+    ),
+    (
+        f"{STAGES} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
+        2,
+        "--decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 4 are not --num-layers 8 "
+        "together ... drop one",
+    ),
+    *(
+        (
+            f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers {first}",
+            4,
+            f"--decoder-first-pipeline-num-layers {first}: that leaves {rest} of --num-layers 8 ... leave a "
+            "multiple of 3, or write",
+        )
+        for first, rest in ((3, 5), (8, 0), (9, 0))
+    ),
+    *(
+        (
+            f"{STAGES} --num-virtual-stages-per-pipeline-rank 2 --decoder-{end}-pipeline-num-layers 3",
+            2,
+            f"--decoder-{end}-pipeline-num-layers 3: that makes {count} layers on pipeline rank 0 ... "
+            "--num-virtual-stages-per-pipeline-rank 2: use multiples of 2",
+        )
+        for end, count in (("first", 3), ("last", 5))
+    ),
+    # The pipeline: layout strings.
+    *(
+        (
+            f"{STAGES} --pipeline-model-parallel-layout {layout}",
+            2,
+            f"--pipeline-model-parallel-layout {layout!r} cannot be used: ... {problem}",
+        )
+        for layout, problem in (
+            ("tttt|ttttL", "begin with its only E"),
+            ("|Etttt|ttttL|", "begin with its only E"),
+            ("Etttt|Ettttt", "begin with its only E"),
+            ("Etttt|tttt", "end with its only L"),
+            ("EttttL|ttttL", "end with its only L"),
+            ("EtEttt|ttttL", "begin with its only E"),
+            ("Etttt|ttttL|", "end with its only L"),
+            ("Etttt|tttL", "7 layers (t), but --num-layers is 8: add"),
+            (
+                "Ettt|ttt|ttL",
+                "its number of stages, 3, ... --pipeline-model-parallel-size 2: write 2 stages, or a multiple",
+            ),
+            ("Etttt|ttttmL", "multi-token prediction ... remove it"),
+            ("Etttt|xtttL", "'x' has no meaning where it stands: E is the embedding"),
+            ("Etttt|tttt*L", "'*' has no meaning"),
+            ("*3Etttt|tttL", "'*3' has no meaning"),
+            ("Etttt|(tt)2L", "'2' has no meaning"),
+            ("Etttt|tt)*2L", "')' has no meaning"),
+            ("Etttt|((tt)*2L", "parenthesis is not closed: add ')'"),
+            ("Et*999999|L", "100000 letters when written out: lower"),
+            ("E(((t*999)*999)*999)*999|L", "100000 letters when written out: lower"),
+            ("Et*4|(t*4L", "parenthesis is not closed"),
+            ("EtttttttttL", "9 layers"),
+            ("Et*8L||", "end with its only L"),
+            ("Et*8L", "its number of stages, 1, is no multiple of"),
+        )
+    ),
+    (
+        f"{GOOD} --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et||t|t|||t|L",
+        4,
+        "leaves pipeline rank 1 nothing to do (stage 2 and stage 6 of 8): move a layer (t) there, or lower",
+    ),
+    (
+        f"{GOOD} --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|t|||t|L "
+        "--pipeline-schedule zb-v",
+        3,
+        "leaves pipeline rank 2 nothing to do (stage 3 and stage 4 of 6)",
     ),
     # The training loop.
     (f"{GOOD} --train-samples 10", 1, "--train-iters and --train-samples exclude ... give one"),
@@ -213,6 +426,12 @@ BAD: list[Row] = [
     (f"{GOOD} --ckpt-step 10", 1, "--ckpt-step needs --load"),
     (f"{GOOD} --finetune", 1, "--finetune needs --load"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
+    (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 11", 1, "iteration 11 ... --train-iters 10"),
+    (
+        GOOD.replace("10", "4") + " --profile-pipeline trace.json",
+        1,
+        "--profile-pipeline ... 5 ... --train-iters 4 ... lower",
+    ),
     (f"{GOOD} --wandb-entity team", 1, "--wandb-entity needs --wandb-project"),
     (f"{GOOD} --wandb-save-dir there", 1, "--wandb-save-dir needs --wandb-project"),
     (f"{GOOD} --wandb-exp-name run", 1, "--wandb-exp-name needs --wandb-project"),
@@ -273,6 +492,29 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
+        (f"{GOOD} --pipeline-model-parallel-size 2", 2),
+        (f"{GOOD} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8),
+        *((f"{GOOD} --pipeline-schedule {schedule} --no-overlap-p2p-communication", 1) for schedule in SCHEDULES),
+        *((f"{STAGES} --pipeline-schedule {schedule}", 2) for schedule in SCHEDULES if schedule != "interleaved"),
+        (f"{STAGES} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 4", 2),
+        (f"{STAGES} --num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        (f"{STAGES} --num-layers-per-virtual-pipeline-stage 4 --pipeline-schedule gpipe", 2),
+        (f"{STAGES} --num-layers-per-virtual-pipeline-stage 2 --pipeline-schedule dualpipe-v", 2),
+        (f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 2", 2),
+        (f"{STAGES} --decoder-first-pipeline-num-layers 3", 2),
+        (f"{STAGES} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 2),
+        (f"{STAGES} --decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        (f"{STAGES} --pipeline-model-parallel-layout Et*7|tL", 2),
+        # The same empty stages leave a rank idle in one shape and not in the other.
+        (f"{GOOD} --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|t|||t|L", 3),
+        (
+            f"{GOOD} --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et||t|t|||t|L "
+            "--pipeline-schedule zb-v",
+            4,
+        ),
+        (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 10", 1),
+        (f"{GOOD} --profile-pipeline-iteration 11", 1),
+        (f"{SAMPLES} --profile-pipeline trace.json", 1),
         (f"{UNSIZED} --num-layers 1 --hidden-size 9 --num-attention-heads 2 --kv-channels 4", 1),
         (f"{GOOD} --num-query-groups 8 --no-group-query-attention", 1),
         (f"{GOOD} --max-position-embeddings 64", 1),
@@ -302,6 +544,16 @@ def test_the_layout_follows_from_the_flags() -> None:
     assert parse_command_line(["--use-distributed-optimizer"]).parallel.sharding_strategy == "optim"
     strategy = parse_command_line(["--data-parallel-sharding-strategy", "optim"]).parallel.sharding_strategy
     assert strategy == "optim"
+
+
+def test_buckets_are_cut_where_the_reduction_overlaps_or_where_asked() -> None:
+    def sizes(*arguments: str) -> list[int | None]:
+        return [parse_command_line(arguments).parallel.bucket_size(ranks) for ranks in (1, 40, 64)]
+
+    assert sizes() == [None, None, None]
+    assert sizes("--overlap-grad-reduce") == [40_000_000, 40_000_000, 64_000_000]
+    assert sizes("--ddp-bucket-size", "1000") == [1000, 1000, 1000]
+    assert sizes("--ddp-bucket-size", "1000", "--overlap-grad-reduce") == [1000, 1000, 1000]
 
 
 def test_sizes_left_out_follow_from_the_others() -> None:

@@ -227,8 +227,10 @@ def test_megatron_flags_that_turn_something_off() -> None:
             "--no-mmap-bin-files",
             "--no-check-for-nan-in-loss-and-grad",
             "--no-create-attention-mask-in-dataloader",
+            "--no-overlap-p2p-communication",
         ]
     )
+    assert RunConfig().pipeline.overlap_p2p_communication and not config.pipeline.overlap_p2p_communication
     checkpoint = config.checkpoint
     assert not any((checkpoint.save_optim, checkpoint.save_rng, checkpoint.load_optim, checkpoint.load_rng))
     assert not config.data.mmap_bin_files
@@ -297,3 +299,20 @@ def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
     assert config.parallel.sharding_strategy == "optim"
     assert config.data_parallel_size(16) == 8
     assert config.optimizer.adam_beta2 == 0.95
+
+
+PIPELINE_RECIPE = f"""
+    {RECIPE} --model llama3.1-405b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
+    --num-attention-heads 128 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8
+    --num-layers-per-virtual-pipeline-stage 2 --microbatch-group-size-per-virtual-pipeline-stage 16
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --no-overlap-p2p-communication
+    --overlap-grad-reduce --ddp-bucket-size 200000000
+"""
+
+
+def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
+    config = parse_command_line(PIPELINE_RECIPE.split())
+    config.check(world_size=1024)
+    assert config.pipeline.num_chunks(126, 8) == 8
+    assert config.pipeline.schedule(126, 8) == "interleaved"
+    assert config.parallel.bucket_size(config.data_parallel_size(1024)) == 200_000_000

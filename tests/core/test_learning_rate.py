@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config.errors import ConfigError
 from megatron.config.optimizer import LearningRateConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_schedule
+from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 
 PEAK, MINIMUM, INITIAL = 1e-3, 1e-4, 1e-5
 WARMUP, DECAY, ANNEALING = 100, 1000, 300
@@ -30,7 +30,9 @@ def between(share: float) -> float:
 
 def build(*, train_iters: int | None = 100, train_samples: int | None = None, **flags: Any) -> LearningRateSchedule:
     config = LearningRateConfig(**{"lr": PEAK} | flags)
-    return build_schedule(config, train_iters=train_iters, train_samples=train_samples, global_batch_size=8)
+    return build_learning_rate_schedule(
+        config, train_iters=train_iters, train_samples=train_samples, global_batch_size=8
+    )
 
 
 ALL = [(style, "exponential") for style in STYLES[:-1]] + [("WSD", wsd_style) for wsd_style in WSD_STYLES]

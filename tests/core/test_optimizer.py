@@ -333,6 +333,9 @@ class Nothing(DataParallel):
     piece_axes = ()
     needs_master_weights = True
 
+    def start_gradients(self, num_microbatches: int) -> None:
+        """Nothing to come."""
+
     def finish_gradients(self) -> None:
         """Nothing to sum."""
 

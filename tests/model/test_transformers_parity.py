@@ -164,7 +164,8 @@ def compare_on_rank(config: LlamaConfig, tp: int, sequence_parallel: bool) -> fl
     tokens, labels = batch(config)
     with torch.no_grad():
         mine = model.logits(tokens).transpose(0, 1)
-    first = model.embedding.first_id
+    assert model.head is not None
+    first = model.head.output_layer.first_id
     theirs = logits[..., first : first + mine.shape[-1]]
     errors = [relative_error(mine[..., : theirs.shape[-1]], theirs)]
     found = model(tokens, labels)

@@ -5,19 +5,25 @@ A later parallelism adds fields to :class:`Layout` and rows to the matrix, not f
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.pipeline import ScheduleName
+from megatron.config.stages import split_evenly
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.model.llama import build_model
+from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
@@ -26,7 +32,7 @@ from megatron.training.timers import Timers
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(
-    num_layers=2,
+    num_layers=8,
     hidden_size=32,
     ffn_hidden_size=48,
     num_attention_heads=8,
@@ -38,7 +44,7 @@ MODEL = LlamaConfig(
     use_rope_scaling=True,
 )
 TIED_MODEL = LlamaConfig(**{**MODEL.__dict__, "untie_embeddings_and_output_weights": False})
-SEQUENCE, BATCH, STEPS, SEED = 16, 8, 5, 7
+SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,17 @@ class Layout:
     shard_optimizer: bool = False
     instances: int = 1
     microbatches: int = 1
+    pp: int = 1
+    schedule: ScheduleName = "1f1b"
+    chunks: int | None = None
+    bucket_size: int | None = None
+    overlap_grad_reduce: bool = False
     order: str = "tp-cp-ep-pp-dp"
 
     @property
     def world_size(self) -> int:
         """Ranks needed."""
-        return self.tp * self.dp
+        return self.tp * self.dp * self.pp
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Task:
     optimizer: OptimizerConfig
     model: LlamaConfig = MODEL
     learning_rate: float = 1e-2
+    steps: int = STEPS
 
 
 LocalTensor = tuple[str, tuple[int, ...], Box, Tensor]
@@ -131,7 +143,7 @@ def microbatches(step: int, layout: Layout, data_parallel_rank: int) -> Iterator
 def grid_of(layout: Layout) -> RankGrid:
     """The rank grid of a layout."""
     replicas = layout.instances if layout.shard_optimizer else layout.dp
-    return RankGrid(tp=layout.tp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
+    return RankGrid(tp=layout.tp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
 
 
 def context(topology: Topology, layout: Layout) -> BuildContext:
@@ -140,29 +152,41 @@ def context(topology: Topology, layout: Layout) -> BuildContext:
     return BuildContext(parallel, torch.float64, CPU, choose_attention_kernel("auto", CPU, torch.float64))
 
 
-def build(task: Task, layout: Layout, topology: Topology) -> tuple[LlamaModel, DataParallel, RecordingOptimizer]:
-    """Model, strategy and optimizer of one rank, in fp64."""
-    model = build_model(task.model, context(topology, layout), SEED)
-    data_parallel = wrap_data_parallel(model, torch.float64, topology)
-    return model, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
+def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:
+    """Pipeline, strategy and optimizer of one rank, in fp64."""
+    schedule = partial(build_schedule, layout.schedule, layout.pp, num_chunks=layout.chunks)
+    placement = schedule(1).placement
+    virtual_stages = split_evenly(task.model.num_layers, layout.pp, placement.num_chunks)
+    mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
+    model = build_model(task.model, context(topology, layout), SEED, mine)
+    executor = build_executor(model, topology, schedule, SEQUENCE, BATCH // (layout.dp * layout.microbatches))
+    data_parallel = wrap_data_parallel(model, torch.float64, topology, layout.bucket_size, layout.overlap_grad_reduce)
+    return executor, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
+
+
+@cache
+def topology_of(grid: RankGrid, rank: int, world: object) -> Topology:
+    """One topology for all cases of a grid in one ``world``, so that its process groups are made once."""
+    return Topology(grid, rank, CPU)
 
 
 def train(task: Task, layout: Layout) -> Trace:
-    """Train ``STEPS`` steps on this rank."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    topology = Topology(grid_of(layout), rank, CPU)
-    model, data_parallel, optimizer = build(task, layout, topology)
+    """Train the task's steps on this rank."""
+    is_joined = torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.group.WORLD) if is_joined else (0, None)
+    topology = topology_of(grid_of(layout), rank, world)
+    executor, data_parallel, optimizer = build(task, layout, topology)
     trace = optimizer.trace = Trace()
-    for step in range(STEPS):
+    for step in range(task.steps):
         outcome = train_step(
-            model,
+            executor,
             data_parallel,
             optimizer,
             microbatches(step, layout, topology.data_parallel.rank),
+            num_microbatches=layout.microbatches,
             expected_tokens=BATCH * SEQUENCE,
             learning_rate=task.learning_rate,
-            ranks=topology.data_parallel,
-            device=CPU,
+            ranks=topology.loss_ranks,
             timers=Timers(0),
         )
         trace.losses.append(outcome.loss)

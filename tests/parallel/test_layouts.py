@@ -5,12 +5,14 @@ whose ranks and microbatches have very different numbers of unmasked tokens.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import product
 
 import pytest
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.pipeline import SCHEDULES
 from megatron.core.model.llama import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
@@ -19,7 +21,6 @@ from tests.parallel.layout_run import (
     MODEL,
     SEED,
     SEQUENCE,
-    STEPS,
     TIED_MODEL,
     Layout,
     Task,
@@ -38,6 +39,7 @@ ADAM_UNCLIPPED = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.0))
 ADAM_CLIPPED_HARD = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05))
 SGD_UNCLIPPED = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0))
+SGD_SHORT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), steps=2)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
 
 
@@ -57,6 +59,41 @@ def matrix() -> Iterator[tuple[Task, Layout]]:
     yield SGD, Layout(1, 4, shard_optimizer=True, instances=2)
     yield SGD, Layout(1, 4, shard_optimizer=True, microbatches=2)
     yield ADAM, Layout(2, 2, True, shard_optimizer=True, order="dp-tp-cp-ep-pp")
+    for buckets in (1, 3000):
+        yield SGD, Layout(1, 2, microbatches=4, bucket_size=buckets, overlap_grad_reduce=True)
+        yield ADAM, Layout(1, 4, shard_optimizer=True, instances=2, bucket_size=buckets, overlap_grad_reduce=True)
+
+
+def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
+    """Every schedule with every number of stages, ranks and microbatches, in half of the rows with sequence
+    parallelism, in the other half with sharded optimizer state and overlapped reduction of small buckets."""
+    for schedule, pp, tp, dp, count in product(SCHEDULES, (2, 4), (1, 2), (1, 2), (1, 2, 4, 8)):
+        overlap = count in (2, 8)
+        yield (
+            SGD_SHORT,
+            Layout(
+                tp,
+                dp,
+                sequence_parallel=tp > 1 and not overlap,
+                shard_optimizer=overlap,
+                microbatches=count,
+                pp=pp,
+                schedule=schedule,
+                bucket_size=3000 if overlap else None,
+                overlap_grad_reduce=overlap,
+            ),
+        )
+    for schedule in SCHEDULES:
+        yield ADAM_CLIPPED_HARD, Layout(pp=4, schedule=schedule, microbatches=8)
+        yield TIED, Layout(pp=4, schedule=schedule, microbatches=4)
+        yield TIED, Layout(2, 2, True, True, pp=2, schedule=schedule, microbatches=2, overlap_grad_reduce=True)
+    yield ADAM, Layout(pp=2, schedule="interleaved", chunks=4, microbatches=8)
+    yield ADAM, Layout(1, 2, pp=2, schedule="zb-v", microbatches=4, order="pp-dp-tp-cp-ep")
+
+
+def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
+    """The rows ordered so that the ranks seldom have to join anew."""
+    return sorted(rows, key=lambda row: row[1].world_size)
 
 
 @cache
@@ -67,20 +104,31 @@ def one_process(task: Task) -> Trace:
 def _identifier(value: object) -> str:
     if isinstance(value, Layout):
         flags = ("-sp" if value.sequence_parallel else "") + ("-zero1" if value.shard_optimizer else "")
-        return f"tp{value.tp}-dp{value.dp}{flags}-micro{value.microbatches}"
+        flags += "-overlap" if value.overlap_grad_reduce else ""
+        pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
+        return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
     assert isinstance(value, Task)
     tied = "" if value.model is MODEL else "-tied"
     return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}"
 
 
-@pytest.mark.parametrize(("task", "layout"), list(matrix()), ids=_identifier)
-def test_layout_equals_one_process(eight_ranks: RankPool, task: Task, layout: Layout) -> None:
+@pytest.mark.parametrize(("task", "layout"), by_world_size(matrix()), ids=_identifier)
+def test_layout_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(pipeline_matrix()), ids=_identifier)
+def test_pipeline_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+def compare_with_one_process(ranks: RankPool, task: Task, layout: Layout) -> None:
     expected = one_process(task)
-    traces: list[Trace] = eight_ranks.run(train, task, layout, world_size=layout.world_size)
+    traces: list[Trace] = ranks.run(train, task, layout, world_size=layout.world_size)
     for trace in traces:
         assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
         assert trace.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
-    for step in range(STEPS):
+    for step in range(task.steps):
         for kind in ("gradients", "weights"):
             found = assemble([part for trace in traces for part in getattr(trace, kind)[step]])
             wanted = assemble(getattr(expected, kind)[step])

@@ -4,7 +4,7 @@ A buffer is cut in buckets, the unit of communication, and every bucket evenly a
 group; a rank's shard is that part of every bucket. Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,11 +36,13 @@ class BufferLayout:
             yield start + rank * part, start + (rank + 1) * part
 
 
-def plan_buffer(sizes: Sequence[int], shards: int, bucket_size: int | None = None) -> BufferLayout:
+def plan_buffer(
+    sizes: Sequence[int], shards: int, bucket_size: int | None = None, alone: Collection[int] = ()
+) -> BufferLayout:
     """Lay parameters of ``sizes`` elements side by side, closing a bucket once it holds ``bucket_size``.
 
     A bucket ends at a parameter's end and is padded so that ``shards`` ranks divide it evenly. ``None`` makes one
-    bucket.
+    bucket. The parameters numbered ``alone`` get a bucket of their own.
     """
     unit = shards * _ALIGNMENT
     parameters, buckets = [], []
@@ -48,8 +50,8 @@ def plan_buffer(sizes: Sequence[int], shards: int, bucket_size: int | None = Non
     for number, size in enumerate(sizes):
         parameters.append((position, position + size))
         position += size
-        is_last = number == len(sizes) - 1
-        if is_last or (bucket_size is not None and position - bucket_start >= bucket_size):
+        is_full = bucket_size is not None and position - bucket_start >= bucket_size
+        if is_full or number == len(sizes) - 1 or number in alone or number + 1 in alone:
             position = bucket_start + -(-(position - bucket_start) // unit) * unit
             buckets.append((bucket_start, position))
             bucket_start = position
@@ -81,7 +83,9 @@ class ParameterBuffer:
     ) -> None:
         # Backward produces gradients from the last layer to the first; so do the buckets fill.
         self.parameters = tuple(reversed(parameters))
-        self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size)
+        # A tied weight is cut in the same shards on both stages that hold it, whatever else they hold.
+        tied = [number for number, parameter in enumerate(self.parameters) if info_of(parameter).tied_end]
+        self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size, tied)
         first = self.parameters[0]
         self.weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(self.layout.size, dtype=gradient_dtype, device=first.device)
@@ -93,6 +97,18 @@ class ParameterBuffer:
             slot = GradientSlot(self.gradients[start:stop].view(parameter.shape))
             attach_slot(parameter, slot)
             self.slots.append(slot)
+
+    def bucket_slots(self) -> Iterator[tuple[tuple[int, int], list[tuple[ParameterInfo, GradientSlot]]]]:
+        """Every bucket's range, and the parameters that lie in it."""
+        for start, stop in self.layout.buckets:
+            yield (
+                (start, stop),
+                [
+                    (info_of(parameter), slot)
+                    for parameter, slot, (first, _) in zip(self.parameters, self.slots, self.layout.parameters)
+                    if start <= first < stop
+                ],
+            )
 
     def pieces(self, rank: int, shards: int) -> Iterator[Piece]:
         """What ``rank`` of ``shards`` updates."""

@@ -1,87 +1,177 @@
-"""The whole model, as this rank holds it."""
+"""Llama as one rank holds it: all of it, or the chunks of a pipeline stage."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig
+from megatron.config.stages import VirtualStage
 from megatron.core.initialization import initialize_parameters
 from megatron.core.model.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, VocabParallelHead, column_parallel_linear
-
-VocabularyModule = TypeVar("VocabularyModule", VocabParallelEmbedding, VocabParallelHead)
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, VocabParallelTable, column_parallel_linear
 
 
-class LlamaModel(nn.Module):
-    """Llama, divided over the tensor-parallel ranks of ``context``; weights are left uninitialised."""
+class RotaryTables:
+    """The rotations of positions ``0..length-1``, kept for the next call."""
 
     def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
-        super().__init__()
-        self.config = config
-        self.context = context
-        self.embedding = self._vocabulary(VocabParallelEmbedding, "embedding.word_embeddings")
-        self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(number, config, context) for number in range(config.num_layers)}
-        )
-        self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config.norm_epsilon, context)
-        self.output_layer = (
-            self._vocabulary(VocabParallelHead, "output_layer") if config.untie_embeddings_and_output_weights else None
-        )
-        self._rotary: Tensor | None = None
+        self._config, self._context = config, context
+        self._table: Tensor | None = None
 
-    def _vocabulary(self, kind: type[VocabularyModule], name: str) -> VocabularyModule:
-        return kind(
-            name,
-            self.config.vocab_size,
-            self.config.padded_vocab_size,
-            self.config.hidden_size,
-            self.context,
-            self.config.init_method_std,
-        )
-
-    def rotary(self, length: int) -> Tensor:
-        """Rotations of positions ``0..length-1`` (kept for the next call)."""
-        if self._rotary is None or self._rotary.shape[0] != length:
-            config = self.config
+    def __call__(self, length: int) -> Tensor:
+        """``[length, 1, 1, head size / 2]``, complex."""
+        if self._table is None or self._table.shape[0] != length:
+            config = self._config
             frequencies = rotary_frequencies(
                 config.kv_channels,
                 config.rotary_base,
                 scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
                 original_length=config.rope_scaling_original_length,
             )
-            positions = torch.arange(length, device=self.context.device)
-            self._rotary = rotary_table(frequencies, positions, self.context.dtype)
-        return self._rotary
+            positions = torch.arange(length, device=self._context.device)
+            self._table = rotary_table(frequencies, positions, self._context.dtype)
+        return self._table
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Token ids ``[b, s]`` to this rank's part of the logits, ``[s, b, v/tp]``, padding included."""
-        hidden = self.embedding(tokens)
-        rotary = self.rotary(tokens.shape[1])
-        for layer in self.layers.values():
-            hidden = layer(hidden, rotary)
-        hidden = self.final_layernorm(hidden)
-        if self.output_layer is None:
-            return column_parallel_linear(hidden, self.embedding.weight, self.context.parallel)
-        logits: Tensor = self.output_layer(hidden)
-        return logits
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Loss of every token: ids and labels ``[b, s]`` to ``[b, s]`` in fp32 or wider."""
+class LlamaHead(nn.Module):
+    """Final norm, logits and loss; ``output_layer`` may be a tied embedding."""
+
+    def __init__(self, config: LlamaConfig, context: BuildContext, output_layer: VocabParallelTable) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config.norm_epsilon, context)
+        self.output_layer = output_layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[s(/tp), b, h]`` to this rank's part of the logits, ``[s, b, v/tp]``, padding included."""
+        return column_parallel_linear(self.final_layernorm(hidden), self.output_layer.weight, self.context)
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits``, which are overwritten, and ``labels``
+        ``[b, s]``."""
         loss = vocab_parallel_cross_entropy(
-            self.logits(tokens),
+            logits,
             labels.t(),
-            self.embedding.first_id,
+            self.output_layer.first_id,
             self.config.vocab_size,
             self.context.parallel.communicator,
         )
         return loss.t()
 
 
-def build_model(config: LlamaConfig, context: BuildContext, seed: int) -> LlamaModel:
-    """A model with its initial weights, the same in every layout."""
-    model = LlamaModel(config, context)
+class LlamaChunk(nn.Module):
+    """One virtual stage: some layers, at the ends of the model with the embedding before or the head behind them."""
+
+    def __init__(
+        self,
+        layers: Sequence[TransformerLayer],
+        rotary: RotaryTables,
+        context: BuildContext,
+        embedding: VocabParallelEmbedding | None,
+        head: LlamaHead | None,
+    ) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.sequence_parts = context.parallel.size if context.parallel.sequence_parallel else 1
+        self.embedding = embedding
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Token ids ``[b, s]`` at the start of the model, elsewhere activations ``[s(/tp), b, h]``, to activations,
+        or at the end to this rank's part of the logits ``[s, b, v/tp]``."""
+        if self.embedding is None:
+            # Never the very same tensor, so that a chunk without layers has a graph, too.
+            length, hidden = inputs.shape[0] * self.sequence_parts, inputs.view_as(inputs)
+        else:
+            length, hidden = inputs.shape[1], self.embedding(inputs)
+        rotary = self.rotary(length)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary)
+        return hidden if self.head is None else self.head(hidden)
+
+
+class LlamaModel(nn.Module):
+    """This rank's chunks of Llama, divided over the tensor-parallel ranks; weights are left uninitialised.
+
+    ``virtual_stages`` say what each chunk holds; the whole model by default.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, context: BuildContext, virtual_stages: Sequence[VirtualStage] | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        whole = VirtualStage(range(config.num_layers), has_embedding=True, has_head=True)
+        self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
+        rotary = RotaryTables(config, context)
+        embedding = self._embedding() if self._has_embedding else None
+        head = LlamaHead(config, context, self._output_layer(embedding)) if self._has_head else None
+        self.chunks = nn.ModuleList(
+            LlamaChunk(
+                [TransformerLayer(number, config, context) for number in virtual_stage.layers],
+                rotary,
+                context,
+                embedding if virtual_stage.has_embedding else None,
+                head if virtual_stage.has_head else None,
+            )
+            for virtual_stage in self.virtual_stages
+        )
+
+    @property
+    def head(self) -> LlamaHead | None:
+        """The head, on the rank that has it."""
+        return cast(LlamaHead | None, self.chunks[-1].head)
+
+    @property
+    def _has_embedding(self) -> bool:
+        return any(virtual_stage.has_embedding for virtual_stage in self.virtual_stages)
+
+    @property
+    def _has_head(self) -> bool:
+        return any(virtual_stage.has_head for virtual_stage in self.virtual_stages)
+
+    @property
+    def _vocabulary(self) -> tuple[int, int, int, BuildContext, float]:
+        config = self.config
+        return config.vocab_size, config.padded_vocab_size, config.hidden_size, self.context, config.init_method_std
+
+    def _embedding(self) -> VocabParallelEmbedding:
+        is_tied = not self.config.untie_embeddings_and_output_weights
+        return VocabParallelEmbedding(
+            "embedding.word_embeddings",
+            *self._vocabulary,
+            uses=2 if is_tied and self._has_head else 1,
+            tied_end="embedding" if is_tied and not self._has_head else None,
+        )
+
+    def _output_layer(self, embedding: VocabParallelEmbedding | None) -> VocabParallelTable:
+        if self.config.untie_embeddings_and_output_weights:
+            return VocabParallelTable("output_layer", *self._vocabulary)
+        return embedding or VocabParallelTable("embedding.word_embeddings", *self._vocabulary, tied_end="head")
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Token ids ``[b, s]`` to this rank's part of the logits, ``[s, b, v/tp]``; for a rank with the whole model."""
+        assert self._has_embedding and self._has_head
+        hidden = tokens
+        for chunk in self.chunks:
+            hidden = chunk(hidden)
+        return hidden
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Loss of every token: ids and labels ``[b, s]`` to ``[b, s]`` in fp32 or wider; for the whole model."""
+        assert self.head is not None
+        return self.head.token_losses(self.logits(tokens), labels)
+
+
+def build_model(
+    config: LlamaConfig, context: BuildContext, seed: int, virtual_stages: Sequence[VirtualStage] | None = None
+) -> LlamaModel:
+    """A rank's part of the model with its initial weights, the same in every layout."""
+    model = LlamaModel(config, context, virtual_stages)
     initialize_parameters(model.parameters(), seed)
     return model

@@ -59,7 +59,7 @@ class LearningRateSchedule:
         return asdict(self)
 
 
-def build_schedule(
+def build_learning_rate_schedule(
     config: LearningRateConfig,
     *,
     train_iters: int | None,

@@ -52,15 +52,11 @@ class Optimizer:
         self._masters = [_master_weight(piece) for piece in self._pieces]
         for master, piece in zip(self._masters, self._pieces):
             master.grad = piece.gradient
-        # A parameter that every tensor-parallel rank holds counts on the first alone.
         is_first = topology.tensor_parallel.rank == 0
-        self._counted_pieces = [piece for piece in self._pieces if is_first or piece.info.tensor_parallel_sharded]
+        counted = [number for number, piece in enumerate(self._pieces) if _is_counted(piece.info, is_first)]
+        self._counted_pieces = [self._pieces[number] for number in counted]
         self._counted = [piece.gradient for piece in self._counted_pieces]
-        self._counted_weights = [
-            master
-            for master, piece in zip(self._masters, self._pieces)
-            if is_first or piece.info.tensor_parallel_sharded
-        ]
+        self._counted_weights = [self._masters[number] for number in counted]
         self._device = topology.device
         self._torch_optimizer = _build_torch_optimizer(config, self._parameter_groups(config.weight_decay))
         _fill_state(self._torch_optimizer, self._masters)
@@ -148,6 +144,11 @@ class Optimizer:
         for state in self._torch_optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
+
+
+def _is_counted(info: ParameterInfo, is_first_tensor_parallel_rank: bool) -> bool:
+    """Whether this rank's copy is the one that a norm counts, of those that several ranks hold."""
+    return (info.tensor_parallel_sharded or is_first_tensor_parallel_rank) and info.tied_end != "head"
 
 
 def clip_coefficient(grad_norm: float, limit: float) -> float:

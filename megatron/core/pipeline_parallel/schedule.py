@@ -7,7 +7,7 @@ schedule splits the backward pass, the gradient of the input alone, which leaves
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron.config.pipeline import PlacementShape
+from megatron.config.stages import PlacementShape, pipeline_rank
 
 Kind = Literal["F", "B", "W"]
 
@@ -76,8 +76,7 @@ class Placement:
 
     def location(self, virtual_stage: int) -> tuple[int, int]:
         """The inverse of :meth:`virtual_stage`: (stage, chunk)."""
-        chunk, stage = divmod(virtual_stage, self.num_stages)
-        return (self.num_stages - 1 - stage if self.shape == "v" and chunk == 1 else stage), chunk
+        return pipeline_rank(virtual_stage, self.num_stages, self.shape), virtual_stage // self.num_stages
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Column-parallel, row-parallel and vocabulary-parallel layers.
 
 Each backward starts the collective of the input gradient before it computes the weight gradient, which then
-goes straight to the gradient buffer (:mod:`megatron.core.gradient`).
+goes straight to the gradient buffer, or waits in the queue (:mod:`megatron.core.gradient`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,42 +13,60 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.gradient import deliver_gradient, slot_of
+from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
 from megatron.core.ops.matmul import linear, weight_gradient
-from megatron.core.parameter import ParameterInfo, columns_box, empty_parameter, padded_rows_box, sharded_boxes
+from megatron.core.parameter import (
+    ParameterInfo,
+    TiedEnd,
+    columns_box,
+    empty_parameter,
+    padded_rows_box,
+    sharded_boxes,
+)
 from megatron.core.tensor_parallel.collectives import TensorParallel
 
 
 class _ColumnParallelLinear(Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, parallel: TensorParallel) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, parallel: TensorParallel, queue: WeightGradientQueue
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.parallel = parallel
+        ctx.parallel, ctx.queue = parallel, queue
         return linear(parallel.enter(inputs).wait(), weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
         parallel: TensorParallel = ctx.parallel
-        # Only the rank's part of the sequence was kept; gather it again while the input gradient is computed.
-        whole_inputs = parallel.enter(inputs)
+        queue: WeightGradientQueue = ctx.queue
+        # Only the rank's part of the sequence was kept; gather it again while the input gradient is computed, or
+        # when the weight gradient is, if that waits.
+        gathering = None if queue.is_holding else parallel.enter(inputs)
         grad_inputs = parallel.leave(linear(gradients[0], weight.t()))
-        grad_weight = deliver_gradient(weight, weight_gradient(gradients[0], whole_inputs.wait()))
-        return grad_inputs.wait(), grad_weight, None
+
+        def product() -> Tensor:
+            return weight_gradient(gradients[0], (gathering or parallel.enter(inputs)).wait())
+
+        grad_weight = queue.deliver(weight, product)
+        return grad_inputs.wait(), grad_weight, None, None
 
 
 class _RowParallelLinear(Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, parallel: TensorParallel) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, parallel: TensorParallel, queue: WeightGradientQueue
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.parallel = parallel
+        ctx.parallel, ctx.queue = parallel, queue
         return parallel.leave(linear(inputs, weight)).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
         grad_outputs = ctx.parallel.enter(gradients[0]).wait()
-        return linear(grad_outputs, weight.t()), deliver_gradient(weight, weight_gradient(grad_outputs, inputs)), None
+        grad_inputs = linear(grad_outputs, weight.t())
+        return grad_inputs, ctx.queue.deliver(weight, lambda: weight_gradient(grad_outputs, inputs)), None, None
 
 
 class _VocabParallelEmbedding(Function):
@@ -81,11 +99,13 @@ class _VocabParallelEmbedding(Function):
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a parallel layer is built in: the ranks that share it, and where its weights live in which format."""
+    """What a parallel layer is built in: the ranks that share it, where its weights live in which format, and who
+    computes their gradients when."""
 
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -104,20 +124,20 @@ class ColumnParallelLinear(nn.Module):
         init_std: float,
     ) -> None:
         super().__init__()
-        self.parallel = parallel = context.parallel
-        self.local_sections = [section // parallel.size for section in output_sections]
+        self.context = context
+        parallel = context.parallel
         layout = sharded_boxes(output_sections, (input_size,), parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = empty_parameter(info, context.dtype, context.device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s(/tp), b, in] -> [s, b, out/tp]``."""
-        return column_parallel_linear(inputs, self.weight, self.parallel)
+        return column_parallel_linear(inputs, self.weight, self.context)
 
 
-def column_parallel_linear(inputs: Tensor, weight: Tensor, parallel: TensorParallel) -> Tensor:
+def column_parallel_linear(inputs: Tensor, weight: Tensor, context: LayerContext) -> Tensor:
     """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding."""
-    output: Tensor = _ColumnParallelLinear.apply(inputs, weight, parallel)
+    output: Tensor = _ColumnParallelLinear.apply(inputs, weight, context.parallel, context.weight_gradients)
     return output
 
 
@@ -133,21 +153,25 @@ class RowParallelLinear(nn.Module):
         init_std: float,
     ) -> None:
         super().__init__()
-        self.parallel = parallel = context.parallel
+        self.context = context
+        parallel = context.parallel
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = empty_parameter(info, context.dtype, context.device)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s, b, in/tp] -> [s(/tp), b, out]``."""
-        output: Tensor = _RowParallelLinear.apply(inputs, self.weight, self.parallel)
+        output: Tensor = _RowParallelLinear.apply(
+            inputs, self.weight, self.context.parallel, self.context.weight_gradients
+        )
         return output
 
 
-class _VocabularyTable(nn.Module):
-    """A weight ``[v/tp, h]`` with a row for each id of this rank's part of the vocabulary.
+class VocabParallelTable(nn.Module):
+    """A weight ``[v/tp, h]`` with a row for each id of this rank's part of the vocabulary; the output head's.
 
-    The vocabulary is padded with ids that no token has, so that the ranks divide it evenly.
+    The vocabulary is padded with ids that no token has, so that the ranks divide it evenly. ``uses``
+    and ``tied_end`` are facts of a tied weight (:class:`~megatron.core.parameter.ParameterInfo`).
     """
 
     def __init__(
@@ -158,27 +182,30 @@ class _VocabularyTable(nn.Module):
         hidden_size: int,
         context: LayerContext,
         init_std: float,
+        uses: int = 1,
+        tied_end: TiedEnd | None = None,
     ) -> None:
         super().__init__()
-        self.parallel = parallel = context.parallel
+        self.context = context
+        parallel = context.parallel
         layout = padded_rows_box(vocab_size, padded_vocab_size, hidden_size, parallel.rank, parallel.size)
-        info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
+        info = ParameterInfo(
+            f"{name}.weight",
+            *layout,
+            init_std,
+            weight_decay=True,
+            tensor_parallel_sharded=True,
+            uses=uses,
+            tied_end=tied_end,
+        )
         self.weight = empty_parameter(info, context.dtype, context.device)
         self.first_id = parallel.rank * info.local_shape[0]
 
 
-class VocabParallelEmbedding(_VocabularyTable):
+class VocabParallelEmbedding(VocabParallelTable):
     """Token embedding with the vocabulary divided over the ranks: ``[b, s] -> [s(/tp), b, h]``."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids ``[b, s]`` to activations ``[s(/tp), b, h]``."""
-        output: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.first_id, self.parallel)
+        output: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.first_id, self.context.parallel)
         return output
-
-
-class VocabParallelHead(_VocabularyTable):
-    """Output head with the vocabulary divided over the ranks: ``[s(/tp), b, h] -> [s, b, v/tp]``."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Activations ``[s(/tp), b, h]`` to this rank's part of the logits ``[s, b, v/tp]``."""
-        return column_parallel_linear(hidden, self.weight, self.parallel)

@@ -1,0 +1,70 @@
+"""Recording what the pipeline really did in one iteration (``--profile-pipeline``)."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.config.errors import ConfigError
+from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.core.pipeline_parallel.simulator import Timeline
+from megatron.training.pipeline_trace import to_chrome_trace
+from megatron.training.trainer import IterationResult, Listener, Trainer
+
+
+def check_trace_path(path: str | None) -> None:
+    """Find out at the start whether the trace can be written."""
+    if path is None:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--profile-pipeline {path} cannot be written ({error.strerror}): name another file."
+        ) from error
+
+
+@dataclass
+class PipelineProfile(Listener):
+    """Records the passes of one iteration on the stages of rank 0's pipeline, and writes them as a trace."""
+
+    path: str
+    iteration: int
+    say: Callable[[str], None]
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Record from the start, if the first iteration is the one."""
+        if trainer.state.progress.iteration >= self.iteration:
+            self.say(f"--profile-pipeline records nothing: iteration {self.iteration} was before this start")
+        self._begin_before_iteration(trainer)
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Write after the iteration, or begin before it."""
+        if trainer.state.progress.iteration == self.iteration:
+            self._write(trainer)
+        self._begin_before_iteration(trainer)
+
+    def _begin_before_iteration(self, trainer: Trainer) -> None:
+        if trainer.state.progress.iteration + 1 == self.iteration:
+            # All clocks start when the last rank is here.
+            trainer.topology.world.all_reduce(torch.zeros(1, device=trainer.topology.device)).item()
+            trainer.executor.recorder = ActionRecorder(trainer.topology.device)
+
+    def _write(self, trainer: Trainer) -> None:
+        recorder, trainer.executor.recorder = trainer.executor.recorder, None
+        assert recorder is not None
+        stages = trainer.topology.pipeline_parallel.all_gather_object(recorder.spans())
+        if trainer.topology.rank != 0:
+            return
+        num_microbatches = 1 + max(span.action.microbatch for span in stages[0])
+        spans = tuple(span for stage in stages for span in stage)
+        trace = to_chrome_trace(trainer.executor.schedule(num_microbatches), Timeline(len(stages), spans))
+        partial = f"{self.path}.partial"
+        Path(partial).write_text(json.dumps(trace))
+        os.replace(partial, self.path)
+        self.say(f"pipeline of iteration {self.iteration} written to {self.path}")
