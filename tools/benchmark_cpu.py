@@ -78,8 +78,15 @@ class BenchmarkConfig:
     """Steps per turn."""
     micro_batch_size: int | None = None
     """Sequences per microbatch for every contender alike (default: the fastest for each)."""
+    rows: str = ""
+    """Measure only the rows whose name contains this, and one rank."""
     json: str | None = None
     """File for the figures."""
+
+    @property
+    def contenders(self) -> "list[Contender]":
+        """What is measured."""
+        return [contender for contender in CONTENDERS if self.rows in contender.name or contender.name == "one rank"]
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     steps: dict[str, Callable[[], None]] = {}
-    for contender in CONTENDERS:
+    for contender in config.contenders:
         if rank < contender.ranks:
             try:
                 steps[contender.name] = contender.build(config.micro_batch_size or contender.micro_batch_size, rank)
@@ -233,7 +240,7 @@ def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> Non
                 print(f"{contender.name} is left out: the package is not installed", file=sys.stderr)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(config.repeats + 1):
-        for contender in CONTENDERS:
+        for contender in config.contenders:
             dist.barrier()
             step = steps.get(contender.name)
             if step is None:

@@ -98,11 +98,7 @@ def split_evenly(
 
 
 def split_nearly_evenly(num_layers: int, num_stages: int) -> tuple[VirtualStage, ...]:
-    """As even a split as there is, whatever the numbers; raises :class:`ConfigError` where a stage has no layer."""
-    if num_layers < num_stages:
-        raise ConfigError(
-            f"{num_stages} stages are too many for {num_layers} layers: lower --pipeline-model-parallel-size."
-        )
+    """As even a split as there is, whatever the numbers; the first stages have a layer more than the last."""
     fewest, rest = divmod(num_layers, num_stages)
     return _in_order([fewest + (stage < rest) for stage in range(num_stages)])
 

@@ -42,11 +42,6 @@ class Pending:
         self._works = works
         self._finish = finish
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> Tensor:
         """Block (or make the current stream wait) until the result is there, and return it."""
         for work in self._works:

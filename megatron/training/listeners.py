@@ -14,7 +14,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.data.loader import Microbatch
 from megatron.training.flops import achieved_tflops, mfu
 from megatron.training.metrics import EvaluationRecord, IterationRecord
-from megatron.training.step import evaluate_batches
+from megatron.training.step import evaluate
 from megatron.training.timers import combine, format_timer_report
 from megatron.training.trainer import IterationResult, Listener, Trainer, next_microbatch
 
@@ -106,8 +106,11 @@ class Evaluation(Listener):
             return
         microbatches = (next_microbatch(source, trainer.topology.rank) for _ in count())
         with trainer.timers("evaluation"):
-            loss = evaluate_batches(
-                trainer.executor, microbatches, self.batches, self.microbatches_per_batch, trainer.topology.loss_ranks
+            loss = evaluate(
+                trainer.executor,
+                microbatches,
+                self.batches * self.microbatches_per_batch,
+                trainer.topology.loss_ranks,
             )
         progress = trainer.state.progress
         record = EvaluationRecord(

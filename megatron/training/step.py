@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
@@ -41,19 +39,15 @@ class StepOutcome:
     num_zeros: int | None
 
 
-def evaluate_batches(
+def evaluate(
     executor: PipelineExecutor,
     microbatches: Iterator[Microbatch],
-    num_batches: int,
     num_microbatches: int,
     ranks: Communicator,
 ) -> TokenLoss:
-    """Loss over ``num_batches`` of ``num_microbatches`` on every data-parallel rank, without gradients.
-
-    ``ranks`` as in :func:`train_step`.
-    """
-    batches = [executor.evaluate(microbatches, num_microbatches) for _ in range(num_batches)]
-    return TokenLoss(*ranks.all_reduce(torch.stack(batches).sum(dim=0)).tolist())
+    """Loss over ``num_microbatches`` on every data-parallel rank, without gradients; ``ranks`` as in
+    :func:`train_step`."""
+    return TokenLoss(*ranks.all_reduce(executor.evaluate(microbatches, num_microbatches)).tolist())
 
 
 def train_step(

@@ -21,6 +21,7 @@ from megatron.config.stages import (
     split_around_ends,
     split_by_layout,
     split_evenly,
+    split_nearly_evenly,
 )
 from megatron.core.pipeline_parallel.schedule import Placement
 
@@ -258,3 +259,13 @@ def test_each_account_flag_lightens_its_own_end() -> None:
     loss = PipelineConfig(account_for_loss_in_pipeline_split=True, num_layers_per_virtual_pipeline_stage=2)
     assert counts(embedding.virtual_stages(15, 4)) == [1, *[2] * 7]
     assert counts(loss.virtual_stages(15, 4)) == [*[2] * 7, 1]
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_a_nearly_even_split_has_every_layer_once_and_differs_by_at_most_one(num_stages: int) -> None:
+    for num_layers in range(num_stages, 30):
+        stages = split_nearly_evenly(num_layers, num_stages)
+        assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
+        lengths = [len(stage.layers) for stage in stages]
+        assert len(lengths) == num_stages and max(lengths) - min(lengths) <= 1
+        assert lengths == sorted(lengths, reverse=True)

@@ -7,7 +7,7 @@ the backward pass starts at the output's place in the graph and does not need it
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.gradient import WeightGradientQueue
 from megatron.core.pipeline_parallel.mailbox import Channels, Mailbox
+from megatron.core.pipeline_parallel.messages import MessagePlan, plan_messages
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.pipeline_parallel.schedule import Action, Placement, Schedule
 from megatron.core.pipeline_parallel.verifier import verify
@@ -70,12 +71,13 @@ class PipelineExecutor:
         self.weight_gradients = weight_gradients
         self.recorder: ActionRecorder | None = None
         """Notes when each action runs, if set."""
-        self._schedule = cache(lambda count: verified(schedule(count)))
-        open_channels(self._schedule(1).placement, channels)
+        self._plan = cache(partial(_plan, schedule, stage))
+        self.placement = self.schedule(1).placement
+        open_channels(self.placement, channels)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The schedule of a batch of ``num_microbatches``, proved sound."""
-        return self._schedule(num_microbatches)
+        return self._plan(num_microbatches)[0]
 
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
         """Forward and backward over ``num_microbatches``, of which only the stages at the ends of the model read any.
@@ -83,29 +85,39 @@ class PipelineExecutor:
         Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the losses of the
         unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the head.
         """
-        run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
+        run = _Training(self, self._plan(num_microbatches), microbatches, scale)
         run.run()
         return run.sums
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterator[Microbatch], num_microbatches: int) -> Tensor:
-        """As :meth:`train`, without gradients."""
-        run = _Evaluation(self, self.schedule(num_microbatches).forward_only(), microbatches)
-        run.run()
-        return run.sums
+        """As :meth:`train`, without gradients.
+
+        A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
+        """
+        at_once = 2 * self.placement.num_stages
+        sums = torch.zeros(2, dtype=torch.float64, device=self.activations.device)
+        for first in range(0, num_microbatches, at_once):
+            run = _Evaluation(self, self._plan(min(at_once, num_microbatches - first), True), microbatches)
+            run.run()
+            sums += run.sums
+        return sums
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, activations: ActivationFormat) -> Tensor | None:
         """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the head."""
-        run = _Logits(self, self.schedule(1).forward_only(), iter([{"tokens": tokens}]), activations)
+        run = _Logits(self, self._plan(1, True), iter([{"tokens": tokens}]), activations)
         run.run()
         return run.logits
 
 
-def verified(schedule: Schedule) -> Schedule:
-    """``schedule`` if it is sound; raises :class:`~megatron.core.pipeline_parallel.schedule.ScheduleError`."""
+def _plan(
+    build: Callable[[int], Schedule], stage: int, num_microbatches: int, forward_only: bool = False
+) -> tuple[Schedule, MessagePlan]:
+    schedule = build(num_microbatches)
     verify(schedule)
-    return schedule
+    schedule = schedule.forward_only() if forward_only else schedule
+    return schedule, plan_messages(schedule, stage)
 
 
 def open_channels(placement: Placement, channels: Channels) -> None:
@@ -145,17 +157,18 @@ class _Pass:
     def __init__(
         self,
         executor: PipelineExecutor,
-        schedule: Schedule,
+        plan: tuple[Schedule, MessagePlan],
         microbatches: Iterator[Microbatch],
         activations: ActivationFormat | None = None,
     ) -> None:
+        schedule, messages = plan
         self.executor, self.schedule, self.stage = executor, schedule, executor.stage
         activations = activations or executor.activations
         placement = schedule.placement
         self.last = placement.num_virtual_stages - 1
         mine = {placement.virtual_stage(self.stage, chunk) for chunk in range(placement.num_chunks)}
         self.feed = _Feed(microbatches, len(mine & {0, self.last}), activations.device)
-        self.mailbox = Mailbox(schedule, self.stage, executor.channels, activations.empty, executor.overlap)
+        self.mailbox = Mailbox(schedule, self.stage, messages, executor.channels, activations.empty, executor.overlap)
         self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
 
     def run(self) -> None:
@@ -230,9 +243,13 @@ class _Graph:
 
 class _Training(_Pass):
     def __init__(
-        self, executor: PipelineExecutor, schedule: Schedule, microbatches: Iterator[Microbatch], scale: float
+        self,
+        executor: PipelineExecutor,
+        plan: tuple[Schedule, MessagePlan],
+        microbatches: Iterator[Microbatch],
+        scale: float,
     ) -> None:
-        super().__init__(executor, schedule, microbatches)
+        super().__init__(executor, plan, microbatches)
         self.scale = scale
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}

@@ -124,8 +124,7 @@ _W0, _W1 = Step("W", 0), Step("W", 1)
 def zero_bubble_v(stage: int, shape: Shape) -> Iterator[Action]:
     """V-shaped, with the memory of 1F1B and no bubble when F = B = W.
 
-    ZB-V of Qi et al., arXiv 2401.10241, section 6 and appendix. With few microbatches it is the schedule of
-    2P - 1 without those that are not there.
+    ZB-V of Qi et al., arXiv 2401.10241, section 6 and appendix.
     """
     after = shape.stages - stage
     do = _Counter(shape.microbatches)
@@ -135,7 +134,7 @@ def zero_bubble_v(stage: int, shape: Shape) -> Iterator[Action]:
         yield from do(_F1, _F0)
     for _ in range(after):
         yield from do(_F1, _B1, _W1)
-    for _ in range(max(shape.microbatches, 2 * shape.stages - 1) - shape.stages):
+    for _ in range(shape.microbatches - shape.stages):
         yield from do(_F0, _B0, _W0, _F1, _B1, _W1)
     for _ in range(stage):
         yield from do(_B0, _B1)
@@ -222,11 +221,11 @@ def build_schedule(
         raise ScheduleError(f"{name} runs {traits.chunks} per stage, not {num_chunks}")
     if min(num_stages, num_microbatches) < 1:
         raise ScheduleError("a schedule needs at least one stage and one microbatch")
-    group_size = microbatch_group_size or num_stages
+    group_size = num_stages if microbatch_group_size is None else microbatch_group_size
     if group_size < num_stages:
         raise ScheduleError(
-            f"{name} would lock up with {group_size} microbatches per group on {num_stages} stages: use {num_stages} "
-            "or more"
+            f"{name} would idle, or lock up, with {group_size} microbatches per group on {num_stages} stages: use "
+            f"{num_stages} or more"
         )
     shape = Shape(num_stages, num_microbatches, num_chunks, group_size)
     return Schedule(

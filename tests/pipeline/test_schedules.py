@@ -1,0 +1,229 @@
+"""Every schedule of every shape runs to its end, within the memory that it claims."""
+
+import itertools
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.pipeline import SCHEDULES, ScheduleName
+from megatron.core.pipeline_parallel.schedule import Action, Placement, Schedule, ScheduleError
+from megatron.core.pipeline_parallel.schedules import ORDERS, Shape, build_schedule, microbatch_groups
+from megatron.core.pipeline_parallel.simulator import execution_order, peak_live_activations
+from megatron.core.pipeline_parallel.verifier import verify
+from tests.pipeline.token_game import TokenGame, places_in_layer_order
+
+NAMES = get_args(ScheduleName)
+VARIANTS = [(name, chunks) for name in NAMES for chunks in ((2, 3, 4) if name == "interleaved" else (None,))]
+MICROBATCHES = range(1, 34)
+MICROBATCHES_OF_16 = (1, 2, 7, 15, 16, 17, 24, 31, 32, 33)
+
+every_schedule = pytest.mark.parametrize("name", NAMES)
+every_variant = pytest.mark.parametrize(("name", "chunks"), VARIANTS)
+
+
+def claim(schedule: Schedule, name: ScheduleName, group_size: int | None = None) -> tuple[int, ...]:
+    placement = schedule.placement
+    stages = placement.num_stages
+    shape = Shape(stages, schedule.num_microbatches, placement.num_chunks, group_size or stages)
+    return tuple(ORDERS[name].live_activations(stage, shape) for stage in range(stages))
+
+
+def assert_runs(schedule: Schedule, name: ScheduleName, group_size: int | None = None) -> None:
+    """By the verifier, and by a game of tokens that shares no code with it; forward passes alone run too."""
+    bound = claim(schedule, name, group_size)
+    verify(schedule, bound)
+    game = TokenGame(schedule).play()
+    assert game.is_won(), game.left
+    assert all(peak <= most for peak, most in zip(game.peaks, bound, strict=True))
+    assert tuple(game.peaks) == peak_live_activations(schedule)
+    forward = schedule.forward_only()
+    assert not any(TokenGame(forward).play().left)
+    ran = sorted(execution_order(forward))
+    assert ran == sorted(
+        (stage, Action("F", microbatch, chunk))
+        for stage, chunk in places_in_layer_order(schedule.placement.num_stages, schedule.placement.num_chunks, "loop")
+        for microbatch in range(schedule.num_microbatches)
+    )
+
+
+@every_variant
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_every_shape_runs_within_the_claimed_memory(name: ScheduleName, chunks: int | None, stages: int) -> None:
+    for microbatches in MICROBATCHES:
+        assert_runs(build_schedule(name, stages, microbatches, chunks), name)
+
+
+@every_variant
+def test_sixteen_stages_run_within_the_claimed_memory(name: ScheduleName, chunks: int | None) -> None:
+    for microbatches in MICROBATCHES_OF_16:
+        assert_runs(build_schedule(name, 16, microbatches, chunks), name)
+
+
+@settings(deadline=None, max_examples=100)
+@given(stages=st.integers(1, 8), surplus=st.integers(0, 9), microbatches=st.integers(1, 40), chunks=st.integers(2, 4))
+def test_larger_groups_of_microbatches_run_too(stages: int, surplus: int, microbatches: int, chunks: int) -> None:
+    group_size = stages + surplus
+    schedule = build_schedule("interleaved", stages, microbatches, chunks, group_size)
+    assert_runs(schedule, "interleaved", group_size)
+
+
+# Groups of microbatches
+
+
+@given(stages=st.integers(1, 20), surplus=st.integers(0, 20), microbatches=st.integers(1, 100))
+def test_groups_cover_the_batch_and_none_is_too_short_for_the_pipeline(
+    stages: int, surplus: int, microbatches: int
+) -> None:
+    groups = microbatch_groups(Shape(stages, microbatches, 2, stages + surplus))
+    assert list(itertools.chain(*groups)) == list(range(microbatches))
+    assert all(len(group) >= min(stages, microbatches) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("stages", "group_size", "microbatches", "sizes"),
+    [
+        (4, 4, 8, [4, 4]),
+        (4, 4, 10, [5, 5]),
+        (4, 4, 11, [6, 5]),
+        (4, 6, 10, [6, 4]),
+        (4, 6, 9, [9]),
+        (4, 4, 3, [3]),
+        (4, 8, 6, [6]),
+    ],
+)
+def test_what_is_left_over_is_a_group_of_its_own_or_spread(
+    stages: int, group_size: int, microbatches: int, sizes: list[int]
+) -> None:
+    groups = microbatch_groups(Shape(stages, microbatches, 2, group_size))
+    assert [len(group) for group in groups] == sizes
+
+
+# Orders
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "orders"),
+    [
+        ("gpipe", 2, ["F0 F1 B0 B1", "F0 F1 B0 B1"]),
+        ("1f1b", 3, ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]),
+        ("zb-h1", 3, ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]),
+        (
+            "interleaved",
+            4,
+            [
+                "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3",
+                "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3",
+            ],
+        ),
+        (
+            "zb-v",
+            3,
+            [
+                "F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2",
+                "F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2",
+            ],
+        ),
+        (
+            "dualpipe-v",
+            4,
+            [
+                "F0 F1 F2 f0 b0 w0 f1 F3 b1 w1 f2 B0 W0 b2 w2 f3 B1 W1 b3 w3 B2 W2 B3 W3",
+                "F0 f0 F1 f1 F2 b0 w0 f2 B0 W0 F3 b1 w1 f3 B1 W1 b2 w2 B2 W2 b3 B3 w3 W3",
+            ],
+        ),
+    ],
+)
+def test_the_orders_of_two_stages(name: ScheduleName, microbatches: int, orders: list[str]) -> None:
+    """Lower case is the second chunk."""
+    schedule = build_schedule(name, 2, microbatches)
+    assert [" ".join(map(in_short, actions)) for actions in schedule.actions] == orders
+
+
+def in_short(action: Action) -> str:
+    return f"{action.kind.lower() if action.chunk else action.kind}{action.microbatch}"
+
+
+# Memory
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 32])
+def test_the_peaks_of_the_schedules_with_one_chunk(stages: int, microbatches: int) -> None:
+    def peaks(name: ScheduleName) -> tuple[int, ...]:
+        return peak_live_activations(build_schedule(name, stages, microbatches))
+
+    assert peaks("gpipe") == (microbatches,) * stages
+    assert peaks("1f1b") == tuple(min(stages - stage, microbatches) for stage in range(stages))
+    assert peaks("zb-h1") == (min(stages, microbatches),) * stages
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_the_peaks_of_the_schedules_with_several_chunks(stages: int) -> None:
+    def peaks(name: ScheduleName, chunks: int) -> tuple[int, ...]:
+        return peak_live_activations(build_schedule(name, stages, 4 * stages, chunks))
+
+    assert peaks("zb-v", 2) == (2 * stages,) * stages
+    assert peaks("dualpipe-v", 2) == (2 * stages + 1,) * stages
+    for chunks in (2, 3):
+        expected = (2 * (stages - stage - 1) + (chunks - 1) * stages + 1 for stage in range(stages))
+        assert peaks("interleaved", chunks) == tuple(expected)
+
+
+# Chunks
+
+
+@pytest.mark.parametrize(("chunks", "shape"), [(1, "loop"), (2, "loop"), (3, "loop"), (2, "v")])
+def test_the_chunks_lie_in_the_order_of_the_layers(chunks: int, shape: str) -> None:
+    placement = Placement(4, chunks, "v" if shape == "v" else "loop")
+    expected = places_in_layer_order(4, chunks, shape)
+    assert [placement.location(number) for number in range(placement.num_virtual_stages)] == expected
+    assert [placement.virtual_stage(*place) for place in expected] == list(range(4 * chunks))
+
+
+def test_several_chunks_are_two_unless_more_are_asked_for() -> None:
+    assert {name: build_schedule(name, 2, 4).placement.num_chunks for name in NAMES} == {
+        "gpipe": 1,
+        "1f1b": 1,
+        "interleaved": 2,
+        "zb-h1": 1,
+        "zb-v": 2,
+        "dualpipe-v": 2,
+    }
+    assert build_schedule("interleaved", 2, 4, 5).placement.num_chunks == 5
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches", "chunks", "group_size", "message"),
+    [
+        ("1f1b", 4, 8, 2, None, "1f1b runs one chunk per stage, not 2"),
+        ("gpipe", 4, 8, 2, None, "gpipe runs one chunk"),
+        ("zb-h1", 4, 8, 2, None, "zb-h1 runs one chunk"),
+        ("interleaved", 4, 8, 1, None, "interleaved runs several chunks"),
+        ("zb-v", 4, 8, 3, None, "zb-v runs two chunks per stage, not 3"),
+        ("dualpipe-v", 4, 8, 1, None, "dualpipe-v runs two chunks"),
+        ("1f1b", 0, 8, None, None, "at least one stage and one microbatch"),
+        ("1f1b", 4, 0, None, None, "at least one stage and one microbatch"),
+        ("interleaved", 4, 8, 2, 3, "3 microbatches per group on 4 stages: use 4 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    name: ScheduleName, stages: int, microbatches: int, chunks: int | None, group_size: int | None, message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build_schedule(name, stages, microbatches, chunks, group_size)
+
+
+def test_the_flags_and_the_core_know_the_same_schedules() -> None:
+    assert list(SCHEDULES) == list(ORDERS) == list(NAMES)
+
+
+@every_schedule
+def test_weight_gradients_are_actions_where_the_flags_say_so(name: ScheduleName) -> None:
+    schedule = build_schedule(name, 2, 4)
+    has_weights = any(action.kind == "W" for actions in schedule.actions for action in actions)
+    assert has_weights == schedule.splits_backward == SCHEDULES[name].splits_backward

@@ -1,0 +1,247 @@
+"""Bubbles against formulas, the zero-bubble paper's table, and a simulation with a ticking clock."""
+
+import math
+import random
+from typing import get_args
+
+import pytest
+
+from megatron.config.pipeline import ScheduleName
+from megatron.core.pipeline_parallel.schedule import Schedule, ScheduleError
+from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.simulator import Durations, Span, Timeline, execution_order, simulate
+from tests.pipeline.token_game import Place, places_in_layer_order
+
+NAMES = get_args(ScheduleName)
+TOLERANCE = 1e-12
+
+every_schedule = pytest.mark.parametrize("name", NAMES)
+
+
+def run(
+    name: ScheduleName,
+    stages: int,
+    microbatches: int,
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    *,
+    send: float = 0.0,
+    chunks: int | None = None,
+) -> Timeline:
+    schedule = build_schedule(name, stages, microbatches, chunks)
+    return simulate(schedule, Durations.uniform(schedule.placement, *times, send))
+
+
+def idle_time(timeline: Timeline, microbatches: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> float:
+    """What a batch costs beyond the work of a stage."""
+    return timeline.makespan - microbatches * sum(times)
+
+
+# Formulas
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
+def test_gpipe_and_1f1b_idle_for_p_minus_1_of_m_plus_p_minus_1(name: ScheduleName, stages: int) -> None:
+    for microbatches in (1, 2, 3, 4, 7, 8, 16, 31, 64):
+        expected = (stages - 1) / (microbatches + stages - 1)
+        for times in ((1.0, 1.0, 1.0), (1.0, 2.0, 0.0), (18.522, 18.086, 9.337)):
+            assert run(name, stages, microbatches, times).bubble_fraction == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "percent"), [(4, 8, 27.3), (4, 32, 8.6), (16, 64, 19.0)])
+def test_bubbles_that_are_quoted(stages: int, microbatches: int, percent: float) -> None:
+    assert round(100 * run("1f1b", stages, microbatches).bubble_fraction, 1) == percent
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_interleaving_divides_the_idle_time_by_the_chunks(stages: int, chunks: int) -> None:
+    times = (1.0, 1.25, 0.75)
+    for microbatches in (stages, stages + 1, 2 * stages, 5 * stages):
+        plain = idle_time(run("1f1b", stages, microbatches, times), microbatches, times)
+        interleaved = idle_time(run("interleaved", stages, microbatches, times, chunks=chunks), microbatches, times)
+        assert interleaved == pytest.approx(plain / chunks, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
+def test_zb_h1_idles_for_a_third_of_1f1b_when_all_passes_are_equal(stages: int) -> None:
+    for microbatches in (stages, stages + 1, 3 * stages):
+        plain = idle_time(run("1f1b", stages, microbatches), microbatches)
+        split = idle_time(run("zb-h1", stages, microbatches), microbatches)
+        assert split == pytest.approx(plain / 3, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "times", [(1.0, 1.0, 1.0), (3.0, 2.0, 1.0), (18.522, 18.086, 9.337), (1.0, 2.0, 3.0), (2.0, 1.0, 1.5)]
+)
+def test_zb_h1_idles_for_p_minus_1_times_f_plus_b_minus_w(times: tuple[float, float, float]) -> None:
+    """Section 2.2 of the paper, which takes W to be no longer than F and B; otherwise the longer of these remains."""
+    forward, backward, weight = times
+    expected = max(forward + backward - weight, forward, backward)
+    for stages, microbatches in ((2, 2), (4, 8), (8, 9), (16, 64)):
+        idle = idle_time(run("zb-h1", stages, microbatches, times), microbatches, times)
+        assert idle == pytest.approx((stages - 1) * expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
+def test_zb_v_never_idles_between_its_first_and_last_pass_when_all_are_equal(stages: int) -> None:
+    """The last stage cannot start earlier, nor be done sooner: no schedule of this placement takes less time."""
+    for microbatches in (2 * stages - 1, 2 * stages, 5 * stages):
+        timeline = run("zb-v", stages, microbatches)
+        assert max(map(abs, timeline.stage_idle_fractions)) < TOLERANCE
+        assert timeline.makespan == pytest.approx(3 * microbatches + (stages - 1) / 2, rel=TOLERANCE)
+
+
+def test_zb_v_idles_with_fewer_microbatches() -> None:
+    assert max(run("zb-v", 4, 6).stage_idle_fractions) > 0.01
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_dualpipe_v_takes_as_long_as_zb_v_when_all_passes_are_equal(stages: int) -> None:
+    for microbatches in (2 * stages, 5 * stages):
+        expected = run("zb-v", stages, microbatches).makespan
+        assert run("dualpipe-v", stages, microbatches).makespan == pytest.approx(expected, rel=TOLERANCE)
+
+
+@every_schedule
+def test_one_stage_never_idles(name: ScheduleName) -> None:
+    timeline = run(name, 1, 5, (0.7, 1.1, 0.3), send=9.0)
+    assert timeline.makespan == pytest.approx(5 * 2.1)
+    assert timeline.bubble_fraction == pytest.approx(0.0, abs=TOLERANCE)
+
+
+# The table of Qi et al., arXiv 2401.10241
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "times", "send", "plain", "interleaved", "chunks", "split"),
+    [
+        (8, 24, (18.522, 18.086, 9.337), 0.601, 0.2431, 0.1055, 3, 0.1585),
+        (8, 64, (18.546, 18.097, 9.321), 0.762, 0.1240, 0.0443, 3, 0.0674),
+        (8, 32, (29.802, 29.428, 19.530), 0.577, 0.1898, 0.0628, 4, 0.1045),
+        (16, 48, (11.347, 11.248, 8.132), 0.377, 0.2552, 0.1104, 3, 0.1397),
+    ],
+)
+def test_the_papers_bubbles(
+    stages: int,
+    microbatches: int,
+    times: tuple[float, float, float],
+    send: float,
+    plain: float,
+    interleaved: float,
+    chunks: int,
+    split: float,
+) -> None:
+    def bubble(name: ScheduleName, chunks: int | None = None) -> float:
+        return run(name, stages, microbatches, times, send=send, chunks=chunks).bubble_fraction
+
+    assert round(bubble("1f1b"), 4) == plain
+    assert round(bubble("zb-h1"), 4) == split
+    # The paper's interleaved schedule hides its messages a little better.
+    assert bubble("interleaved", chunks) == pytest.approx(interleaved, abs=0.01)
+
+
+# Against a clock
+
+
+def run_by_the_clock(schedule: Schedule, durations: Durations) -> dict[tuple[int, str], tuple[float, float]]:
+    """(start, end) by stage and name of the action; integer times only.
+
+    Tick after tick every idle stage looks whether what its next action needs has arrived.
+    """
+    stages = schedule.placement.num_stages
+    places = places_in_layer_order(stages, schedule.placement.num_chunks, schedule.placement.shape)
+    spans: dict[tuple[int, str], tuple[float, float]] = {}
+    ends: dict[tuple[str, int, Place], float] = {}
+    done, busy_until, now = [0] * stages, [0.0] * stages, 0.0
+    while any(done[stage] < len(schedule.actions[stage]) for stage in range(stages)):
+        for stage in range(stages):
+            if busy_until[stage] > now or done[stage] == len(schedule.actions[stage]):
+                continue
+            kind, microbatch, chunk = action = schedule.actions[stage][done[stage]]
+            number = places.index((stage, chunk))
+            sources = needed_places(kind, number, places)
+            arrivals = [
+                ends.get((what, microbatch, place), math.inf) + durations.send * (place[0] != stage)
+                for what, place in sources
+            ]
+            if all(arrival <= now for arrival in arrivals):
+                end = now + time_of(kind, number, durations, schedule.splits_backward)
+                spans[stage, str(action)] = (now, end)
+                ends[kind, microbatch, (stage, chunk)] = busy_until[stage] = end
+                done[stage] += 1
+        now += 1
+    return spans
+
+
+def needed_places(kind: str, number: int, places: list[Place]) -> list[tuple[str, Place]]:
+    """What, and from where."""
+    if kind == "F":
+        return [("F", places[number - 1])] if number else []
+    if kind == "W":
+        return [("B", places[number])]
+    return [("F", places[number]), *(("B", place) for place in places[number + 1 : number + 2])]
+
+
+def time_of(kind: str, number: int, durations: Durations, splits_backward: bool) -> float:
+    if kind == "F":
+        return durations.forward[number]
+    if kind == "W":
+        return durations.weight[number]
+    return durations.backward[number] + (0 if splits_backward else durations.weight[number])
+
+
+@every_schedule
+def test_unequal_stages_run_as_by_the_clock(name: ScheduleName) -> None:
+    generator = random.Random(2)
+    for _ in range(25):
+        schedule = build_schedule(name, generator.randint(1, 4), generator.randint(1, 6))
+        count = schedule.placement.num_virtual_stages
+        forward, backward, weight = (tuple(float(generator.randint(1, 5)) for _ in range(count)) for _ in range(3))
+        durations = Durations(forward, backward, weight, float(generator.randint(0, 3)))
+        found = {(span.stage, str(span.action)): (span.start, span.end) for span in simulate(schedule, durations).spans}
+        assert found == run_by_the_clock(schedule, durations)
+
+
+# Figures of a timeline
+
+
+@every_schedule
+def test_messages_keep_no_stage_busy_but_delay(name: ScheduleName) -> None:
+    quick, slow = run(name, 4, 8), run(name, 4, 8, send=0.25)
+    assert sum(span.end - span.start for span in slow.spans) == pytest.approx(4 * 8 * 3)
+    assert slow.makespan > quick.makespan
+
+
+def test_a_stage_takes_its_time_whatever_the_number_of_chunks() -> None:
+    schedule = build_schedule("interleaved", 2, 2, 4)
+    durations = Durations.uniform(schedule.placement, 4.0, 8.0, 2.0, 1.0)
+    assert durations == Durations((1.0,) * 8, (2.0,) * 8, (0.5,) * 8, 1.0)
+
+
+def test_the_figures_of_a_timeline_do_not_depend_on_when_it_started() -> None:
+    timeline = run("1f1b", 3, 4)
+    late = Timeline(3, tuple(Span(one.stage, one.action, one.start + 1e3, one.end + 1e3) for one in timeline.spans))
+    assert late.makespan == pytest.approx(timeline.makespan)
+    assert late.bubble_fraction == pytest.approx(timeline.bubble_fraction)
+    assert late.stage_idle_fractions == pytest.approx(timeline.stage_idle_fractions)
+
+
+def test_the_bubble_is_the_idle_share_of_all_stages_and_not_of_their_spans() -> None:
+    """1F1B on 2 stages with 1 microbatch: the last stage starts late, stage 0 waits; neither was slow."""
+    timeline = run("1f1b", 2, 1)
+    assert timeline.bubble_fraction == pytest.approx(0.5)
+    assert timeline.stage_idle_fractions == pytest.approx((0.5, 0.0))
+    assert [(str(span.action), span.start, span.end) for span in timeline.stage_spans(0)] == [
+        ("F0.0", 0.0, 1.0),
+        ("B0.0", 4.0, 6.0),
+    ]
+
+
+def test_a_schedule_that_locks_up_has_no_timeline() -> None:
+    schedule = build_schedule("1f1b", 2, 2)
+    stuck = Schedule("stuck", schedule.placement, 2, False, tuple(tuple(reversed(one)) for one in schedule.actions))
+    with pytest.raises(ScheduleError, match="stuck locks up"):
+        list(execution_order(stuck))
+    with pytest.raises(ScheduleError, match="stuck locks up"):
+        simulate(stuck, Durations.uniform(schedule.placement, 1, 1, 1))
