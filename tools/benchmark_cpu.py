@@ -45,7 +45,7 @@ from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.training.launch import Process, prepare_cpu
@@ -119,7 +119,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
         parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
         kernel = choose_attention_kernel("auto", CPU, torch.float32)
         schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
-        placement = schedule(1).placement
+        placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
         stages = split_evenly(MODEL.num_layers, pp, placement.num_chunks)
         chunks = stage_chunks(stages, placement, topology.pipeline_parallel.rank)
         model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1, virtual_stages=chunks)

@@ -133,7 +133,10 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
             f"{architecture.ffn_hidden_size}: start a divisor of both, times --pipeline-model-parallel-size."
         )
     if stages > architecture.num_layers:
-        raise ConfigError(f"--pipeline-model-parallel-size {stages} is more than {architecture.num_layers} layers.")
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {stages} is more than the model has layers: use {architecture.num_layers} "
+            "or fewer."
+        )
     architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
     dtype = torch.bfloat16 if state["flags"]["precision"]["bf16"] else torch.float32
     kernel = choose_attention_kernel("auto", topology.device, dtype)

@@ -91,7 +91,7 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--disable-gloo-process-groups",
     ),
     "buckets of gradients are given by their size, with --ddp-bucket-size: remove it.": ("--ddp-num-buckets",),
-    "choose --pipeline-schedule zb-h1 or zb-v, which delay weight gradients: remove it.": (
+    "it is the schedule that delays weight gradients: use --pipeline-schedule zb-h1 or zb-v instead.": (
         "--delay-wgrad-compute",
         "--defer-embedding-wgrad-compute",
     ),

@@ -40,7 +40,7 @@ class ParallelConfig:
     the backward pass goes on."""
     ddp_bucket_size: int | None = None
     """Elements of a bucket of gradients (default: all in one; with --overlap-grad-reduce 40 million, or 1 million x
-    data-parallel size where that is more). Without --overlap-grad-reduce buckets are reduced one after the other."""
+    data-parallel size where that is more). Without --overlap-grad-reduce all are reduced at the end of a step."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, else gloo)."""
     distributed_timeout_minutes: float = 10.0

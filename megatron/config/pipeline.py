@@ -30,6 +30,11 @@ class ScheduleTraits:
     splits_backward: bool
     """Whether weight gradients are actions of their own."""
 
+    @property
+    def kinds(self) -> tuple[Literal["F", "B", "W"], ...]:
+        """The kinds of action: forward, backward, and weight gradients where they are split off."""
+        return ("F", "B", "W") if self.splits_backward else ("F", "B")
+
     def settle_chunks(self, wanted: int | None) -> int:
         """The number of chunks that is meant when ``wanted`` are asked for."""
         if wanted is not None:

@@ -164,8 +164,12 @@ def _check_length(run: RunConfig, world_size: int) -> None:
 
 
 def _check_profile(run: RunConfig, world_size: int) -> None:
+    if run.logging.profile_pipeline is None:
+        return
+    if run.validation.skip_train:
+        raise ConfigError("--profile-pipeline records an iteration, and --skip-train makes none: remove one of them.")
     iteration, length = run.logging.profile_pipeline_iteration, run.training.train_iters
-    if run.logging.profile_pipeline is not None and length is not None and length < iteration:
+    if length is not None and length < iteration:
         raise ConfigError(
             f"--profile-pipeline records iteration {iteration}, which --train-iters {length} does not reach: lower "
             "--profile-pipeline-iteration, or train longer."

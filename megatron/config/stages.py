@@ -56,7 +56,10 @@ class _Units:
         ways = []
         if missing <= len(uncounted):
             ways += [f"add {' and '.join(uncounted[-missing:])}, which makes {self.total + missing}"]
-        ways += ["choose another --pipeline-model-parallel-size" + ("" if is_one_chunk else " or number of chunks")]
+        ways += [
+            "choose another --pipeline-model-parallel-size"
+            + ("" if is_one_chunk else " (or number of chunks, where the schedule allows it)")
+        ]
         if is_one_chunk and len(uncounted) == 2:
             ways += ["give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"]
         return ", ".join(ways) + ", or write the split as --pipeline-model-parallel-layout"
@@ -144,7 +147,7 @@ def split_around_ends(
     if others > 0 and (rest <= 0 or rest % others):
         raise ConfigError(
             f"{spelling}: that leaves {max(rest, 0)} of --num-layers {num_layers} for the other pipeline ranks, which "
-            f"need the same number each and at least one: leave a multiple of {others}, or write the split as "
+            f"need the same number each and at least one: leave {others} or a multiple of it, or write the split as "
             "--pipeline-model-parallel-layout."
         )
     middle = rest // others if others else 0

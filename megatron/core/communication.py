@@ -5,7 +5,9 @@ has a ``start_`` form that returns a :class:`Pending` result, so that computatio
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
 
@@ -42,6 +44,11 @@ class Pending:
         self._works = works
         self._finish = finish
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> Tensor:
         """Block (or make the current stream wait) until the result is there, and return it."""
         for work in self._works:
@@ -49,11 +56,24 @@ class Pending:
         return self._finish()
 
 
+class _Awaited:
+    """A piece of work that a thread waits for, because gloo does not tell whether a send is complete."""
+
+    def __init__(self, work: Any, thread: ThreadPoolExecutor) -> None:
+        self._future = thread.submit(work.wait)
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+
 class Communicator:
     """Collectives among ``ranks``; ``rank`` is this process's global rank.
 
     ``twin`` is a communicator of the same ranks whose process group this one shares; an ``exclusive`` one shares its
-    group with nobody, so that its messages keep an order of their own.
+    group with nobody, so that its messages keep an order of their own. ``timeout`` is that of a collective.
     """
 
     def __init__(
@@ -63,6 +83,7 @@ class Communicator:
         name: str = "",
         twin: "Communicator | None" = None,
         exclusive: bool = False,
+        timeout: timedelta | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
@@ -70,6 +91,7 @@ class Communicator:
         self.name = name
         self._twin = twin
         self._exclusive = exclusive
+        self._timeout = timeout
         assert twin is None or twin.ranks == self.ranks, (twin, ranks)
         self.observer: Observer | None = None
 
@@ -85,11 +107,20 @@ class Communicator:
         assert dist.is_initialized(), "a communicator of several ranks needs torch.distributed"
         if self.ranks == tuple(range(dist.get_world_size())) and not self._exclusive:
             return dist.group.WORLD
-        return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name)
+        return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name, timeout=self._timeout)
+
+    def open(self) -> None:
+        """Make the process group now; all members call it."""
+        if self.size > 1:
+            _ = self.process_group
 
     @cached_property
     def _is_gloo(self) -> bool:
         return bool(dist.get_backend(self.process_group) == "gloo")
+
+    @cached_property
+    def _send_waiter(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "send")
 
     def _record(self, kind: str, tensor: Tensor) -> None:
         if self.observer is not None:
@@ -189,7 +220,7 @@ class Communicator:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
         self._record("send", tensor)
         work = dist.isend(tensor, self.ranks[target], self.process_group)
-        return Pending((work,), lambda: tensor)
+        return Pending((_Awaited(work, self._send_waiter) if self._is_gloo else work,), lambda: tensor)
 
     def start_receive(self, tensor: Tensor, source: int) -> Pending:
         """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""

@@ -9,8 +9,11 @@ schedules that compute weight gradients later.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
+
+from megatron.core.communication import Pending
 
 _ATTRIBUTE = "gradient_slot"
 
@@ -76,34 +79,53 @@ def deliver_gradient(parameter: Tensor, gradient: Tensor) -> Tensor | None:
     return None
 
 
+@dataclass(frozen=True)
+class HeldGradient:
+    """A weight gradient yet to be computed: gather what is missing, then multiply."""
+
+    slot: GradientSlot
+    gather: Callable[[], Pending]
+    product: Callable[[Tensor], Tensor]
+
+
 class WeightGradientQueue:
     """Computes the weight gradients of linear layers at once, or holds them back while :meth:`hold` is open.
 
-    A product that is held back keeps the layer's input and output gradient alive until it runs.
+    What is held back keeps the layer's input and output gradient alive, as this rank's part of the sequence.
     """
 
     def __init__(self) -> None:
-        self._held: list[Callable[[], None]] | None = None
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether products wait."""
-        return self._held is not None
+        self._held: list[HeldGradient] | None = None
 
     @contextmanager
-    def hold(self) -> Iterator[list[Callable[[], None]]]:
-        """Collect the products of a backward pass in the list that it yields; whoever holds it must run them all."""
+    def hold(self) -> Iterator[list[HeldGradient]]:
+        """Collect the products of a backward pass in the list that it yields; :func:`compute_held` computes them."""
         held = self._held = []
         try:
             yield held
         finally:
             self._held = None
 
-    def deliver(self, parameter: Tensor, product: Callable[[], Tensor]) -> Tensor | None:
-        """Deliver the gradient that ``product`` computes, now or later, as :func:`deliver_gradient` does."""
-        if self._held is None:
-            return deliver_gradient(parameter, product())
+    @property
+    def is_holding(self) -> bool:
+        """Whether products wait."""
+        return self._held is not None
+
+    def hold_back(self, parameter: Tensor, gather: Callable[[], Pending], product: Callable[[Tensor], Tensor]) -> None:
+        """Compute later: ``product`` of what ``gather`` brings is the gradient of ``parameter``."""
         slot = slot_of(parameter)
+        assert self._held is not None
         assert slot is not None, "weight gradients can wait only for a gradient buffer"
-        self._held.append(lambda: slot.add(product()))
-        return None
+        self._held.append(HeldGradient(slot, gather, product))
+
+
+def compute_held(held: list[HeldGradient]) -> None:
+    """Compute and deliver what a backward pass held back, in its order, gathering one ahead; empties the list, so
+    that each lets go of its activations."""
+    held.reverse()
+    gathering = held[-1].gather() if held else None
+    while held:
+        current, gathered = held.pop(), gathering
+        gathering = held[-1].gather() if held else None
+        assert gathered is not None
+        current.slot.add(current.product(gathered.wait()))

@@ -7,6 +7,7 @@ link to the slowest: arXiv 2407.21783, section 3.3.2.)
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from math import prod
 
@@ -93,12 +94,16 @@ def _expand(axes: Iterable[str]) -> Iterator[str]:
 
 
 class Topology:
-    """One rank's place in the grid, its device, and the communicators along the axes."""
+    """One rank's place in the grid, its device, and the communicators along the axes.
 
-    def __init__(self, grid: RankGrid, rank: int, device: torch.device) -> None:
+    ``timeout`` is that of their collectives.
+    """
+
+    def __init__(self, grid: RankGrid, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
         self.grid = grid
         self.rank = rank
         self.device = device
+        self._timeout = timeout
         self.coordinates = grid.coordinates(rank)
         self._communicators: dict[tuple[str, ...], Communicator] = {}
         self._channels: dict[tuple[str, bool], Communicator] = {}
@@ -109,7 +114,7 @@ class Topology:
             ranks = self.grid.group(self.rank, axes)
             # Two communicators of the same ranks are counted under their own names and share one process group.
             twin = next((other for other in self._communicators.values() if other.ranks == ranks), None)
-            self._communicators[axes] = Communicator(ranks, self.rank, "x".join(axes), twin)
+            self._communicators[axes] = Communicator(ranks, self.rank, "x".join(axes), twin, timeout=self._timeout)
         return self._communicators[axes]
 
     def pipeline_channel(self, kind: str, source: int, target: int) -> Communicator:
@@ -123,7 +128,7 @@ class Topology:
         if key not in self._channels:
             name = f"pp {kind} {'down' if source < target else 'up'}"
             ranks = self.grid.group(self.rank, ("pp",))
-            self._channels[key] = Communicator(ranks, self.rank, name, exclusive=True)
+            self._channels[key] = Communicator(ranks, self.rank, name, exclusive=True, timeout=self._timeout)
         return self._channels[key]
 
     @property

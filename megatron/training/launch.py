@@ -76,7 +76,7 @@ def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> 
         order=parallel.rank_order,
     )
     try:
-        yield Topology(grid, process.rank, device)
+        yield Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
     except UserError as error:
         # The others know of it too and leave with us; otherwise they wait in a collective, and we must not.
         if not error.is_local:

@@ -1,7 +1,9 @@
 """Recording what the pipeline really did in one iteration (``--profile-pipeline``)."""
 
+import errno
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +22,12 @@ def check_trace_path(path: str | None) -> None:
     if path is None:
         return
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a"):
+        directory = Path(path).parent
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
             pass
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
     except OSError as error:
         raise ConfigError(
             f"--profile-pipeline {path} cannot be written ({error.strerror}): name another file."
@@ -39,8 +44,6 @@ class PipelineProfile(Listener):
 
     def on_start(self, trainer: Trainer) -> None:
         """Record from the start, if the first iteration is the one."""
-        if trainer.state.progress.iteration >= self.iteration:
-            self.say(f"--profile-pipeline records nothing: iteration {self.iteration} was before this start")
         self._begin_before_iteration(trainer)
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
@@ -48,6 +51,11 @@ class PipelineProfile(Listener):
         if trainer.state.progress.iteration == self.iteration:
             self._write(trainer)
         self._begin_before_iteration(trainer)
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Say so where the run ended before its time."""
+        if trainer.state.progress.iteration < self.iteration:
+            self.say(f"--profile-pipeline recorded nothing: the run ended before iteration {self.iteration}")
 
     def _begin_before_iteration(self, trainer: Trainer) -> None:
         if trainer.state.progress.iteration + 1 == self.iteration:
@@ -64,7 +72,12 @@ class PipelineProfile(Listener):
         num_microbatches = 1 + max(span.action.microbatch for span in stages[0])
         spans = tuple(span for stage in stages for span in stage)
         trace = to_chrome_trace(trainer.executor.schedule(num_microbatches), Timeline(len(stages), spans))
-        partial = f"{self.path}.partial"
-        Path(partial).write_text(json.dumps(trace))
-        os.replace(partial, self.path)
-        self.say(f"pipeline of iteration {self.iteration} written to {self.path}")
+        try:
+            partial = f"{self.path}.partial"
+            Path(partial).write_text(json.dumps(trace))
+            os.replace(partial, self.path)
+        except OSError as error:
+            # Not worth a training run.
+            self.say(f"--profile-pipeline {self.path} could not be written ({error.strerror})")
+        else:
+            self.say(f"pipeline of iteration {self.iteration} written to {self.path}")

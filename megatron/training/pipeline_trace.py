@@ -74,7 +74,7 @@ def from_chrome_trace(data: object) -> tuple[Schedule, Timeline]:
     for span in spans:
         actions[span.stage].append(span.action)
     by_stage = tuple(tuple(actions[stage]) for stage in range(placement.num_stages))
-    schedule = Schedule(name, placement, microbatches, SCHEDULES[name].splits_backward, by_stage)
+    schedule = Schedule(name, placement, microbatches, SCHEDULES[name].kinds, by_stage)
     return schedule, Timeline(placement.num_stages, tuple(spans))
 
 

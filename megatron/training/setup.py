@@ -60,6 +60,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     progress = Progress() if saved is None or config.checkpoint.finetune else saved.progress
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
+    check_profile_iteration(config, train_iters, progress)
     model = build_parallel_model(config, topology, vocabulary)
     executor = build_pipeline(config, topology, model)
     data_parallel = wrap_data_parallel(
@@ -143,6 +144,16 @@ def run_length(config: RunConfig, batches: BatchSchedule, progress: Progress) ->
         return config.training.train_iters
     assert config.training.train_samples is not None
     return progress.iteration + batches.iterations_for_samples(config.training.train_samples, progress.consumed_samples)
+
+
+def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progress) -> None:
+    """Refuse to profile an iteration that this run will not make."""
+    iteration = config.logging.profile_pipeline_iteration
+    if config.logging.profile_pipeline is not None and not progress.iteration < iteration <= train_iters:
+        raise ConfigError(
+            f"--profile-pipeline-iteration {iteration} is not among the iterations {progress.iteration + 1} to "
+            f"{train_iters} of this run: choose one of them, or remove --profile-pipeline."
+        )
 
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> LlamaModel:
@@ -300,7 +311,8 @@ def describe_run(
         f"pipeline {grid.pp} x data {grid.dp} ({strategy}), {precision_name(config)}, "
         f"attention: {model.context.attention_kernel.name}"
     )
-    describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
+    if topology.rank == 0:
+        describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
     if config.parallel.sequence_parallel and grid.tp == 1:
         say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
     say(
@@ -317,8 +329,10 @@ def describe_pipeline(config: RunConfig, num_layers: int, num_stages: int, num_m
         return
     schedule = pipeline_schedule(config, num_layers, num_stages)(num_microbatches)
     layers = [len(virtual_stage.layers) for virtual_stage in config.pipeline.virtual_stages(num_layers, num_stages)]
-    timeline = simulate(schedule, Durations.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    times = tuple(map(float, layers))
+    timeline = simulate(schedule, Durations(forward=times, backward=times, weight=times))
     say(
         f"pipeline: {schedule.name}, {num_stages} stages of {schedule.placement.num_chunks} chunks with "
-        f"{'-'.join(map(str, layers))} layers, idle {timeline.bubble_fraction:.1%} of the time if F = B = W"
+        f"{'-'.join(map(str, layers))} layers; stages idle {timeline.bubble_fraction:.1%} of the time, counting layers "
+        "alone with F = B = W"
     )

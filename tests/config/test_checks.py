@@ -288,7 +288,7 @@ BAD: list[Row] = [
         f"{GOOD} --num-layers 9 --pipeline-model-parallel-size 3 --num-layers-per-virtual-pipeline-stage 2",
         3,
         "--num-layers 9 does not ... --num-layers-per-virtual-pipeline-stage 2 on 3 pipeline ranks: choose another "
-        "--pipeline-model-parallel-size or number of chunks, or write ... --pipeline-model-parallel-layout",
+        "--pipeline-model-parallel-size ... or write ... --pipeline-model-parallel-layout",
     ),
     (
         f"{STAGES} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4",
@@ -300,8 +300,8 @@ BAD: list[Row] = [
         (
             f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers {first}",
             4,
-            f"--decoder-first-pipeline-num-layers {first}: that leaves {rest} of --num-layers 8 ... leave a "
-            "multiple of 3, or write",
+            f"--decoder-first-pipeline-num-layers {first}: that leaves {rest} of --num-layers 8 ... leave 3 or a "
+            "multiple of it, or write",
         )
         for first, rest in ((3, 5), (8, 0), (9, 0))
     ),
@@ -427,6 +427,7 @@ BAD: list[Row] = [
     (f"{GOOD} --finetune", 1, "--finetune needs --load"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
     (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 11", 1, "iteration 11 ... --train-iters 10"),
+    (f"{GOOD} --profile-pipeline trace.json --skip-train --eval-interval 5", 1, "--profile-pipeline ... --skip-train"),
     (
         GOOD.replace("10", "4") + " --profile-pipeline trace.json",
         1,

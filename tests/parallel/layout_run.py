@@ -23,7 +23,7 @@ from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
@@ -155,7 +155,7 @@ def context(topology: Topology, layout: Layout) -> BuildContext:
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:
     """Pipeline, strategy and optimizer of one rank, in fp64."""
     schedule = partial(build_schedule, layout.schedule, layout.pp, num_chunks=layout.chunks)
-    placement = schedule(1).placement
+    placement = placement_of(layout.schedule, layout.pp, layout.chunks)
     virtual_stages = split_evenly(task.model.num_layers, layout.pp, placement.num_chunks)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     model = build_model(task.model, context(topology, layout), SEED, mine)

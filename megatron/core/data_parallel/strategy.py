@@ -162,14 +162,18 @@ def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None
 def _add_other_end(piece: Piece, topology: Topology) -> None:
     """Add the gradient that the stage at the other end of the model has of the same piece of a tied weight.
 
-    Over the pipeline's own channels, whose process groups exist on all its stages.
+    Over the pipeline's own channels, whose process groups exist on all its stages. One end sends first and the other
+    receives first: the first message between two ranks makes their connection, for which NCCL holds up both.
     """
     first, last = 0, topology.pipeline_parallel.size - 1
     down, up = topology.pipeline_channel("F", first, last), topology.pipeline_channel("B", last, first)
-    there, back, peer = (down, up, last) if piece.info.tied_end == "embedding" else (up, down, first)
-    sending = there.start_send(piece.gradient, peer)
-    other = back.start_receive(torch.empty_like(piece.gradient), peer).wait()
-    sending.wait()
+    other = torch.empty_like(piece.gradient)
+    if piece.info.tied_end == "embedding":
+        down.start_send(piece.gradient, last).wait()
+        up.start_receive(other, last).wait()
+    else:
+        down.start_receive(other, first).wait()
+        up.start_send(piece.gradient, first).wait()
     piece.gradient.add_(other)
 
 

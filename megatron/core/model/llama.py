@@ -1,6 +1,7 @@
 """Llama as one rank holds it: all of it, or the chunks of a pipeline stage."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig
 from megatron.config.stages import VirtualStage
+from megatron.core.gradient import WeightGradientQueue
 from megatron.core.initialization import initialize_parameters
 from megatron.core.model.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
@@ -42,7 +44,10 @@ class LlamaHead(nn.Module):
 
     def __init__(self, config: LlamaConfig, context: BuildContext, output_layer: VocabParallelTable) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.config = config
+        # A queue that nobody holds: to compute the weight gradient later would keep the logits' gradient, which is
+        # larger than all that a layer keeps.
+        self.context = replace(context, weight_gradients=WeightGradientQueue())
         self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config.norm_epsilon, context)
         self.output_layer = output_layer
 

@@ -7,18 +7,17 @@ the backward pass starts at the output's place in the graph and does not need it
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.gradient import WeightGradientQueue
-from megatron.core.pipeline_parallel.mailbox import Channels, Mailbox
-from megatron.core.pipeline_parallel.messages import MessagePlan, plan_messages
+from megatron.core.gradient import HeldGradient, WeightGradientQueue, compute_held
+from megatron.core.pipeline_parallel.mailbox import Channels, Mailbox, open_channels
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
-from megatron.core.pipeline_parallel.schedule import Action, Placement, Schedule
+from megatron.core.pipeline_parallel.schedule import Action, Schedule, Step
 from megatron.core.pipeline_parallel.verifier import verify
 
 Microbatch = Mapping[str, Tensor]
@@ -71,13 +70,13 @@ class PipelineExecutor:
         self.weight_gradients = weight_gradients
         self.recorder: ActionRecorder | None = None
         """Notes when each action runs, if set."""
-        self._plan = cache(partial(_plan, schedule, stage))
+        self._schedule = lru_cache(maxsize=8)(partial(_verified, schedule))
         self.placement = self.schedule(1).placement
-        open_channels(self.placement, channels)
+        open_channels(self.placement, stage, channels, activations.device)
 
-    def schedule(self, num_microbatches: int) -> Schedule:
+    def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
         """The schedule of a batch of ``num_microbatches``, proved sound."""
-        return self._plan(num_microbatches)[0]
+        return self._schedule(num_microbatches, forward_only)
 
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
         """Forward and backward over ``num_microbatches``, of which only the stages at the ends of the model read any.
@@ -85,7 +84,7 @@ class PipelineExecutor:
         Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the losses of the
         unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the head.
         """
-        run = _Training(self, self._plan(num_microbatches), microbatches, scale)
+        run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
         run.run()
         return run.sums
 
@@ -95,10 +94,11 @@ class PipelineExecutor:
 
         A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
         """
-        at_once = 2 * self.placement.num_stages
+        at_once = max(1, 2 * self.placement.num_stages // self.placement.num_chunks)
         sums = torch.zeros(2, dtype=torch.float64, device=self.activations.device)
         for first in range(0, num_microbatches, at_once):
-            run = _Evaluation(self, self._plan(min(at_once, num_microbatches - first), True), microbatches)
+            schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
+            run = _Evaluation(self, schedule, microbatches)
             run.run()
             sums += run.sums
         return sums
@@ -106,28 +106,16 @@ class PipelineExecutor:
     @torch.no_grad()
     def logits(self, tokens: Tensor, activations: ActivationFormat) -> Tensor | None:
         """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the head."""
-        run = _Logits(self, self._plan(1, True), iter([{"tokens": tokens}]), activations)
+        run = _Logits(self, self.schedule(1, forward_only=True), iter([{"tokens": tokens}]), activations)
         run.run()
         return run.logits
 
 
-def _plan(
-    build: Callable[[int], Schedule], stage: int, num_microbatches: int, forward_only: bool = False
-) -> tuple[Schedule, MessagePlan]:
+def _verified(build: Callable[[int], Schedule], num_microbatches: int, forward_only: bool) -> Schedule:
     schedule = build(num_microbatches)
-    verify(schedule)
     schedule = schedule.forward_only() if forward_only else schedule
-    return schedule, plan_messages(schedule, stage)
-
-
-def open_channels(placement: Placement, channels: Channels) -> None:
-    """Make the process groups of all channels that messages of ``placement`` take, on every rank in one order."""
-    for virtual_stage in range(placement.num_virtual_stages - 1):
-        source, _ = placement.location(virtual_stage)
-        target, _ = placement.location(virtual_stage + 1)
-        if source != target:
-            for communicator in (channels("F", source, target), channels("B", target, source)):
-                communicator.process_group  # noqa: B018
+    verify(schedule)
+    return schedule
 
 
 class _Feed:
@@ -157,45 +145,48 @@ class _Pass:
     def __init__(
         self,
         executor: PipelineExecutor,
-        plan: tuple[Schedule, MessagePlan],
+        schedule: Schedule,
         microbatches: Iterator[Microbatch],
         activations: ActivationFormat | None = None,
     ) -> None:
-        schedule, messages = plan
         self.executor, self.schedule, self.stage = executor, schedule, executor.stage
         activations = activations or executor.activations
         placement = schedule.placement
         self.last = placement.num_virtual_stages - 1
         mine = {placement.virtual_stage(self.stage, chunk) for chunk in range(placement.num_chunks)}
         self.feed = _Feed(microbatches, len(mine & {0, self.last}), activations.device)
-        self.mailbox = Mailbox(schedule, self.stage, messages, executor.channels, activations.empty, executor.overlap)
+        self.mailbox = Mailbox(executor.channels, activations.empty)
         self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
 
     def run(self) -> None:
-        """Run the stage's actions."""
-        for action in self.schedule.actions[self.stage]:
-            self.perform(action)
+        """Run the stage's actions; with overlap, the next one's message is received meanwhile."""
+        steps = self.schedule.steps(self.stage)
+        for step, following in zip(steps, (*steps[1:], None)):
+            self.mailbox.expect(step)
+            if following is not None and self.executor.overlap:
+                self.mailbox.expect(following)
+            self.perform(step)
         self.mailbox.close()
 
-    def perform(self, action: Action) -> None:
+    def perform(self, step: Step) -> None:
         """Run one action."""
-        self.forward(action)
+        self.forward(step)
 
     def recording(self, action: Action) -> AbstractContextManager[None]:
         """Note how long ``action`` takes, without the wait for its input."""
         recorder = self.executor.recorder
         return nullcontext() if recorder is None else recorder.span(self.stage, action)
 
-    def forward(self, action: Action) -> None:
+    def forward(self, step: Step) -> None:
         """Run a chunk and hand on its output."""
-        virtual_stage = self.schedule.result(self.stage, action).virtual_stage
+        action, virtual_stage = step.action, step.result.virtual_stage
         microbatch = self.feed(action.microbatch) if virtual_stage in (0, self.last) else {}
-        inputs = self.mailbox.take(action)
+        inputs = self.mailbox.take(step)
         with self.recording(action):
             inputs = microbatch["tokens"] if inputs is None else inputs
             outputs = self.compute(action, inputs, microbatch if virtual_stage == self.last else None)
         if outputs is not None:
-            self.mailbox.give(action, outputs)
+            self.mailbox.give(step, outputs)
 
     def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch | None) -> Tensor | None:
         """The output of a chunk; None at the end of the model, which is given the microbatch."""
@@ -245,17 +236,22 @@ class _Training(_Pass):
     def __init__(
         self,
         executor: PipelineExecutor,
-        plan: tuple[Schedule, MessagePlan],
+        schedule: Schedule,
         microbatches: Iterator[Microbatch],
         scale: float,
     ) -> None:
-        super().__init__(executor, plan, microbatches)
+        super().__init__(executor, schedule, microbatches)
         self.scale = scale
         self.graphs: dict[tuple[int, int], _Graph] = {}
-        self.weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.held: dict[tuple[int, int], list[HeldGradient]] = {}
 
-    def perform(self, action: Action) -> None:
-        {"F": self.forward, "B": self.backward, "W": self.weight}[action.kind](action)
+    def perform(self, step: Step) -> None:
+        if step.action.kind == "F":
+            self.forward(step)
+        elif step.action.kind == "B":
+            self.backward(step)
+        else:
+            self.weight(step.action)
 
     def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch | None) -> Tensor | None:
         received = inputs.requires_grad_() if inputs.is_floating_point() else None
@@ -267,27 +263,24 @@ class _Training(_Pass):
         self.graphs[action.microbatch, action.chunk] = _Graph(received, root)
         return outputs.detach() if microbatch is None else None
 
-    def backward(self, action: Action) -> None:
+    def backward(self, step: Step) -> None:
         """Go back through a chunk and hand on its input's gradient; weight gradients may wait."""
+        action = step.action
         graph = self.graphs.pop((action.microbatch, action.chunk))
-        gradient = self.mailbox.take(action)
+        gradient = self.mailbox.take(step)
         with self.recording(action):
             if self.schedule.splits_backward:
-                with self.executor.weight_gradients.hold() as products:
+                with self.executor.weight_gradients.hold() as held:
                     torch.autograd.backward(graph.root, gradient)
-                self.weight_gradients[action.microbatch, action.chunk] = products
+                self.held[action.microbatch, action.chunk] = held
             else:
                 torch.autograd.backward(graph.root, gradient)
         if graph.inputs is not None:
             assert graph.inputs.grad is not None
-            self.mailbox.give(action, graph.inputs.grad)
+            self.mailbox.give(step, graph.inputs.grad)
 
     @torch.no_grad()
     def weight(self, action: Action) -> None:
         """Compute the weight gradients that a backward pass left."""
-        products = self.weight_gradients.pop((action.microbatch, action.chunk))
         with self.recording(action):
-            # The last layer's first, as in an undivided backward pass; each lets go of its activations.
-            products.reverse()
-            while products:
-                products.pop()()
+            compute_held(self.held.pop((action.microbatch, action.chunk)))

@@ -1,13 +1,12 @@
 """How results reach the actions that need them: from the stage itself, or as messages that overlap with the work."""
 
-from collections import defaultdict, deque
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Pending
-from megatron.core.pipeline_parallel.messages import MessagePlan
-from megatron.core.pipeline_parallel.schedule import Action, Kind, Message, Result, Schedule
+from megatron.core.pipeline_parallel.schedule import Kind, Placement, Result, Step
 
 Channels = Callable[[Kind, int, int], Communicator]
 """(kind, source stage, target stage) to the communicator that carries such messages."""
@@ -16,66 +15,64 @@ Channels = Callable[[Kind, int, int], Communicator]
 class Mailbox:
     """What one stage gives and takes during one pass over a schedule.
 
-    On every channel the next message is received while the stage works (``overlap``), and nobody waits for a message
-    to be sent: it is let go of when a later message proves that it has arrived. Every message is received in a fresh
+    Nobody waits for a message to be sent; its tensor is let go of once it is. Every message is received in a fresh
     tensor from ``empty``.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stage: int,
-        plan: MessagePlan,
-        channels: Channels,
-        empty: Callable[[], Tensor],
-        overlap: bool,
-    ) -> None:
-        self._schedule, self._stage, self._plan = schedule, stage, plan
-        self._channels, self._empty, self._overlap = channels, empty, overlap
+    def __init__(self, channels: Channels, empty: Callable[[], Tensor]) -> None:
+        self._channels, self._empty = channels, empty
         self._local: dict[Result, Tensor] = {}
-        self._sending: dict[Result, Pending] = {}
+        self._sending: list[Pending] = []
         self._receiving: dict[Result, Pending] = {}
-        self._expected: dict[tuple[Kind, int, int], deque[Message]] = defaultdict(deque)
-        for message in plan.incoming.values():
-            self._expected[message.channel].append(message)
-        if overlap:
-            for channel in self._expected:
-                self._receive_next(channel)
 
-    def _receive_next(self, channel: tuple[Kind, int, int]) -> None:
-        if self._expected[channel]:
-            message = self._expected[channel].popleft()
-            communicator = self._channels(*channel)
-            self._receiving[message.result] = communicator.start_receive(self._empty(), message.source)
+    def expect(self, step: Step) -> None:
+        """Start to receive what ``step`` takes, if that is a message; in the order of the steps."""
+        if step.incoming is not None and step.incoming.result not in self._receiving:
+            communicator = self._channels(*step.incoming.channel)
+            self._receiving[step.incoming.result] = communicator.start_receive(self._empty(), step.incoming.source)
 
-    def take(self, action: Action) -> Tensor | None:
-        """The input of ``action``, received or from this stage itself; None where it needs none."""
-        message = self._plan.incoming.get(action)
-        if message is None:
-            # At most one of the requirements is a tensor that this stage handed on to itself.
-            requirements = self._schedule.requirements(self._stage, action)
-            return next((self._local.pop(result) for result in requirements if result in self._local), None)
-        if not self._overlap:
-            self._receive_next(message.channel)
-        received = self._receiving.pop(message.result).wait()
-        for result in self._plan.acknowledged.get(message.result, ()):
-            self._sending.pop(result).wait()
-        if self._overlap:
-            self._receive_next(message.channel)
-        return received
+    def take(self, step: Step) -> Tensor | None:
+        """The input of ``step``, received or from this stage itself; None where it takes none."""
+        self._sending = [pending for pending in self._sending if not pending.is_complete]
+        if step.incoming is not None:
+            return self._receiving.pop(step.incoming.result).wait()
+        return None if step.source is None else self._local.pop(step.source)
 
-    def give(self, action: Action, tensor: Tensor) -> None:
-        """Hand on what ``action`` yielded, to another stage or to this one; it must not change any more."""
-        message = self._plan.outgoing.get(action)
-        if message is None:
-            self._local[self._schedule.result(self._stage, action)] = tensor
+    def give(self, step: Step, tensor: Tensor) -> None:
+        """Hand on what ``step`` yielded, to another stage or to this one; it must not change any more."""
+        if step.outgoing is None:
+            self._local[step.result] = tensor
         else:
-            communicator = self._channels(*message.channel)
-            self._sending[message.result] = communicator.start_send(tensor.contiguous(), message.target)
+            communicator = self._channels(*step.outgoing.channel)
+            self._sending.append(communicator.start_send(tensor.contiguous(), step.outgoing.target))
 
     def close(self) -> None:
         """Wait until everything is sent."""
-        assert not self._local and not self._receiving and not any(self._expected.values())
-        for pending in self._sending.values():
+        assert not self._local and not self._receiving
+        for pending in self._sending:
             pending.wait()
         self._sending.clear()
+
+
+def open_channels(placement: Placement, stage: int, channels: Channels, device: torch.device) -> None:
+    """Connect the stages; all of them call it.
+
+    The first message between two ranks makes their connection, for which NCCL holds up both until both are there.
+    Hence one message on every channel, hop by hop in one order on all ranks, before messages that overlap.
+    """
+    for virtual_stage in range(placement.num_virtual_stages - 1):
+        here, _ = placement.location(virtual_stage)
+        there, _ = placement.location(virtual_stage + 1)
+        if here != there:
+            _greet(channels("F", here, there), stage, here, there, device)
+            _greet(channels("B", there, here), stage, there, here, device)
+
+
+def _greet(communicator: Communicator, stage: int, source: int, target: int, device: torch.device) -> None:
+    # Opened on all stages, also those whom this hop does not concern: torch counts process groups.
+    communicator.open()
+    greeting = torch.zeros(1, device=device)
+    if stage == source:
+        communicator.start_send(greeting, target).wait()
+    elif stage == target:
+        communicator.start_receive(greeting, source).wait()

@@ -48,6 +48,19 @@ class Message(NamedTuple):
         return self.result.kind, self.source, self.target
 
 
+class Step(NamedTuple):
+    """An action as the stage that runs it sees it."""
+
+    action: Action
+    result: Result
+    source: Result | None
+    """The tensor that it takes, wherever that comes from; None for tokens, for the loss and for weight gradients."""
+    incoming: Message | None
+    """The message that brings it, if another stage does."""
+    outgoing: Message | None
+    """The message that carries the result to another stage."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Which stage holds which part of the model.
@@ -86,9 +99,15 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    splits_backward: bool
+    kinds: tuple[Kind, ...]
+    """What it does with every microbatch on every chunk."""
     actions: tuple[tuple[Action, ...], ...]
     """By stage, in the order in which the stage runs them."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return "W" in self.kinds
 
     def result(self, stage: int, action: Action) -> Result:
         """What ``action`` of ``stage`` yields."""
@@ -97,21 +116,26 @@ class Schedule:
     def requirements(self, stage: int, action: Action) -> tuple[Result, ...]:
         """What must be there before ``action`` can run on ``stage``."""
         kind, microbatch, virtual_stage = self.result(stage, action)
-        if kind == "F":
-            return (Result("F", microbatch, virtual_stage - 1),) if virtual_stage > 0 else ()
-        if kind == "W":
-            return (Result("B", microbatch, virtual_stage),)
-        own = Result("F", microbatch, virtual_stage)
-        is_last = virtual_stage == self.placement.num_virtual_stages - 1
-        return (own,) if is_last else (own, Result("B", microbatch, virtual_stage + 1))
+        source = self.source(stage, action)
+        needed = () if source is None else (source,)
+        if kind == "B":
+            return (Result("F", microbatch, virtual_stage), *needed)
+        return (Result("B", microbatch, virtual_stage),) if kind == "W" else needed
+
+    def source(self, stage: int, action: Action) -> Result | None:
+        """The requirement whose tensor is the input of ``action``: an activation or a gradient of another chunk."""
+        kind, microbatch, virtual_stage = self.result(stage, action)
+        neighbour = virtual_stage + {"F": -1, "B": 1, "W": 0}[kind]
+        is_there = neighbour != virtual_stage and 0 <= neighbour < self.placement.num_virtual_stages
+        return Result(kind, microbatch, neighbour) if is_there else None
 
     def incoming(self, stage: int, action: Action) -> Message | None:
         """What another stage must send before ``action`` can run on ``stage``."""
-        for requirement in self.requirements(stage, action):
-            source, _ = self.placement.location(requirement.virtual_stage)
-            if source != stage:
-                return Message(requirement, source, stage)
-        return None
+        source = self.source(stage, action)
+        if source is None:
+            return None
+        sender, _ = self.placement.location(source.virtual_stage)
+        return Message(source, sender, stage) if sender != stage else None
 
     def outgoing(self, stage: int, action: Action) -> Message | None:
         """What ``stage`` sends to another after ``action``."""
@@ -122,7 +146,20 @@ class Schedule:
         target, _ = self.placement.location(next_virtual_stage)
         return Message(result, stage, target) if target != stage else None
 
+    def steps(self, stage: int) -> tuple[Step, ...]:
+        """The actions of ``stage`` with what they take and give."""
+        return tuple(
+            Step(
+                action,
+                self.result(stage, action),
+                self.source(stage, action),
+                self.incoming(stage, action),
+                self.outgoing(stage, action),
+            )
+            for action in self.actions[stage]
+        )
+
     def forward_only(self) -> "Schedule":
         """The forward passes alone, in the same order, for evaluation."""
         forwards = tuple(tuple(action for action in actions if action.kind == "F") for actions in self.actions)
-        return Schedule(self.name, self.placement, self.num_microbatches, self.splits_backward, forwards)
+        return Schedule(self.name, self.placement, self.num_microbatches, ("F",), forwards)

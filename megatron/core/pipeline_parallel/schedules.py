@@ -44,20 +44,26 @@ def interleaved(stage: int, shape: Shape) -> Iterator[Action]:
     chunks = range(shape.chunks)
     forwards = [(chunk, microbatch) for group in groups for chunk in chunks for microbatch in group]
     backwards = [(chunk, microbatch) for group in groups for chunk in reversed(chunks) for microbatch in group]
-    yield from _alternate(forwards, backwards, ahead=_interleaved_ahead(stage, shape))
+    for action in _alternate(forwards, backwards, ahead=_interleaved_ahead(stage, shape)):
+        if action.microbatch < shape.microbatches:
+            yield action
 
 
 def microbatch_groups(shape: Shape) -> list[range]:
-    """Microbatches in groups of ``group_size``; fewer than ``stages`` left over are spread over the groups.
+    """Microbatches in groups of ``group_size``; those left over make groups longer by one, or a group of their own.
 
-    A short group would reach the next chunk before the pipeline has delivered its input, and lock up.
+    A group shorter than the pipeline would reach the next chunk before the pipeline has delivered its input, and lock
+    up; it is filled up to ``stages`` with microbatches that the batch does not have. Longer groups hold more
+    activations, so no group gets more than one of those left over.
     """
     full, rest = divmod(shape.microbatches, shape.group_size)
     sizes = [shape.group_size] * full
-    if full == 0 or rest >= shape.stages:
-        sizes += [rest] if rest else []
+    if rest <= full and rest < shape.stages:
+        sizes = [size + (number < rest) for number, size in enumerate(sizes)]
+    elif full == 0:
+        sizes = [rest]
     else:
-        sizes = [size + rest // full + (number < rest % full) for number, size in enumerate(sizes)]
+        sizes.append(max(rest, shape.stages))
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [range(start, start + size) for start, size in zip(starts, sizes)]
 
@@ -203,6 +209,15 @@ ORDERS: dict[ScheduleName, Order] = {
 }
 
 
+def placement_of(name: ScheduleName, num_stages: int, num_chunks: int | None = None) -> Placement:
+    """Where the chunks of the schedule ``name`` lie; raises :class:`ScheduleError` for a number it does not run."""
+    traits = SCHEDULES[name]
+    num_chunks = traits.settle_chunks(num_chunks)
+    if not traits.allows(num_chunks):
+        raise ScheduleError(f"{name} runs {traits.chunks} per stage, not {num_chunks}")
+    return Placement(num_stages, num_chunks, traits.placement)
+
+
 def build_schedule(
     name: ScheduleName,
     num_stages: int,
@@ -215,10 +230,7 @@ def build_schedule(
     ``num_chunks`` and ``microbatch_group_size`` (by default the number of stages) matter to schedules of several
     chunks alone.
     """
-    traits = SCHEDULES[name]
-    num_chunks = traits.settle_chunks(num_chunks)
-    if not traits.allows(num_chunks):
-        raise ScheduleError(f"{name} runs {traits.chunks} per stage, not {num_chunks}")
+    placement = placement_of(name, num_stages, num_chunks)
     if min(num_stages, num_microbatches) < 1:
         raise ScheduleError("a schedule needs at least one stage and one microbatch")
     group_size = num_stages if microbatch_group_size is None else microbatch_group_size
@@ -227,11 +239,11 @@ def build_schedule(
             f"{name} would idle, or lock up, with {group_size} microbatches per group on {num_stages} stages: use "
             f"{num_stages} or more"
         )
-    shape = Shape(num_stages, num_microbatches, num_chunks, group_size)
+    shape = Shape(num_stages, num_microbatches, placement.num_chunks, group_size)
     return Schedule(
         name,
-        Placement(num_stages, num_chunks, traits.placement),
+        placement,
         num_microbatches,
-        traits.splits_backward,
+        SCHEDULES[name].kinds,
         tuple(tuple(ORDERS[name].actions(stage, shape)) for stage in range(num_stages)),
     )

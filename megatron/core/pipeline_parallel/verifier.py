@@ -22,10 +22,9 @@ def verify(schedule: Schedule, live_activations: tuple[int, ...] | None = None) 
 
 
 def _verify_complete(schedule: Schedule, stage: int) -> None:
-    kinds: tuple[Kind, ...] = ("F", "B", "W") if schedule.splits_backward else ("F", "B")
     wanted = Counter(
         Action(kind, microbatch, chunk)
-        for kind in kinds
+        for kind in schedule.kinds
         for microbatch in range(schedule.num_microbatches)
         for chunk in range(schedule.placement.num_chunks)
     )

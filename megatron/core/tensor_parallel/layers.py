@@ -38,17 +38,17 @@ class _ColumnParallelLinear(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
+        grad_outputs = gradients[0]
         parallel: TensorParallel = ctx.parallel
         queue: WeightGradientQueue = ctx.queue
-        # Only the rank's part of the sequence was kept; gather it again while the input gradient is computed, or
-        # when the weight gradient is, if that waits.
-        gathering = None if queue.is_holding else parallel.enter(inputs)
-        grad_inputs = parallel.leave(linear(gradients[0], weight.t()))
-
-        def product() -> Tensor:
-            return weight_gradient(gradients[0], (gathering or parallel.enter(inputs)).wait())
-
-        grad_weight = queue.deliver(weight, product)
+        # Only the rank's part of the sequence was kept. Detached: what is held back must not hold the graph.
+        inputs = inputs.detach()
+        if queue.is_holding:
+            queue.hold_back(weight, lambda: parallel.enter(inputs), lambda whole: weight_gradient(grad_outputs, whole))
+            return parallel.leave(linear(grad_outputs, weight.t())).wait(), None, None, None
+        gathering = parallel.enter(inputs)
+        grad_inputs = parallel.leave(linear(grad_outputs, weight.t()))
+        grad_weight = deliver_gradient(weight, weight_gradient(grad_outputs, gathering.wait()))
         return grad_inputs.wait(), grad_weight, None, None
 
 
@@ -64,9 +64,16 @@ class _RowParallelLinear(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
-        grad_outputs = ctx.parallel.enter(gradients[0]).wait()
+        parallel: TensorParallel = ctx.parallel
+        queue: WeightGradientQueue = ctx.queue
+        grad_part, inputs = gradients[0], inputs.detach()
+        grad_outputs = parallel.enter(grad_part).wait()
         grad_inputs = linear(grad_outputs, weight.t())
-        return grad_inputs, ctx.queue.deliver(weight, lambda: weight_gradient(grad_outputs, inputs)), None, None
+        if queue.is_holding:
+            # Holds the rank's part of the sequence and gathers it again, for the whole is as large as a layer's input.
+            queue.hold_back(weight, lambda: parallel.enter(grad_part), lambda whole: weight_gradient(whole, inputs))
+            return grad_inputs, None, None, None
+        return grad_inputs, deliver_gradient(weight, weight_gradient(grad_outputs, inputs)), None, None
 
 
 class _VocabParallelEmbedding(Function):
