@@ -4,7 +4,7 @@ A later parallelism adds fields to :class:`Layout` and rows to the matrix, not f
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.pipeline import ScheduleName
-from megatron.config.stages import split_evenly
+from megatron.config.stages import split_by_layout, split_evenly
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
@@ -32,7 +32,7 @@ from megatron.training.timers import Timers
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(
-    num_layers=8,
+    num_layers=2,
     hidden_size=32,
     ffn_hidden_size=48,
     num_attention_heads=8,
@@ -43,7 +43,9 @@ MODEL = LlamaConfig(
     max_position_embeddings=16,
     use_rope_scaling=True,
 )
-TIED_MODEL = LlamaConfig(**{**MODEL.__dict__, "untie_embeddings_and_output_weights": False})
+TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
+DEEP_MODEL = replace(MODEL, num_layers=8)
+DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 
 
@@ -60,6 +62,8 @@ class Layout:
     pp: int = 1
     schedule: ScheduleName = "1f1b"
     chunks: int | None = None
+    split: str | None = None
+    overlap_p2p: bool = True
     bucket_size: int | None = None
     overlap_grad_reduce: bool = False
     order: str = "tp-cp-ep-pp-dp"
@@ -156,10 +160,15 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     """Pipeline, strategy and optimizer of one rank, in fp64."""
     schedule = partial(build_schedule, layout.schedule, layout.pp, num_chunks=layout.chunks)
     placement = placement_of(layout.schedule, layout.pp, layout.chunks)
-    virtual_stages = split_evenly(task.model.num_layers, layout.pp, placement.num_chunks)
+    layers = task.model.num_layers
+    if layout.split is None:
+        virtual_stages = split_evenly(layers, layout.pp, placement.num_chunks)
+    else:
+        virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     model = build_model(task.model, context(topology, layout), SEED, mine)
-    executor = build_executor(model, topology, schedule, SEQUENCE, BATCH // (layout.dp * layout.microbatches))
+    micro_batch_size = BATCH // (layout.dp * layout.microbatches)
+    executor = build_executor(model, topology, schedule, SEQUENCE, micro_batch_size, layout.overlap_p2p)
     data_parallel = wrap_data_parallel(model, torch.float64, topology, layout.bucket_size, layout.overlap_grad_reduce)
     return executor, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
 

@@ -18,6 +18,8 @@ from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
 from tests.parallel.layout_run import (
     BATCH,
+    DEEP_MODEL,
+    DEEP_TIED_MODEL,
     MODEL,
     SEED,
     SEQUENCE,
@@ -39,7 +41,9 @@ ADAM_UNCLIPPED = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.0))
 ADAM_CLIPPED_HARD = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05))
 SGD_UNCLIPPED = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0))
-SGD_SHORT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), steps=2)
+DEEP_SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=DEEP_MODEL, steps=2)
+DEEP_ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), model=DEEP_MODEL)
+DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
 
 
@@ -70,7 +74,7 @@ def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
     for schedule, pp, tp, dp, count in product(SCHEDULES, (2, 4), (1, 2), (1, 2), (1, 2, 4, 8)):
         overlap = count in (2, 8)
         yield (
-            SGD_SHORT,
+            DEEP_SGD,
             Layout(
                 tp,
                 dp,
@@ -84,11 +88,18 @@ def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
             ),
         )
     for schedule in SCHEDULES:
-        yield ADAM_CLIPPED_HARD, Layout(pp=4, schedule=schedule, microbatches=8)
-        yield TIED, Layout(pp=4, schedule=schedule, microbatches=4)
-        yield TIED, Layout(2, 2, True, True, pp=2, schedule=schedule, microbatches=2, overlap_grad_reduce=True)
-    yield ADAM, Layout(pp=2, schedule="interleaved", chunks=4, microbatches=8)
-    yield ADAM, Layout(1, 2, pp=2, schedule="zb-v", microbatches=4, order="pp-dp-tp-cp-ep")
+        yield DEEP_ADAM, Layout(pp=4, schedule=schedule, microbatches=8)
+        yield DEEP_TIED, Layout(pp=4, schedule=schedule, microbatches=4)
+        yield DEEP_TIED, Layout(2, 2, True, True, pp=2, schedule=schedule, microbatches=2, overlap_grad_reduce=True)
+    yield DEEP_ADAM, Layout(pp=2, schedule="interleaved", chunks=4, microbatches=8)
+    yield DEEP_ADAM, Layout(1, 2, pp=2, schedule="zb-v", microbatches=4, order="pp-dp-tp-cp-ep")
+    yield DEEP_ADAM, Layout(pp=4, schedule="zb-v", microbatches=4, overlap_p2p=False)
+    yield DEEP_TIED, Layout(1, 4, pp=2, shard_optimizer=True, instances=2, microbatches=2, bucket_size=3000)
+    # The ends of the model alone, a stage with no layers between others, and with nothing at all in one chunk.
+    yield DEEP_TIED, Layout(pp=4, schedule="zb-h1", split="E|tttt|ttt|tL", microbatches=4)
+    yield DEEP_ADAM, Layout(2, pp=4, sequence_parallel=True, split="Et|tttt|ttt|L", microbatches=4)
+    yield DEEP_ADAM, Layout(pp=2, schedule="interleaved", split="E|tttt||ttttL", microbatches=4)
+    yield DEEP_ADAM, Layout(pp=2, schedule="zb-v", split="Et||ttttt|ttL", microbatches=4)
 
 
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
@@ -108,7 +119,7 @@ def _identifier(value: object) -> str:
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
     assert isinstance(value, Task)
-    tied = "" if value.model is MODEL else "-tied"
+    tied = "" if value.model.untie_embeddings_and_output_weights else "-tied"
     return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}"
 
 
