@@ -3,11 +3,10 @@
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, report
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,11 +21,7 @@ def main(arguments: Sequence[str]) -> int:
 
         pretrain(config, Process.from_environment(os.environ))
     except UserError as error:
-        if rank == 0 or error.is_local:
-            print(f"ERROR: {error}", file=sys.stderr, flush=True)
-        else:
-            # torchrun ends all ranks as soon as one has failed: leave rank 0 the time to say why.
-            time.sleep(10)
+        report(error, rank)
         return 1
     return 0
 

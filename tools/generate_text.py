@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import CheckpointError, ConfigError, UserError
+from megatron.config.errors import CheckpointError, ConfigError, UserError, report
 
 if TYPE_CHECKING:
     import torch
@@ -204,8 +204,7 @@ def main() -> int:
             if rank == 0:
                 print(part, end="", flush=True)
     except UserError as error:
-        if rank == 0:
-            print(f"ERROR: {error}", file=sys.stderr)
+        report(error, rank)
         return 1
     return 0
 

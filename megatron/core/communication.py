@@ -4,8 +4,10 @@ A :class:`Communicator` of one rank communicates nothing and needs no ``torch.di
 has a ``start_`` form that returns a :class:`Pending` result, so that computation can go on meanwhile.
 """
 
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -59,14 +61,33 @@ class Pending:
 class _Awaited:
     """A piece of work that a thread waits for, because gloo does not tell whether a send is complete."""
 
-    def __init__(self, work: Any, thread: ThreadPoolExecutor) -> None:
-        self._future = thread.submit(work.wait)
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Wait for the work, in the thread."""
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+        # It holds the tensor that was sent.
+        self._work = None
+        self._done.set()
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self._done.is_set()
 
     def wait(self) -> None:
-        self._future.result()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def _run_in_turn(works: "queue.SimpleQueue[_Awaited | None]") -> None:
+    while (work := works.get()) is not None:
+        work.run()
 
 
 class Communicator:
@@ -119,8 +140,17 @@ class Communicator:
         return bool(dist.get_backend(self.process_group) == "gloo")
 
     @cached_property
-    def _send_waiter(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "send")
+    def _sends(self) -> "queue.SimpleQueue[_Awaited | None]":
+        """Sends that a thread waits for. A daemon: a send that nobody takes must not keep the process alive."""
+        works: queue.SimpleQueue[_Awaited | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_in_turn, args=(works,), daemon=True, name=f"sends {self.name}").start()
+        weakref.finalize(self, works.put, None)
+        return works
+
+    def _watched(self, work: Any) -> _Awaited:
+        awaited = _Awaited(work)
+        self._sends.put(awaited)
+        return awaited
 
     def _record(self, kind: str, tensor: Tensor) -> None:
         if self.observer is not None:
@@ -220,7 +250,7 @@ class Communicator:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
         self._record("send", tensor)
         work = dist.isend(tensor, self.ranks[target], self.process_group)
-        return Pending((_Awaited(work, self._send_waiter) if self._is_gloo else work,), lambda: tensor)
+        return Pending((self._watched(work) if self._is_gloo else work,), lambda: tensor)
 
     def start_receive(self, tensor: Tensor, source: int) -> Pending:
         """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""

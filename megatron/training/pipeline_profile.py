@@ -42,26 +42,22 @@ class PipelineProfile(Listener):
     iteration: int
     say: Callable[[str], None]
 
-    def on_start(self, trainer: Trainer) -> None:
-        """Record from the start, if the first iteration is the one."""
-        self._begin_before_iteration(trainer)
+    def on_iteration_start(self, trainer: Trainer) -> None:
+        """Begin to record, if the iteration is the one."""
+        if trainer.state.progress.iteration + 1 == self.iteration:
+            # All clocks start when the last rank is here.
+            trainer.topology.world.all_reduce(torch.zeros(1, device=trainer.topology.device)).item()
+            trainer.executor.recorder = ActionRecorder(trainer.topology.device)
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Write after the iteration, or begin before it."""
+        """Write what was recorded."""
         if trainer.state.progress.iteration == self.iteration:
             self._write(trainer)
-        self._begin_before_iteration(trainer)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
         """Say so where the run ended before its time."""
         if trainer.state.progress.iteration < self.iteration:
             self.say(f"--profile-pipeline recorded nothing: the run ended before iteration {self.iteration}")
-
-    def _begin_before_iteration(self, trainer: Trainer) -> None:
-        if trainer.state.progress.iteration + 1 == self.iteration:
-            # All clocks start when the last rank is here.
-            trainer.topology.world.all_reduce(torch.zeros(1, device=trainer.topology.device)).item()
-            trainer.executor.recorder = ActionRecorder(trainer.topology.device)
 
     def _write(self, trainer: Trainer) -> None:
         recorder, trainer.executor.recorder = trainer.executor.recorder, None

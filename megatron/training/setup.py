@@ -276,9 +276,9 @@ def build_listeners(
         intervals = config.training.manual_gc_interval, config.validation.eval_interval, config.checkpoint.save_interval
         listeners.append(GarbageCollection(*intervals))
     if config.logging.profile_pipeline is not None:
-        listeners.append(
-            PipelineProfile(config.logging.profile_pipeline, config.logging.profile_pipeline_iteration, say)
-        )
+        iteration = config.logging.profile_pipeline_iteration
+        # First, because evaluation uses the pipeline, too.
+        listeners.insert(0, PipelineProfile(config.logging.profile_pipeline, iteration, say))
     return listeners
 
 

@@ -31,8 +31,8 @@ class IterationResult:
 class Listener:
     """Reacts to events; every method is called on all ranks."""
 
-    def on_start(self, trainer: "Trainer") -> None:
-        """Before the first iteration."""
+    def on_iteration_start(self, trainer: "Trainer") -> None:
+        """Before an iteration."""
 
     def on_iteration(self, trainer: "Trainer", result: IterationResult) -> None:
         """After an iteration; ``trainer.state.progress`` counts it."""
@@ -62,14 +62,14 @@ class Trainer:
 
     def run(self) -> str:
         """Train until a reason to stop, and return it; a run that is complete already does nothing."""
-        for listener in self.listeners:
-            listener.on_start(self)
         while True:
             # The ranks' agreement waits for the device, so it belongs to the time of an iteration.
             started = time.perf_counter()
             reason = self.stop.reason(self.state.progress.iteration)
             if reason is not None:
                 break
+            for listener in self.listeners:
+                listener.on_iteration_start(self)
             result = self.train_one_iteration(started)
             for listener in self.listeners:
                 listener.on_iteration(self, result)

@@ -3,6 +3,7 @@
 The inputs are small integers, so that sums are exact in every precision and arrival order cannot show.
 """
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import CollectiveRecord, Communicator, Reduction
+from megatron.core.communication import CollectiveRecord, Communicator, Pending, Reduction
+from megatron.core.topology import RankGrid, Topology
 from tests.rank_pool import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -122,7 +124,87 @@ def run_observed() -> list[CollectiveRecord]:
     ranks.start_all_gather(mine).wait()
     ranks.reduce_scatter(mine.bfloat16())
     ranks.broadcast(mine.clone())
+    neighbours = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+    sending = ranks.start_send(mine.bfloat16(), neighbours[0])
+    ranks.start_receive(mine.bfloat16(), neighbours[1]).wait()
+    sending.wait()
     return records
+
+
+def message(sender: int, number: int) -> Tensor:
+    """The message ``number`` of ``sender``: no two are alike."""
+    return torch.arange(6, dtype=torch.float64) + 100 * sender + 10 * number
+
+
+def run_messages(receive_first: bool, group: Callable[[], Communicator] = everyone) -> list[Tensor]:
+    """Three messages round the ring of the group, all under way at once; what came, in order."""
+    ranks = group()
+    source, target = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
+
+    def start_receives() -> list[Pending]:
+        return [ranks.start_receive(torch.zeros(6, dtype=torch.float64), source) for _ in range(3)]
+
+    receiving = start_receives() if receive_first else []
+    sending = [ranks.start_send(message(dist.get_rank(), number), target) for number in range(3)]
+    if not receive_first:
+        # All that was sent has to wait for somebody who asks for it.
+        dist.barrier()
+        receiving = start_receives()
+    received = [pending.wait() for pending in receiving]
+    assert [pending.wait().tolist() for pending in sending] == [
+        message(dist.get_rank(), number).tolist() for number in range(3)
+    ]
+    return received
+
+
+def run_channels() -> dict[str, list[Tensor]]:
+    """Two stages send each other two messages on every channel, and take them channel by channel in another order."""
+    topology = Topology(RankGrid(pp=2), dist.get_rank(), torch.device("cpu"))
+    me, other = topology.rank, 1 - topology.rank
+    for kind in "FB":
+        for ends in ((0, 1), (1, 0)):
+            topology.pipeline_channel(kind, *ends).process_group  # noqa: B018
+    order = [(kind, number) for number in range(2) for kind in "FB"]
+    sending = [
+        topology.pipeline_channel(kind, me, other).start_send(message(me, number + 5 * (kind == "B")), other)
+        for kind, number in order
+    ]
+    received: dict[str, list[Tensor]] = {}
+    for kind in "BF" if me == 0 else "FB":
+        channel = topology.pipeline_channel(kind, other, me)
+        empty = [torch.zeros(6, dtype=torch.float64) for _ in range(2)]
+        received[kind] = [channel.start_receive(tensor, other).wait() for tensor in empty]
+    for pending in sending:
+        pending.wait()
+    return received
+
+
+def run_completion() -> tuple[bool, list[float]]:
+    """Whether a message that was taken says so to its sender, who does not wait for it; and what was taken."""
+    ranks = everyone()
+    tensor = message(ranks.rank, 1)
+    if ranks.rank == 1:
+        received = ranks.start_receive(torch.zeros_like(tensor), 0).wait()
+        dist.barrier()
+        return True, received.tolist()
+    sending = ranks.start_send(tensor, 1)
+    dist.barrier()
+    deadline = time.monotonic() + 10.0
+    while not sending.is_complete and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return sending.is_complete, sending.wait().tolist()
+
+
+def run_exclusive() -> list[bool]:
+    """Whether exclusive communicators have groups of their own, beside those that share."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    first, second = (Communicator(ranks, rank, name, exclusive=True) for name in ("first", "second"))
+    groups = [first.process_group, second.process_group, dist.group.WORLD]
+    return [
+        Communicator(ranks, rank, "shared").process_group is dist.group.WORLD,
+        len({id(group) for group in groups}) == 3,
+        first.process_group is groups[0],
+    ]
 
 
 def run_objects() -> tuple[list[object], object]:
@@ -218,7 +300,41 @@ def test_an_observer_sees_every_collective(four_ranks: RankPool) -> None:
             CollectiveRecord("all_gather", "all", 4, 4 * elements * 8),
             CollectiveRecord("reduce_scatter", "all", 4, elements * 2),
             CollectiveRecord("broadcast", "all", 4, elements * 8),
+            CollectiveRecord("send", "all", 4, elements * 2),
+            CollectiveRecord("receive", "all", 4, elements * 2),
         ]
+
+
+@pytest.mark.parametrize("receive_first", [True, False], ids=["received ahead", "sent ahead"])
+def test_messages_arrive_in_the_order_of_sending(four_ranks: RankPool, receive_first: bool) -> None:
+    for rank, received in enumerate(four_ranks.run(run_messages, receive_first, world_size=4)):
+        assert [tensor.tolist() for tensor in received] == [
+            message((rank - 1) % 4, number).tolist() for number in range(3)
+        ]
+
+
+def test_messages_go_to_places_in_the_group(four_ranks: RankPool) -> None:
+    """Between the two even and the two odd ranks, whose places are not their global ranks."""
+    for rank, received in enumerate(four_ranks.run(run_messages, True, evens_or_odds, world_size=4)):
+        wanted = [message((rank + 2) % 4, number).tolist() for number in range(3)]
+        assert [tensor.tolist() for tensor in received] == wanted
+
+
+def test_messages_of_one_channel_wait_for_no_other(four_ranks: RankPool) -> None:
+    """Whoever takes the gradients first gets gradients, although activations were sent before them."""
+    for rank, received in enumerate(four_ranks.run(run_channels, world_size=2)):
+        for kind, first in (("F", 0), ("B", 5)):
+            wanted = [message(1 - rank, number + first).tolist() for number in range(2)]
+            assert [tensor.tolist() for tensor in received[kind]] == wanted, f"rank {rank}, {kind}"
+
+
+def test_a_message_that_has_been_taken_says_so(four_ranks: RankPool) -> None:
+    """Without a wait, so that a sender keeps nothing longer than it must (gloo itself tells only those who wait)."""
+    assert four_ranks.run(run_completion, world_size=2) == [(True, message(0, 1).tolist())] * 2
+
+
+def test_an_exclusive_communicator_shares_its_group_with_nobody(four_ranks: RankPool) -> None:
+    assert four_ranks.run(run_exclusive, world_size=4) == [[True, True, True]] * 4
 
 
 def test_objects_come_in_rank_order_and_from_their_source(four_ranks: RankPool) -> None:

@@ -1,6 +1,7 @@
 """The rank grid: pure arithmetic, checked against a reshaped and transposed array of rank numbers."""
 
 import time
+from dataclasses import replace
 from itertools import combinations
 from math import prod
 
@@ -148,23 +149,29 @@ def test_the_groups_of_16384_ranks_partition_them() -> None:
         assert sorted(rank for group in groups for rank in group) == list(range(16384))
 
 
-def test_a_process_group_is_made_once_for_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second process group for the same ranks would cost threads and connections."""
-    made: list[object] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The ranks of every process group that is made, in a world of eight without processes."""
+    groups: list[tuple[int, ...]] = []
 
-    def make(*arguments: object, **options: object) -> object:
-        made.append(object())
-        return made[-1]
+    def make(ranks: tuple[int, ...], **options: object) -> object:
+        groups.append(ranks)
+        return object()
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
     monkeypatch.setattr(torch.distributed, "new_group", make)
+    return groups
+
+
+def test_a_process_group_is_made_once_for_the_same_ranks(made: list[tuple[int, ...]]) -> None:
+    """A second process group for the same ranks would cost threads and connections."""
     topology = Topology(RankGrid(tp=2, dp=4, dp_replicas=4), 5, CPU)
     replicas = topology.communicator("dp_replicate")
     assert topology.communicator("dp") is topology.data_parallel is not replicas
     assert (topology.data_parallel.name, replicas.name) == ("dp", "dp_replicate")
-    assert topology.data_parallel.process_group is replicas.process_group is made[0]
-    assert len(made) == 1
+    assert topology.data_parallel.process_group is replicas.process_group
+    assert made == [(1, 3, 5, 7)]
     assert topology.tensor_parallel.ranks == (4, 5)
     assert topology.tensor_parallel.rank == 1
     assert topology.data_parallel.ranks == (1, 3, 5, 7)
@@ -173,8 +180,50 @@ def test_a_process_group_is_made_once_for_the_same_ranks(monkeypatch: pytest.Mon
     assert topology.communicator().ranks == (5,)
 
 
+def test_every_kind_and_direction_of_messages_has_a_process_group_of_its_own(made: list[tuple[int, ...]]) -> None:
+    """Even where the stages are all ranks there are, so that no message waits for one of another channel."""
+    topology = Topology(RankGrid(pp=8), 3, CPU)
+    names = {}
+    for kind in "FB":
+        for ends in ((3, 4), (4, 3)):
+            names[topology.pipeline_channel(kind, *ends).name] = topology.pipeline_channel(kind, *ends).process_group
+    assert list(names) == ["pp F down", "pp F up", "pp B down", "pp B up"]
+    assert len(set(map(id, names.values()))) == 4
+    assert made == [tuple(range(8))] * 4
+    # Nor does it wait for what is gathered or reduced among the stages.
+    assert topology.pipeline_parallel.process_group is torch.distributed.group.WORLD
+
+
+def test_a_channel_serves_all_stages(made: list[tuple[int, ...]]) -> None:
+    """Of one pipeline; a loop's way back from the last stage to the first is a way up."""
+    topology = Topology(RankGrid(tp=2, pp=4), 5, CPU)
+    down, up = topology.pipeline_channel("F", 0, 1), topology.pipeline_channel("F", 3, 0)
+    assert down is topology.pipeline_channel("F", 2, 3) is topology.pipeline_channel("F", 1, 3)
+    assert up is topology.pipeline_channel("F", 1, 0) is not down
+    assert (down.ranks, down.rank, down.size) == ((1, 3, 5, 7), 2, 4)
+    assert not made, "a group that nobody uses"
+    assert down.process_group is not up.process_group
+    assert made == [(1, 3, 5, 7)] * 2
+
+
+@settings(deadline=None, max_examples=30)
+@given(grids())
+def test_the_place_in_the_pipeline_is_the_stage_and_losses_add_up_over_stages_and_samples(grid: RankGrid) -> None:
+    """Every rank with another stage or other samples is there once, and none that shares a layer."""
+    grid = replace(grid, cp=1, ep=1)
+    for rank in range(grid.world_size):
+        topology = Topology(grid, rank, CPU)
+        here = topology.coordinates
+        assert topology.pipeline_parallel.rank == here["pp"]
+        assert topology.pipeline_parallel.size == grid.pp
+        assert list(topology.loss_ranks.ranks) == [
+            other for other in range(grid.world_size) if grid.coordinates(other)["tp"] == here["tp"]
+        ]
+
+
 def test_a_single_process_needs_no_process_group() -> None:
     topology = single_process()
     assert topology.world.size == topology.tensor_parallel.size == topology.data_parallel.size == 1
+    assert topology.pipeline_parallel.size == topology.loss_ranks.size == 1
     assert topology.device == CPU
     assert not torch.distributed.is_initialized()

@@ -240,7 +240,9 @@ def test_the_bubble_is_the_idle_share_of_all_stages_and_not_of_their_spans() -> 
 
 def test_a_schedule_that_locks_up_has_no_timeline() -> None:
     schedule = build_schedule("1f1b", 2, 2)
-    stuck = Schedule("stuck", schedule.placement, 2, False, tuple(tuple(reversed(one)) for one in schedule.actions))
+    stuck = Schedule(
+        "stuck", schedule.placement, 2, ("F", "B"), tuple(tuple(reversed(one)) for one in schedule.actions)
+    )
     with pytest.raises(ScheduleError, match="stuck locks up"):
         list(execution_order(stuck))
     with pytest.raises(ScheduleError, match="stuck locks up"):

@@ -162,6 +162,7 @@ class _Pass:
         """Run the stage's actions; with overlap, the next one's message is received meanwhile."""
         steps = self.schedule.steps(self.stage)
         for step, following in zip(steps, (*steps[1:], None)):
+            self.mailbox.let_go()
             self.mailbox.expect(step)
             if following is not None and self.executor.overlap:
                 self.mailbox.expect(following)

@@ -31,9 +31,12 @@ class Mailbox:
             communicator = self._channels(*step.incoming.channel)
             self._receiving[step.incoming.result] = communicator.start_receive(self._empty(), step.incoming.source)
 
+    def let_go(self) -> None:
+        """Free what has been sent meanwhile."""
+        self._sending = [pending for pending in self._sending if not pending.is_complete]
+
     def take(self, step: Step) -> Tensor | None:
         """The input of ``step``, received or from this stage itself; None where it takes none."""
-        self._sending = [pending for pending in self._sending if not pending.is_complete]
         if step.incoming is not None:
             return self._receiving.pop(step.incoming.result).wait()
         return None if step.source is None else self._local.pop(step.source)
