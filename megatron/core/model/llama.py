@@ -56,8 +56,7 @@ class LlamaHead(nn.Module):
         return column_parallel_linear(self.final_layernorm(hidden), self.output_layer.weight, self.context)
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits``, which are overwritten, and ``labels``
-        ``[b, s]``."""
+        """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``."""
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t(),

@@ -31,7 +31,7 @@ class Chunk(Protocol):
 
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Logits, which it may overwrite, and labels ``[b, s]`` to the loss of every token ``[b, s]``."""
+"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``."""
 
 
 @dataclass(frozen=True)
