@@ -163,7 +163,7 @@ def test_console_line_has_megatrons_fields_in_its_order(watched: WatchedRun) -> 
 
 
 def test_console_says_what_runs_where(watched: WatchedRun) -> None:
-    assert "2 ranks on CPU = tensor 2 x data 1" in watched.first.stdout
+    assert "2 ranks on CPU = tensor 2 x pipeline 1 x data 1" in watched.first.stdout
     assert "measured on this CPU" in watched.first.stdout
     assert f"continuing after iteration {STOP}" in watched.second.stdout
     assert "stopped: the run is complete" in watched.second.stdout
