@@ -37,8 +37,9 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import split_evenly
-from megatron.core.data_parallel.strategy import wrap_data_parallel
+from megatron.core.data_parallel.strategy import data_parallel_replicas, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
@@ -109,13 +110,18 @@ def samples() -> Tensor:
 
 def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     """A step of this codebase in a layout: ``tp``, ``dp``, ``pp``, ``schedule``, ``chunks``,
-    ``sequence_parallel``, ``shard_optimizer``."""
+    ``sequence_parallel``, ``strategy``, ``overlap``, ``bucket_size``."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
         tp, dp, pp = layout.get("tp", 1), layout.get("dp", 1), layout.get("pp", 1)
-        topology = Topology(
-            RankGrid(tp=tp, pp=pp, dp=dp, dp_replicas=1 if layout.get("shard_optimizer") else dp), rank, CPU
+        config = ParallelConfig(
+            data_parallel_sharding_strategy=layout.get("strategy", "no_shard"),
+            overlap_grad_reduce=layout.get("overlap", False),
+            overlap_param_gather=layout.get("overlap", False) and layout.get("strategy", "no_shard") != "no_shard",
+            ddp_bucket_size=layout.get("bucket_size"),
         )
+        replicas = data_parallel_replicas(config, dp)
+        topology = Topology(RankGrid(tp=tp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
         parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
         kernel = choose_attention_kernel("auto", CPU, torch.float32)
         schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
@@ -124,7 +130,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
         chunks = stage_chunks(stages, placement, topology.pipeline_parallel.rank)
         model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1, virtual_stages=chunks)
         executor = build_executor(model, topology, schedule, LENGTH, micro_batch_size)
-        data_parallel = wrap_data_parallel(model, torch.float32, topology)
+        data_parallel = wrap_data_parallel(model, torch.float32, topology, config)
         optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
         mine = samples().view(-1, dp, micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
         microbatches = [
@@ -217,7 +223,11 @@ CONTENDERS = (
     Contender("transformers eager", 1, transformers_eager),
     Contender("one rank", 1, ours()),
     Contender("DP2 no_shard", 2, ours(dp=2)),
-    Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, shard_optimizer=True)),
+    Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, strategy="optim")),
+    Contender("DP2 optim_grads (ZeRO-2)", 2, ours(dp=2, strategy="optim_grads", bucket_size=10**6), 8),
+    Contender("DP2 no_shard, overlap", 2, ours(dp=2, overlap=True, bucket_size=10**6)),
+    Contender("DP2 optim, overlap", 2, ours(dp=2, strategy="optim", overlap=True, bucket_size=10**6)),
+    Contender("DP2 optim_grads, overlap", 2, ours(dp=2, strategy="optim_grads", overlap=True, bucket_size=10**6), 8),
     Contender("TP2", 2, ours(tp=2), 16),
     Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
     Contender("PP2 1f1b", 2, ours(pp=2)),

@@ -80,7 +80,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--cp-comm-type",
         "--hierarchical-context-parallel-sizes",
         "--expert-tensor-parallel-size",
-        "--overlap-param-gather",
         "--overlap-param-gather-with-optimizer-step",
         "--ddp-average-in-collective",
         "--use-torch-fsdp2",

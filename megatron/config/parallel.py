@@ -9,7 +9,7 @@ from megatron.config.ranges import require_at_least, require_positive
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
 """Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
-ShardingStrategy = Literal["no_shard", "optim"]
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ParallelConfig:
     """Axes of the rank grid from neighbouring ranks to distant ones."""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
     """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
-    optimizer state (ZeRO-1)."""
+    optimizer state (ZeRO-1), optim_grads also gradients, which are then reduced with every microbatch (ZeRO-2)."""
     use_distributed_optimizer: bool = False
     """The usual spelling of --data-parallel-sharding-strategy optim."""
     num_distributed_optimizer_instances: int = 1
@@ -38,9 +38,11 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Start reducing a bucket of gradients over the data-parallel ranks as soon as its last gradient is there, while
     the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather the updated weights, bucket by bucket, while the next forward pass goes on; for sharded strategies."""
     ddp_bucket_size: int | None = None
-    """Elements of a bucket of gradients (default: all in one; with --overlap-grad-reduce 40 million, or 1 million x
-    data-parallel size where that is more). Without --overlap-grad-reduce all are reduced at the end of a step."""
+    """Elements of a bucket, which is reduced and gathered at once (default: all in one; with overlap or optim_grads
+    40 million, or 1 million x data-parallel size where that is more)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, else gloo)."""
     distributed_timeout_minutes: float = 10.0
@@ -54,8 +56,9 @@ class ParallelConfig:
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
     def bucket_size(self, data_parallel_size: int) -> int | None:
-        """Elements of a bucket of gradients; None for all in one."""
-        if self.ddp_bucket_size is not None or not self.overlap_grad_reduce:
+        """Elements of a bucket; None for all in one."""
+        uses_buckets = self.overlap_grad_reduce or self.overlap_param_gather or self.sharding_strategy == "optim_grads"
+        if self.ddp_bucket_size is not None or not uses_buckets:
             return self.ddp_bucket_size
         # More ranks cut a bucket into smaller messages, which are then bound by latency.
         return max(40_000_000, 1_000_000 * data_parallel_size)
@@ -96,6 +99,11 @@ class ParallelConfig:
         for flag, size in sizes.items():
             if flag.split("-")[2] in ("context", "expert") and size > 1:
                 raise ConfigError(f"{flag} {size} is not supported yet: use tensor, pipeline and data parallelism.")
+        if self.overlap_param_gather and self.sharding_strategy == "no_shard":
+            raise ConfigError(
+                "--overlap-param-gather has nothing to gather without sharding: add --use-distributed-optimizer, or "
+                "remove it."
+            )
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             raise ConfigError(
                 "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: remove one."

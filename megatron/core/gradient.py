@@ -19,15 +19,37 @@ _ATTRIBUTE = "gradient_slot"
 
 
 class GradientSlot:
-    """One parameter's place in a gradient buffer."""
+    """One parameter's place in a gradient buffer, which it has for good, or which is lent to it when a gradient comes
+    (:meth:`provide_with`)."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        """View of the gradient buffer with the parameter's local shape."""
+    def __init__(self, buffer: Tensor | None = None) -> None:
+        self._buffer = buffer
+        self._provide: Callable[[], None] | None = None
         self.is_filled = False
-        """Whether this step has delivered a gradient yet; if not, the buffer holds the last step's."""
+        """Whether the buffer holds a gradient of this step; if not, what it holds is older."""
         self.on_delivery: Callable[[], None] | None = None
         """Called after every delivery, if set."""
+
+    @property
+    def buffer(self) -> Tensor:
+        """View of the gradient buffer with the parameter's local shape."""
+        if self._buffer is None:
+            assert self._provide is not None
+            self._provide()
+        assert self._buffer is not None
+        return self._buffer
+
+    def lend(self, buffer: Tensor) -> None:
+        """Use ``buffer`` until :meth:`reclaim`."""
+        self._buffer = buffer
+
+    def reclaim(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = None
+
+    def provide_with(self, provide: Callable[[], None]) -> None:
+        """Call ``provide``, which must :meth:`lend` one, when a gradient comes and there is no buffer."""
+        self._provide = provide
 
     def add(self, gradient: Tensor) -> None:
         """Accumulate ``gradient``."""
@@ -50,7 +72,7 @@ class GradientSlot:
             self.on_delivery()
 
     def complete(self) -> None:
-        """End the step: a parameter that took no part has a zero gradient."""
+        """No more will come: a parameter that took no part has a zero gradient."""
         if not self.is_filled:
             self.buffer.zero_()
         self.is_filled = False

@@ -143,6 +143,7 @@ class Checkpoints(Listener):
         if self.config.save is None:
             return
         with trainer.timers("save-checkpoint"):
+            trainer.data_parallel.wait_for_parameters()
             path = trainer.state.save(self.config)
         self._last_saved = trainer.state.progress.iteration
         self.say(f"saved checkpoint {path}")

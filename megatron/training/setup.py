@@ -63,13 +63,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     check_profile_iteration(config, train_iters, progress)
     model = build_parallel_model(config, topology, vocabulary)
     executor = build_pipeline(config, topology, model)
-    data_parallel = wrap_data_parallel(
-        model,
-        gradient_dtype(config.precision),
-        topology,
-        config.parallel.bucket_size(topology.grid.dp),
-        config.parallel.overlap_grad_reduce,
-    )
+    data_parallel = wrap_data_parallel(model, gradient_dtype(config.precision), topology, config.parallel)
     state = RunState(
         model=model,
         optimizer=Optimizer(config.optimizer, data_parallel, topology),
@@ -84,6 +78,8 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, state, batches, train_iters, say)
+    memory = data_parallel.memory() | state.optimizer.memory()
+    say(f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}")
     return Trainer(
         topology=topology,
         state=state,

@@ -426,6 +426,7 @@ BAD: list[Row] = [
     (f"{GOOD} --ckpt-step 10", 1, "--ckpt-step needs --load"),
     (f"{GOOD} --finetune", 1, "--finetune needs --load"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
+    (f"{GOOD} --overlap-param-gather", 1, "--overlap-param-gather ... --use-distributed-optimizer"),
     (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 11", 1, "iteration 11 ... --train-iters 10"),
     (f"{GOOD} --profile-pipeline trace.json --skip-train --eval-interval 5", 1, "--profile-pipeline ... --skip-train"),
     (

@@ -113,7 +113,7 @@ def test_the_pieces_of_all_ranks_hold_every_element_once(
     held: dict[str, list[Tensor]] = {}
     covered: dict[str, list[tuple[int, int]]] = {}
     for rank in range(shards):
-        for piece in buffer.pieces(rank, shards):
+        for piece in buffer.pieces(rank):
             assert piece.weight.shape == piece.gradient.shape == (piece.stop - piece.start,)
             held.setdefault(piece.info.name, []).append(piece.weight)
             covered.setdefault(piece.info.name, []).append((piece.start, piece.stop))
@@ -151,7 +151,7 @@ def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
     slot = slot_of(parameters[0])
     assert slot is not None
     slot.add(torch.arange(12.0).view(3, 4))
-    pieces = {piece.info.name: piece for piece in buffer.pieces(0, 1)}
+    pieces = {piece.info.name: piece for piece in buffer.pieces(0)}
     assert torch.equal(pieces["p0"].gradient, torch.arange(12.0))
     assert not pieces["p1"].gradient.any()
     pieces["p0"].weight.fill_(9.0)
@@ -162,4 +162,4 @@ def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
 @pytest.mark.parametrize("shards", [2, 3])
 def test_a_rank_whose_shard_is_padding_owns_nothing(shards: int) -> None:
     buffer = ParameterBuffer(parameters_of([(3,), (5,)]), torch.float32, shards)
-    assert [len(list(buffer.pieces(rank, shards))) for rank in range(shards)] == [2] + [0] * (shards - 1)
+    assert [len(list(buffer.pieces(rank))) for rank in range(shards)] == [2] + [0] * (shards - 1)

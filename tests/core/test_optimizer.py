@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
 from megatron.core.gradient import slot_of
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
@@ -51,7 +52,7 @@ class Run:
             with torch.no_grad():
                 parameter.copy_(value)
             self.parameters.append(parameter)
-        self.data_parallel = BufferedDataParallel(self.parameters, gradient_dtype, single_process())
+        self.data_parallel = BufferedDataParallel(self.parameters, gradient_dtype, single_process(), ParallelConfig())
         self.optimizer = Optimizer(config, self.data_parallel, single_process())
 
     def deliver(self, values: list[Tensor]) -> None:
@@ -267,7 +268,7 @@ def test_padding_rows_are_not_counted_as_zeros() -> None:
     info = ParameterInfo("table", *padded_rows_box(5, 8, 3, 0, 1), None, True, tensor_parallel_sharded=True)
     parameter = empty_parameter(info, torch.float64, "cpu")
     torch.nn.init.zeros_(parameter)
-    data_parallel = BufferedDataParallel([parameter], torch.float64, single_process())
+    data_parallel = BufferedDataParallel([parameter], torch.float64, single_process(), ParallelConfig())
     optimizer = Optimizer(ADAM, data_parallel, single_process())
     slot = slot_of(parameter)
     assert slot is not None
@@ -341,6 +342,13 @@ class Nothing(DataParallel):
 
     def publish_parameters(self) -> None:
         """Nothing to publish."""
+
+    def memory(self) -> dict[str, int]:
+        """Nothing kept."""
+        return {}
+
+    def wait_for_parameters(self) -> None:
+        """Nothing to wait for."""
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.pipeline import ScheduleName
 from megatron.config.stages import split_by_layout, split_evenly
 from megatron.core.data_parallel.buffer import Piece
@@ -56,7 +57,7 @@ class Layout:
     tp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
-    shard_optimizer: bool = False
+    strategy: ShardingStrategy = "no_shard"
     instances: int = 1
     microbatches: int = 1
     pp: int = 1
@@ -66,6 +67,7 @@ class Layout:
     overlap_p2p: bool = True
     bucket_size: int | None = None
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     order: str = "tp-cp-ep-pp-dp"
 
     @property
@@ -146,7 +148,7 @@ def microbatches(step: int, layout: Layout, data_parallel_rank: int) -> Iterator
 
 def grid_of(layout: Layout) -> RankGrid:
     """The rank grid of a layout."""
-    replicas = layout.instances if layout.shard_optimizer else layout.dp
+    replicas = layout.dp if layout.strategy == "no_shard" else layout.instances
     return RankGrid(tp=layout.tp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
 
 
@@ -169,7 +171,13 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     model = build_model(task.model, context(topology, layout), SEED, mine)
     micro_batch_size = BATCH // (layout.dp * layout.microbatches)
     executor = build_executor(model, topology, schedule, SEQUENCE, micro_batch_size, layout.overlap_p2p)
-    data_parallel = wrap_data_parallel(model, torch.float64, topology, layout.bucket_size, layout.overlap_grad_reduce)
+    config = ParallelConfig(
+        data_parallel_sharding_strategy=layout.strategy,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+        ddp_bucket_size=layout.bucket_size,
+    )
+    data_parallel = wrap_data_parallel(model, torch.float64, topology, config)
     return executor, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
 
 

@@ -8,10 +8,12 @@ import math
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
+from typing import get_args
 
 import pytest
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ShardingStrategy
 from megatron.config.pipeline import SCHEDULES
 from megatron.core.model.llama import build_model
 from megatron.core.parameter import info_of
@@ -41,6 +43,7 @@ ADAM_UNCLIPPED = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.0))
 ADAM_CLIPPED_HARD = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05))
 SGD_UNCLIPPED = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0))
+SGD_SHORT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), steps=2)
 DEEP_SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=DEEP_MODEL, steps=2)
 DEEP_ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), model=DEEP_MODEL)
 DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
@@ -52,20 +55,20 @@ def matrix() -> Iterator[tuple[Task, Layout]]:
     for tp in (1, 2, 4):
         for dp in (1, 2):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
-                for shard_optimizer in (False, True):
+                for strategy in ("no_shard", "optim"):
                     for count in (1, 4):
-                        layout = Layout(tp, dp, sequence_parallel, shard_optimizer, microbatches=count)
+                        layout = Layout(tp, dp, sequence_parallel, strategy, microbatches=count)
                         yield ADAM_CLIPPED_HARD, layout
                         yield SGD_UNCLIPPED, layout
     for task in (ADAM, ADAM_UNCLIPPED, SGD, TIED):
         for sequence_parallel in (False, True):
-            yield task, Layout(2, 2, sequence_parallel, shard_optimizer=True, microbatches=2)
-    yield SGD, Layout(1, 4, shard_optimizer=True, instances=2)
-    yield SGD, Layout(1, 4, shard_optimizer=True, microbatches=2)
-    yield ADAM, Layout(2, 2, True, shard_optimizer=True, order="dp-tp-cp-ep-pp")
+            yield task, Layout(2, 2, sequence_parallel, strategy="optim", microbatches=2)
+    yield SGD, Layout(1, 4, strategy="optim", instances=2)
+    yield SGD, Layout(1, 4, strategy="optim", microbatches=2)
+    yield ADAM, Layout(2, 2, True, strategy="optim", order="dp-tp-cp-ep-pp")
     for buckets in (1, 3000):
         yield SGD, Layout(1, 2, microbatches=4, bucket_size=buckets, overlap_grad_reduce=True)
-        yield ADAM, Layout(1, 4, shard_optimizer=True, instances=2, bucket_size=buckets, overlap_grad_reduce=True)
+        yield ADAM, Layout(1, 4, strategy="optim", instances=2, bucket_size=buckets, overlap_grad_reduce=True)
 
 
 def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
@@ -79,7 +82,7 @@ def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
                 tp,
                 dp,
                 sequence_parallel=tp > 1 and not overlap,
-                shard_optimizer=overlap,
+                strategy="optim" if overlap else "no_shard",
                 microbatches=count,
                 pp=pp,
                 schedule=schedule,
@@ -90,16 +93,54 @@ def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
     for schedule in SCHEDULES:
         yield DEEP_ADAM, Layout(pp=4, schedule=schedule, microbatches=8)
         yield DEEP_TIED, Layout(pp=4, schedule=schedule, microbatches=4)
-        yield DEEP_TIED, Layout(2, 2, True, True, pp=2, schedule=schedule, microbatches=2, overlap_grad_reduce=True)
+        yield DEEP_TIED, Layout(2, 2, True, "optim", pp=2, schedule=schedule, microbatches=2, overlap_grad_reduce=True)
     yield DEEP_ADAM, Layout(pp=2, schedule="interleaved", chunks=4, microbatches=8)
     yield DEEP_ADAM, Layout(1, 2, pp=2, schedule="zb-v", microbatches=4, order="pp-dp-tp-cp-ep")
     yield DEEP_ADAM, Layout(pp=4, schedule="zb-v", microbatches=4, overlap_p2p=False)
-    yield DEEP_TIED, Layout(1, 4, pp=2, shard_optimizer=True, instances=2, microbatches=2, bucket_size=3000)
+    yield DEEP_TIED, Layout(1, 4, pp=2, strategy="optim", instances=2, microbatches=2, bucket_size=3000)
     # The ends of the model alone, a stage with no layers between others, and with nothing at all in one chunk.
     yield DEEP_TIED, Layout(pp=4, schedule="zb-h1", split="E|tttt|ttt|tL", microbatches=4)
     yield DEEP_ADAM, Layout(2, pp=4, sequence_parallel=True, split="Et|tttt|ttt|L", microbatches=4)
     yield DEEP_ADAM, Layout(pp=2, schedule="interleaved", split="E|tttt||ttttL", microbatches=4)
     yield DEEP_ADAM, Layout(pp=2, schedule="zb-v", split="Et||ttttt|ttL", microbatches=4)
+
+
+def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
+    """Every strategy with instances, tensor and pipeline parallelism, overlap and accumulation."""
+    for strategy, dp, tp, pp, overlap, count in product(
+        get_args(ShardingStrategy), (2, 4), (1, 2), (1, 2), (False, True), (1, 4)
+    ):
+        for instances in (1, 2) if strategy != "no_shard" else (1,):
+            yield (
+                DEEP_SGD,
+                Layout(
+                    tp,
+                    dp,
+                    sequence_parallel=tp > 1,
+                    strategy=strategy,
+                    instances=instances,
+                    microbatches=count,
+                    pp=pp,
+                    bucket_size=3000,
+                    overlap_grad_reduce=overlap,
+                    overlap_param_gather=overlap and strategy != "no_shard",
+                ),
+            )
+    for schedule in SCHEDULES:
+        yield (
+            DEEP_TIED,
+            Layout(
+                1,
+                2,
+                strategy="optim_grads",
+                pp=2,
+                schedule=schedule,
+                microbatches=4,
+                bucket_size=3000,
+                overlap_grad_reduce=schedule != "gpipe",
+                overlap_param_gather=schedule != "1f1b",
+            ),
+        )
 
 
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
@@ -114,7 +155,9 @@ def one_process(task: Task) -> Trace:
 
 def _identifier(value: object) -> str:
     if isinstance(value, Layout):
-        flags = ("-sp" if value.sequence_parallel else "") + ("-zero1" if value.shard_optimizer else "")
+        flags = ("-sp" if value.sequence_parallel else "") + (
+            f"-{value.strategy}" if value.strategy != "no_shard" else ""
+        )
         flags += "-overlap" if value.overlap_grad_reduce else ""
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
@@ -130,6 +173,11 @@ def test_layout_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: 
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(pipeline_matrix()), ids=_identifier)
 def test_pipeline_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(data_parallel_matrix()), ids=_identifier)
+def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

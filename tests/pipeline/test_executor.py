@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.communication import CollectiveRecord
 from megatron.core.data_parallel.buffer import ParameterBuffer
@@ -497,7 +498,7 @@ def test_buckets_leave_within_the_last_backward_passes(
         microbatches=4,
         bucket_size=3000,
         overlap_grad_reduce=True,
-        shard_optimizer=is_sharded,
+        strategy="optim" if is_sharded else "no_shard",
     )
     kind = "reduce_scatter" if is_sharded else "all_reduce"
     for rank, events in enumerate(four_ranks.run(record_reductions, layout)):
@@ -514,7 +515,9 @@ def test_buckets_leave_within_the_last_backward_passes(
 
 def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
     model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
-    data_parallel = wrap_data_parallel(model, torch.float64, single_process(), 3000, overlap_grad_reduce=True)
+    data_parallel = wrap_data_parallel(
+        model, torch.float64, single_process(), ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000)
+    )
     data_parallel.start_gradients(1)
     (microbatch,) = microbatches(0, Layout(), 0)
     model(microbatch["tokens"], microbatch["labels"]).sum().backward()

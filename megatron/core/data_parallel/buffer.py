@@ -71,8 +71,26 @@ class Piece:
     """View of the gradient buffer, 1-D."""
 
 
+@dataclass(frozen=True)
+class BucketView:
+    """One bucket of a buffer, as one rank of the shard group sees it."""
+
+    weights: Tensor
+    """The bucket's weights, whole."""
+    gradients: Tensor | None
+    """Its gradients, whole; None where only shards of them are kept."""
+    gradient_shard: Tensor
+    """The rank's shard of the gradients; a part of ``gradients`` if these are kept whole."""
+    slots: Sequence[tuple[ParameterInfo, GradientSlot, int]]
+    """Its parameters and where each begins in the bucket."""
+
+
 class ParameterBuffer:
-    """Moves ``parameters`` (of one dtype) into one buffer and gives each a slot in a gradient buffer."""
+    """Moves ``parameters`` (of one dtype) into one buffer and gives each a slot for its gradient.
+
+    Gradients are kept in a buffer of the same layout, or with ``shard_gradients`` only one rank's shard of them; then
+    somebody must provide the slots with buffers when gradients come.
+    """
 
     def __init__(
         self,
@@ -80,41 +98,56 @@ class ParameterBuffer:
         gradient_dtype: torch.dtype,
         shards: int,
         bucket_size: int | None = None,
+        shard_gradients: bool = False,
     ) -> None:
         # Backward produces gradients from the last layer to the first; so do the buckets fill.
         self.parameters = tuple(reversed(parameters))
         # A tied weight is cut in the same shards on both stages that hold it, whatever else they hold.
         tied = [number for number, parameter in enumerate(self.parameters) if info_of(parameter).tied_end]
         self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size, tied)
+        self._shards, self._shards_gradients = shards, shard_gradients
         first = self.parameters[0]
         self.weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(self.layout.size, dtype=gradient_dtype, device=first.device)
+        kept = self.layout.size // shards if shard_gradients else self.layout.size
+        self.gradients = torch.zeros(kept, dtype=gradient_dtype, device=first.device)
         self.slots: list[GradientSlot] = []
         for parameter, (start, stop) in zip(self.parameters, self.layout.parameters):
             view = self.weights[start:stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-            slot = GradientSlot(self.gradients[start:stop].view(parameter.shape))
+            slot = GradientSlot(None if shard_gradients else self.gradients[start:stop].view(parameter.shape))
             attach_slot(parameter, slot)
             self.slots.append(slot)
 
-    def bucket_slots(self) -> Iterator[tuple[tuple[int, int], list[tuple[ParameterInfo, GradientSlot]]]]:
-        """Every bucket's range, and the parameters that lie in it."""
-        for start, stop in self.layout.buckets:
-            yield (
-                (start, stop),
+    def buckets(self, rank: int) -> Iterator[BucketView]:
+        """The buckets in the order in which backward fills them, for ``rank`` of the shard group."""
+        shards = self.layout.shard(rank, self._shards)
+        for (start, stop), (shard_start, shard_stop) in zip(self.layout.buckets, shards):
+            yield BucketView(
+                self.weights[start:stop],
+                None if self._shards_gradients else self.gradients[start:stop],
+                self._gradients_of_shard(start, shard_start, shard_start, shard_stop),
                 [
-                    (info_of(parameter), slot)
+                    (info_of(parameter), slot, first - start)
                     for parameter, slot, (first, _) in zip(self.parameters, self.slots, self.layout.parameters)
                     if start <= first < stop
                 ],
             )
 
-    def pieces(self, rank: int, shards: int) -> Iterator[Piece]:
-        """What ``rank`` of ``shards`` updates."""
-        shard_ranges = list(self.layout.shard(rank, shards))
+    def _gradients_of_shard(self, bucket_start: int, shard_start: int, start: int, stop: int) -> Tensor:
+        """Gradients of elements ``[start, stop)`` of the buffer, which lie in the shard that begins at
+        ``shard_start`` of the bucket that begins at ``bucket_start``."""
+        if not self._shards_gradients:
+            return self.gradients[start:stop]
+        # The shards of the buckets before lie before it.
+        offset = bucket_start // self._shards - shard_start
+        return self.gradients[start + offset : stop + offset]
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What ``rank`` of the shard group updates."""
+        shards = list(zip(self.layout.buckets, self.layout.shard(rank, self._shards)))
         for parameter, (first, last) in zip(self.parameters, self.layout.parameters):
-            for shard_start, shard_stop in shard_ranges:
+            for (bucket_start, _), (shard_start, shard_stop) in shards:
                 start, stop = max(first, shard_start), min(last, shard_stop)
                 if start < stop:
                     yield Piece(
@@ -122,5 +155,5 @@ class ParameterBuffer:
                         start - first,
                         stop - first,
                         self.weights[start:stop],
-                        self.gradients[start:stop],
+                        self._gradients_of_shard(bucket_start, shard_start, start, stop),
                     )

@@ -6,17 +6,29 @@ pieces, and calls :meth:`DataParallel.publish_parameters`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator
+from megatron.core.data_parallel.bucket import Bucket, InFlight, ShardedGradientBucket, WholeGradientBucket
 from megatron.core.data_parallel.buffer import ParameterBuffer, Piece
-from megatron.core.gradient import GradientSlot
-from megatron.core.parameter import ParameterInfo
+from megatron.core.parameter import info_of
 from megatron.core.topology import Topology
+
+
+class LayeredModel(Protocol):
+    """What a strategy must know of a model."""
+
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        """Modules that together hold all parameters, in the order of the forward pass; each is run as a whole."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, in the order of the forward pass."""
 
 
 class DataParallel(ABC):
@@ -40,66 +52,22 @@ class DataParallel(ABC):
 
     @abstractmethod
     def publish_parameters(self) -> None:
-        """Give every rank the weights that the pieces' owners updated."""
+        """Give every rank the weights that the pieces' owners updated, or start to."""
 
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights and gradients that stay on this rank, measured from the tensors."""
 
-class _Bucket:
-    """Part of the gradient buffer that is reduced at once, as soon as all its gradients are there."""
-
-    def __init__(
-        self,
-        gradients: Tensor,
-        slots: Sequence[tuple[ParameterInfo, GradientSlot]],
-        shards: Communicator,
-        replicas: Communicator,
-        overlap: bool,
-    ) -> None:
-        self._gradients = gradients
-        self._shard = gradients.chunk(shards.size)[shards.rank]
-        self._shards, self._replicas = shards, replicas
-        self._slots = [slot for _, slot in slots]
-        self._uses = sum(info.uses for info, _ in slots)
-        self._missing = 0
-        self._pending: Pending | None = None
-        if overlap:
-            for slot in self._slots:
-                slot.on_delivery = self._count
-
-    def expect(self, num_microbatches: int) -> None:
-        """Begin a step of that many microbatches."""
-        self._missing = self._uses * num_microbatches
-
-    def _count(self) -> None:
-        assert self._missing > 0, "a gradient arrived after its bucket was reduced"
-        self._missing -= 1
-        if self._missing == 0:
-            self.start()
-
-    def start(self) -> None:
-        """Start the reduction over the shard group, or where that is one rank over the replicas."""
-        if self._pending is None:
-            for slot in self._slots:
-                slot.complete()
-            if self._shards.size > 1:
-                self._pending = self._shards.start_reduce_scatter(self._gradients, output=self._shard)
-            else:
-                self._pending = self._replicas.start_all_reduce(self._gradients)
-
-    def finish(self) -> None:
-        """Wait for the sum over all data-parallel ranks."""
-        self.start()
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = None
-        if self._shards.size > 1:
-            self._replicas.all_reduce(self._shard)
+    @abstractmethod
+    def wait_for_parameters(self) -> None:
+        """Wait until every weight is there; a forward pass waits by itself for those that it comes to."""
 
 
 class BufferedDataParallel(DataParallel):
-    """``no_shard`` and ``optim`` (ZeRO-1): shard over ``dp_shard``, replicate over ``dp_replicate``.
+    """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2): shard over ``dp_shard``, replicate over
+    ``dp_replicate``.
 
     Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
-    With ``overlap_grad_reduce`` a bucket is reduced as soon as its last gradient of the step is there.
     """
 
     piece_axes = ("tp", "pp", "dp_shard")
@@ -109,21 +77,30 @@ class BufferedDataParallel(DataParallel):
         parameters: Sequence[nn.Parameter],
         gradient_dtype: torch.dtype,
         topology: Topology,
-        bucket_size: int | None = None,
-        overlap_grad_reduce: bool = False,
+        config: ParallelConfig,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self._topology = topology
-        self._shards = shards = topology.communicator("dp_shard")
-        self._buffer = ParameterBuffer(parameters, gradient_dtype, shards.size, bucket_size)
-        self.needs_master_weights = self._buffer.weights.dtype != gradient_dtype
-        self.pieces = list(self._buffer.pieces(shards.rank, shards.size))
-        replicas = topology.communicator("dp_replicate")
-        self._buckets = [
-            _Bucket(self._buffer.gradients[start:stop], slots, shards, replicas, overlap_grad_reduce)
-            for (start, stop), slots in self._buffer.bucket_slots()
-        ]
+        shards, replicas = topology.communicator("dp_shard"), topology.communicator("dp_replicate")
+        self._shards = shards
+        shard_gradients = config.sharding_strategy == "optim_grads"
+        bucket_size = config.bucket_size(topology.grid.dp)
+        buffer = ParameterBuffer(parameters, gradient_dtype, shards.size, bucket_size, shard_gradients)
+        self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
+        self.needs_master_weights = buffer.weights.dtype != gradient_dtype
+        self.pieces = list(buffer.pieces(shards.rank))
+        self._buckets: list[Bucket] = []
+        in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
+        for view in buffer.buckets(shards.rank):
+            if shard_gradients:
+                self._buckets.append(ShardedGradientBucket(view, shards, replicas, in_flight))
+            else:
+                self._buckets.append(WholeGradientBucket(view, shards, replicas, config.overlap_grad_reduce))
         self._partial_gradients = [piece.gradient for piece in self.pieces if piece.info.gradient_is_partial]
-        self._tied_gradients = [piece for piece in self.pieces if piece.info.tied_end is not None]
+        self._tied_pieces = [piece for piece in self.pieces if piece.info.tied_end is not None]
+        self._gathers_behind = config.overlap_param_gather
+        if config.overlap_param_gather:
+            _wait_before_use(modules, self._buckets)
 
     def start_gradients(self, num_microbatches: int) -> None:
         """Tell the buckets how many gradients make them complete."""
@@ -138,16 +115,39 @@ class BufferedDataParallel(DataParallel):
         for bucket in self._buckets:
             bucket.finish()
         _all_reduce_together(self._partial_gradients, self._topology.tensor_parallel)
-        for piece in self._tied_gradients:
+        for piece in self._tied_pieces:
             _add_other_end(piece, self._topology)
 
     def publish_parameters(self) -> None:
-        """All-gather the shards of every bucket."""
+        """All-gather the shards of every bucket, in the order in which the forward pass needs them."""
         if self._shards.size == 1:
             return
-        for start, stop in self._buffer.layout.buckets:
-            bucket = self._buffer.weights[start:stop]
-            self._shards.all_gather(bucket.chunk(self._shards.size)[self._shards.rank], output=bucket)
+        for bucket in reversed(self._buckets):
+            bucket.start_gather()
+        if not self._gathers_behind:
+            self.wait_for_parameters()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the buffers."""
+        return {kind: buffer.untyped_storage().nbytes() for kind, buffer in self._kept.items()}
+
+    def wait_for_parameters(self) -> None:
+        """Wait for every bucket."""
+        for bucket in reversed(self._buckets):
+            bucket.finish_gather()
+
+
+def _wait_before_use(modules: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+    """Have each of ``modules`` wait, before its forward pass, for the buckets that hold its weights."""
+    by_name = {info.name: bucket for bucket in buckets for info, _, _ in bucket.view.slots}
+    for module in modules:
+        mine = {by_name[info_of(parameter).name]: None for parameter in module.parameters()}
+
+        def wait(*_: object, mine: Sequence[Bucket] = tuple(mine)) -> None:
+            for bucket in mine:
+                bucket.finish_gather()
+
+        module.register_forward_pre_hook(wait)
 
 
 def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None:
@@ -185,11 +185,7 @@ def data_parallel_replicas(config: ParallelConfig, data_parallel_size: int) -> i
 
 
 def wrap_data_parallel(
-    model: nn.Module,
-    gradient_dtype: torch.dtype,
-    topology: Topology,
-    bucket_size: int | None = None,
-    overlap_grad_reduce: bool = False,
+    model: LayeredModel, gradient_dtype: torch.dtype, topology: Topology, config: ParallelConfig
 ) -> DataParallel:
-    """Put ``model`` under the strategy that the grid of ``topology`` stands for."""
-    return BufferedDataParallel(list(model.parameters()), gradient_dtype, topology, bucket_size, overlap_grad_reduce)
+    """Put ``model`` under the strategy of ``config``, for which ``topology`` has the groups."""
+    return BufferedDataParallel(list(model.parameters()), gradient_dtype, topology, config, model.units)

@@ -127,6 +127,15 @@ class LlamaModel(nn.Module):
         )
 
     @property
+    def units(self) -> list[nn.Module]:
+        """Embedding, layers and head of this rank, in the order of the forward pass."""
+        units: list[nn.Module | None] = []
+        for chunk in self.chunks:
+            assert isinstance(chunk, LlamaChunk)
+            units += [chunk.embedding, *chunk.layers, chunk.head]
+        return [unit for unit in units if unit is not None]
+
+    @property
     def head(self) -> LlamaHead | None:
         """The head, on the rank that has it."""
         return cast(LlamaHead | None, self.chunks[-1].head)

@@ -133,6 +133,13 @@ class Optimizer:
                 if kind != "step":
                     yield OptimizerState(kind, piece.info, piece.start, tensor)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of master weights and moments on this rank, measured from the tensors."""
+        sizes = {"master weights": 0, "moments": 0}
+        for state in self.state():
+            sizes["master weights" if state.kind == "master" else "moments"] += state.tensor.nbytes
+        return sizes
+
     @property
     def num_steps(self) -> int:
         """Updates so far (Adam's bias correction)."""
