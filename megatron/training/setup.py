@@ -23,7 +23,7 @@ from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_le
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule import Schedule
-from megatron.core.pipeline_parallel.schedules import build_schedule
+from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.precision import gradient_dtype, weight_dtype
 from megatron.core.tensor_parallel.collectives import TensorParallel
@@ -161,9 +161,10 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     dtype = weight_dtype(config.precision)
     kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype)
     context = BuildContext(parallel, dtype, topology.device, kernel)
-    stages = topology.grid.pp
-    virtual_stages = config.pipeline.virtual_stages(architecture.num_layers, stages)
-    placement = pipeline_schedule(config, architecture.num_layers, stages)(1).placement
+    layers, stages = architecture.num_layers, topology.grid.pp
+    virtual_stages = config.pipeline.virtual_stages(layers, stages)
+    schedule, chunks = config.pipeline.schedule(layers, stages), config.pipeline.num_chunks(layers, stages)
+    placement = placement_of(schedule, stages, chunks)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     return build_model(architecture, context, config.training.seed, mine)
 

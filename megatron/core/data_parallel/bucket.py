@@ -109,7 +109,11 @@ class InFlight:
         """Count in ``bucket``, whose reduction has just started."""
         self._buckets.append(bucket)
         while len(self._buckets) > self._limit:
-            self._buckets.popleft().collect()
+            self._buckets[0].collect()
+
+    def remove(self, bucket: "ShardedGradientBucket") -> None:
+        """Count out ``bucket``, whose reduction is over."""
+        self._buckets.remove(bucket)
 
 
 class ShardedGradientBucket(Bucket):
@@ -165,6 +169,7 @@ class ShardedGradientBucket(Bucket):
             return
         summed = self._pending.wait()
         self._pending = None
+        self._in_flight.remove(self)
         if self._is_filled:
             self.view.gradient_shard.add_(summed)
         else:

@@ -89,8 +89,7 @@ class LlamaChunk(nn.Module):
         """Token ids ``[b, s]`` at the start of the model, elsewhere activations ``[s(/tp), b, h]``, to activations,
         or at the end to this rank's part of the logits ``[s, b, v/tp]``."""
         if self.embedding is None:
-            # Never the very same tensor, so that a chunk without layers has a graph, too.
-            length, hidden = inputs.shape[0] * self.sequence_parts, inputs.view_as(inputs)
+            length, hidden = inputs.shape[0] * self.sequence_parts, inputs
         else:
             length, hidden = inputs.shape[1], self.embedding(inputs)
         rotary = self.rotary(length)

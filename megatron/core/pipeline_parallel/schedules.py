@@ -100,8 +100,8 @@ def zero_bubble_h1(stage: int, shape: Shape) -> Iterator[Action]:
         yield Action("W", microbatch, 0)
 
 
-class Step(NamedTuple):
-    """An action of a microbatch yet to be numbered."""
+class ChunkPass(NamedTuple):
+    """An action whose microbatch is not numbered yet."""
 
     kind: Kind
     chunk: int
@@ -112,19 +112,19 @@ class _Counter:
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
-        self.next: dict[Step, int] = {}
+        self.next: dict[ChunkPass, int] = {}
 
-    def __call__(self, *steps: Step) -> Iterator[Action]:
-        for step in steps:
-            microbatch = self.next.get(step, 0)
-            self.next[step] = microbatch + 1
+    def __call__(self, *passes: ChunkPass) -> Iterator[Action]:
+        for one in passes:
+            microbatch = self.next.get(one, 0)
+            self.next[one] = microbatch + 1
             if microbatch < self.microbatches:
-                yield Action(step.kind, microbatch, step.chunk)
+                yield Action(one.kind, microbatch, one.chunk)
 
 
-_F0, _F1 = Step("F", 0), Step("F", 1)
-_B0, _B1 = Step("B", 0), Step("B", 1)
-_W0, _W1 = Step("W", 0), Step("W", 1)
+_F0, _F1 = ChunkPass("F", 0), ChunkPass("F", 1)
+_B0, _B1 = ChunkPass("B", 0), ChunkPass("B", 1)
+_W0, _W1 = ChunkPass("W", 0), ChunkPass("W", 1)
 
 
 def zero_bubble_v(stage: int, shape: Shape) -> Iterator[Action]:
@@ -162,7 +162,7 @@ def dualpipe_v(stage: int, shape: Shape) -> Iterator[Action]:
     after = shape.stages - stage - 1
     microbatches = max(shape.microbatches, 2 * shape.stages)
     do = _Counter(shape.microbatches)
-    late: deque[Step] = deque()
+    late: deque[ChunkPass] = deque()
     for _ in range(2 * after):
         yield from do(_F0)
     for _ in range(stage + 1):

@@ -1,0 +1,139 @@
+"""When buckets communicate, and how much they keep meanwhile; told by communicators that note it and send nothing."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.core.communication import Communicator, Pending
+from megatron.core.data_parallel.strategy import BufferedDataParallel
+from megatron.core.gradient import deliver_gradient
+from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
+from megatron.core.topology import RankGrid, Topology
+
+NUMBERS = 128
+
+
+class Noting(Communicator):
+    """The first of two ranks, the other of which has nothing but zeros; notes when a collective starts and ends."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__((0, 1), 0)
+        self.events = events
+
+    def _noted(self, kind: str, finish: Callable[[], Tensor]) -> Pending:
+        self.events.append(f"start {kind}")
+
+        def end() -> Tensor:
+            self.events.append(f"end {kind}")
+            return finish()
+
+        return Pending((), end)
+
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+        """Keep the first half."""
+        part = tensor.chunk(2)[0]
+        return self._noted("reduce", lambda: part.clone() if output is None else output.copy_(part))
+
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+        """Leave the second half as it is."""
+        assert output is not None
+        return self._noted("gather", lambda: output)
+
+
+class Unit(nn.Module):
+    """A module with one weight."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__()
+        info = ParameterInfo(name, *sharded_boxes([NUMBERS], (), 0, 1), None, True, False)
+        self.weight = empty_parameter(info, torch.float32, "cpu")
+        self.name, self.events = name, events
+
+    def forward(self) -> None:
+        """Only say that it runs."""
+        self.events.append(f"run {self.name}")
+
+
+def two_buckets(strategy: ShardingStrategy, overlap: bool) -> tuple[BufferedDataParallel, list[Unit], list[str]]:
+    events: list[str] = []
+    topology = Topology(RankGrid(dp=2, dp_replicas=1), 0, torch.device("cpu"))
+    topology._communicators["dp_shard",] = Noting(events)
+    units = [Unit("a", events), Unit("b", events)]
+    config = ParallelConfig(
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        ddp_bucket_size=NUMBERS,
+    )
+    return BufferedDataParallel([unit.weight for unit in units], torch.float32, topology, config, units), units, events
+
+
+def deliver(unit: Unit, events: list[str], value: float = 1.0) -> None:
+    events.append(f"backward {unit.name}")
+    deliver_gradient(unit.weight, torch.full((NUMBERS,), value))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whole_gradients_leave_once_with_the_last_microbatch(overlap: bool) -> None:
+    data_parallel, (first, second), events = two_buckets("optim", overlap)
+    data_parallel.start_gradients(2)
+    for _ in range(2):
+        deliver(second, events)
+        deliver(first, events)
+    backward = ["backward b", "backward a", "backward b"]
+    if overlap:
+        assert events == [*backward, "start reduce", "backward a", "start reduce"]
+    else:
+        assert events == [*backward, "backward a"]
+    data_parallel.finish_gradients()
+    assert events.count("start reduce") == events.count("end reduce") == 2
+    assert all((piece.gradient == 2.0).all() for piece in data_parallel.pieces)
+
+
+def test_sharded_gradients_leave_with_every_microbatch_behind_the_backward_pass() -> None:
+    """Room for the next microbatch's is made by the end of the last one's; others stay under way, step after step."""
+    data_parallel, (first, second), events = two_buckets("optim_grads", overlap=True)
+    for _ in range(3):
+        events.clear()
+        data_parallel.start_gradients(2)
+        for value in (1.0, 2.0):
+            deliver(second, events, value)
+            deliver(first, events, value)
+        once = ["backward b", "start reduce", "backward a", "start reduce"]
+        again = ["backward b", "end reduce", "start reduce", "backward a", "end reduce", "start reduce"]
+        assert events == once + again
+        data_parallel.finish_gradients()
+        assert events == [*once, *again, "end reduce", "end reduce"]
+        assert all((piece.gradient == 3.0).all() for piece in data_parallel.pieces)
+
+
+def test_sharded_gradients_without_overlap_are_reduced_at_once() -> None:
+    data_parallel, (first, second), events = two_buckets("optim_grads", overlap=False)
+    data_parallel.start_gradients(1)
+    deliver(second, events)
+    deliver(first, events)
+    reduced = ["start reduce", "end reduce"]
+    assert events == ["backward b", *reduced, "backward a", *reduced]
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_each_module_waits_for_its_own_weights_and_for_no_others(strategy: ShardingStrategy) -> None:
+    data_parallel, (first, second), events = two_buckets(strategy, overlap=True)
+    data_parallel.publish_parameters()
+    assert events == ["start gather", "start gather"]
+    first()
+    second()
+    assert events[2:] == ["end gather", "run a", "end gather", "run b"]
+    data_parallel.publish_parameters()
+    data_parallel.wait_for_parameters()
+    assert events[6:] == ["start gather", "start gather", "end gather", "end gather"]
+
+
+def test_without_overlap_weights_are_there_before_anything_goes_on() -> None:
+    data_parallel, (first, _), events = two_buckets("optim", overlap=False)
+    data_parallel.publish_parameters()
+    first()
+    assert events == ["start gather", "start gather", "end gather", "end gather", "run a"]
