@@ -39,7 +39,7 @@ from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.stages import split_evenly
-from megatron.core.data_parallel.strategy import data_parallel_replicas, wrap_data_parallel
+from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
@@ -47,6 +47,7 @@ from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
+from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.training.launch import Process, prepare_cpu
@@ -119,6 +120,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
             overlap_grad_reduce=layout.get("overlap", False),
             overlap_param_gather=layout.get("overlap", False) and layout.get("strategy", "no_shard") != "no_shard",
             ddp_bucket_size=layout.get("bucket_size"),
+            torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
         )
         replicas = data_parallel_replicas(config, dp)
         topology = Topology(RankGrid(tp=tp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
@@ -130,7 +132,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
         chunks = stage_chunks(stages, placement, topology.pipeline_parallel.rank)
         model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1, virtual_stages=chunks)
         executor = build_executor(model, topology, schedule, LENGTH, micro_batch_size)
-        data_parallel = wrap_data_parallel(model, torch.float32, topology, config)
+        data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
         optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
         mine = samples().view(-1, dp, micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
         microbatches = [
@@ -228,6 +230,9 @@ CONTENDERS = (
     Contender("DP2 no_shard, overlap", 2, ours(dp=2, overlap=True, bucket_size=10**6)),
     Contender("DP2 optim, overlap", 2, ours(dp=2, strategy="optim", overlap=True, bucket_size=10**6)),
     Contender("DP2 optim_grads, overlap", 2, ours(dp=2, strategy="optim_grads", overlap=True, bucket_size=10**6), 8),
+    Contender("DP2 FSDP", 2, ours(dp=2, strategy="optim_grads_params"), 8),
+    Contender("DP2 FSDP, overlap", 2, ours(dp=2, strategy="optim_grads_params", overlap=True), 8),
+    Contender("DP2 FSDP, gathered once", 2, ours(dp=2, strategy="optim_grads_params", reshard=False), 8),
     Contender("TP2", 2, ours(tp=2), 16),
     Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
     Contender("PP2 1f1b", 2, ours(pp=2)),

@@ -110,6 +110,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import LlamaConfig
     from megatron.config.stages import split_nearly_evenly
+    from megatron.core.data_parallel.strategy import whole_weights
     from megatron.core.model.layer import BuildContext
     from megatron.core.model.llama import LlamaModel
     from megatron.core.ops.attention import choose_attention_kernel
@@ -146,7 +147,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
-    load_checkpoint(root, iteration, model_tensors(model))
+    load_checkpoint(root, iteration, model_tensors(whole_weights(model.parameters())))
     return model, tokenizer
 
 

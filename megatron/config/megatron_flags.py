@@ -13,18 +13,13 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--mtp-num-layers",
         "--spec",
     ),
-    "optimizer state and gradients are fp32 on the training device, and weight decay is constant: remove it.": (
+    "the optimizer's state is on the training device, and weight decay is constant: remove it.": (
         "--start-weight-decay",
         "--end-weight-decay",
         "--weight-decay-incr-style",
         "--optimizer-cpu-offload",
         "--optimizer-offload-fraction",
         "--overlap-cpu-optimizer-d2h-h2d",
-        "--use-precision-aware-optimizer",
-        "--main-grads-dtype",
-        "--main-params-dtype",
-        "--exp-avg-dtype",
-        "--exp-avg-sq-dtype",
     ),
     "every weight has the same learning rate: remove it.": ("--decoupled-lr",),
     "remove it.": (
@@ -45,7 +40,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--min-loss-scale",
         "--loss-scale-window",
         "--hysteresis",
-        "--grad-reduce-in-bf16",
         "--fp8-format",
         "--fp8-recipe",
         "--fp8-margin",
@@ -75,20 +69,19 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--no-gradient-accumulation-fusion",
         "--cuda-graph-impl",
     ),
-    "layouts are tensor, sequence, pipeline and data parallelism, and only gradients are reduced with overlap: "
-    "remove it.": (
+    "layouts are tensor, sequence, pipeline and data parallelism: remove it.": (
         "--cp-comm-type",
         "--hierarchical-context-parallel-sizes",
         "--expert-tensor-parallel-size",
         "--overlap-param-gather-with-optimizer-step",
         "--ddp-average-in-collective",
-        "--use-torch-fsdp2",
-        "--use-megatron-fsdp",
         "--tp-comm-overlap",
         "--tp-comm-overlap-cfg",
         "--use-tp-pp-dp-mapping",
         "--disable-gloo-process-groups",
     ),
+    "FSDP is PyTorch's: use --use-torch-fsdp2 instead.": ("--use-megatron-fsdp",),
+    "it is spelled --no-torch-fsdp2-reshard-after-forward.": ("--torch-fsdp2-no-reshard-after-forward",),
     "buckets of gradients are given by their size, with --ddp-bucket-size: remove it.": ("--ddp-num-buckets",),
     "it is the schedule that delays weight gradients: use --pipeline-schedule zb-h1 or zb-v instead.": (
         "--delay-wgrad-compute",

@@ -6,6 +6,9 @@ from typing import Literal
 from megatron.config.errors import ConfigError
 from megatron.config.ranges import require_at_least, require_fraction
 
+BF16_SPACING = 2.0**-7
+"""Largest relative distance of neighbouring bf16 numbers."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -25,6 +28,17 @@ class OptimizerConfig:
     """Term added to the denominator (Llama 2: 1e-5)."""
     sgd_momentum: float = 0.9
     """Momentum of --optimizer sgd."""
+    use_precision_aware_optimizer: bool = False
+    """Let gradients and adam's moments have the formats of the next flags; updates are computed in fp32. (fp16 and
+    fp8, which need a scale for each tensor, are not supported.)"""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are accumulated."""
+    main_params_dtype: Literal["fp32"] = "fp32"
+    """Format of the master weights."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of adam's first moment."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of adam's second moment."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
@@ -38,6 +52,32 @@ class OptimizerConfig:
                 "--sgd-momentum": self.sgd_momentum,
             }
         )
+        self._check_formats()
+
+    def _check_formats(self) -> None:
+        formats = {
+            "--main-grads-dtype": self.main_grads_dtype,
+            "--exp-avg-dtype": self.exp_avg_dtype,
+            "--exp-avg-sq-dtype": self.exp_avg_sq_dtype,
+        }
+        narrow = [flag for flag, name in formats.items() if name != "fp32"]
+        if narrow and not self.use_precision_aware_optimizer:
+            raise ConfigError(f"{narrow[0]} needs --use-precision-aware-optimizer: add that, or remove {narrow[0]}.")
+        if self.use_precision_aware_optimizer and self.optimizer != "adam":
+            raise ConfigError(
+                f"--use-precision-aware-optimizer is about adam's moments, which --optimizer {self.optimizer} does "
+                "not have: remove one."
+            )
+        for flag, beta_flag, beta in (
+            ("--exp-avg-dtype", "--adam-beta1", self.adam_beta1),
+            ("--exp-avg-sq-dtype", "--adam-beta2", self.adam_beta2),
+        ):
+            if flag in narrow and 1.0 - beta < BF16_SPACING:
+                raise ConfigError(
+                    f"{flag} bf16 does not go with {beta_flag} {beta}: bf16 rounds to 8 bits, and such a moment "
+                    f"changes by less in a step, so that it would never forget: use a {beta_flag} of at most "
+                    f"{1.0 - BF16_SPACING:.3f}, or fp32."
+                )
 
 
 @dataclass(frozen=True)
@@ -121,13 +161,19 @@ class PrecisionConfig:
     """Compute in bf16; master weights, gradient accumulation and reduction in fp32."""
     fp64: bool = False
     """Verification: everything in fp64, so that every layout equals one process to 1e-9."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients to other data-parallel ranks in bf16: half the bytes, and sums of 8 bits. They are still
+    accumulated over microbatches in fp32."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """States what is so: gradients are accumulated and reduced in fp32 (fp64 under --fp64)."""
+    """States what is so: gradients are accumulated in fp32 (fp64 under --fp64), and reduced in it unless told
+    otherwise."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
         if self.bf16 and self.fp64:
             raise ConfigError("--bf16 and --fp64 exclude each other: remove one of them.")
+        if self.fp64 and self.grad_reduce_in_bf16:
+            raise ConfigError("--fp64 verifies to 1e-9, which --grad-reduce-in-bf16 rounds away: remove one of them.")
         if not self.accumulate_allreduce_grads_in_fp32:
             raise ConfigError(
                 "--no-accumulate-allreduce-grads-in-fp32 is not supported, since gradients are accumulated in fp32: "

@@ -9,7 +9,7 @@ from megatron.config.ranges import require_at_least, require_positive
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
 """Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
-ShardingStrategy = Literal["no_shard", "optim", "optim_grads"]
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,31 @@ class ParallelConfig:
     """Axes of the rank grid from neighbouring ranks to distant ones."""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
     """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
-    optimizer state (ZeRO-1), optim_grads also gradients, which are then reduced with every microbatch (ZeRO-2)."""
+    optimizer state (ZeRO-1), optim_grads also gradients, which are then reduced with every microbatch (ZeRO-2),
+    optim_grads_params also weights, which are gathered layer by layer when they are used (ZeRO-3, by PyTorch's
+    FSDP2)."""
     use_distributed_optimizer: bool = False
     """The usual spelling of --data-parallel-sharding-strategy optim."""
+    use_torch_fsdp2: bool = False
+    """The usual spelling of --data-parallel-sharding-strategy optim_grads_params."""
+    torch_fsdp2_reshard_after_forward: bool = True
+    """optim_grads_params: free a layer's weights after its forward pass and gather them again for its backward pass.
+    With --no-torch-fsdp2-reshard-after-forward they are gathered once a step and stay to its end: less
+    communication, above all in pipelines and with several microbatches, for the memory of whole weights."""
+    defer_grad_reduce: bool = False
+    """optim_grads_params: keep whole gradients and reduce them once, with the last microbatch, instead of with each."""
     num_distributed_optimizer_instances: int = 1
-    """Shard inside groups of data-parallel size / this many neighbouring ranks, replicate across the groups."""
+    """Shard inside groups of data-parallel size / this many neighbouring ranks, replicate across the groups (with
+    optim_grads_params: HSDP)."""
     overlap_grad_reduce: bool = False
     """Start reducing a bucket of gradients over the data-parallel ranks as soon as its last gradient is there, while
     the backward pass goes on."""
     overlap_param_gather: bool = False
-    """Gather the updated weights, bucket by bucket, while the next forward pass goes on; for sharded strategies."""
+    """Gather the updated weights, bucket by bucket, while the next forward pass goes on; for sharded strategies. With
+    optim_grads_params: gather each layer while the one before it is computed, forward and backward."""
     ddp_bucket_size: int | None = None
     """Elements of a bucket, which is reduced and gathered at once (default: all in one; with overlap or optim_grads
-    40 million, or 1 million x data-parallel size where that is more)."""
+    40 million, or 1 million x data-parallel size where that is more). Under optim_grads_params a layer is a bucket."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, else gloo)."""
     distributed_timeout_minutes: float = 10.0
@@ -53,6 +65,8 @@ class ParallelConfig:
         """The strategy in force."""
         if self.data_parallel_sharding_strategy is not None:
             return self.data_parallel_sharding_strategy
+        if self.use_torch_fsdp2:
+            return "optim_grads_params"
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
     def bucket_size(self, data_parallel_size: int) -> int | None:
@@ -104,7 +118,30 @@ class ParallelConfig:
                 "--overlap-param-gather has nothing to gather without sharding: add --use-distributed-optimizer, or "
                 "remove it."
             )
-        if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        named = self.data_parallel_sharding_strategy
+        if self.use_distributed_optimizer and named == "no_shard":
             raise ConfigError(
                 "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: remove one."
+            )
+        if self.use_torch_fsdp2 and named not in (None, "optim_grads_params"):
+            raise ConfigError(f"--use-torch-fsdp2 contradicts --data-parallel-sharding-strategy {named}: remove one.")
+        if self.use_torch_fsdp2 and self.use_distributed_optimizer:
+            raise ConfigError(
+                "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other, since the former shards the "
+                "optimizer, too: remove the latter."
+            )
+        is_fully_sharded = self.sharding_strategy == "optim_grads_params"
+        for flag, is_given in (
+            ("--no-torch-fsdp2-reshard-after-forward", not self.torch_fsdp2_reshard_after_forward),
+            ("--defer-grad-reduce", self.defer_grad_reduce),
+        ):
+            if is_given and not is_fully_sharded:
+                raise ConfigError(f"{flag} belongs to --use-torch-fsdp2: add that, or remove {flag}.")
+        if is_fully_sharded and self.ddp_bucket_size is not None:
+            raise ConfigError(
+                f"--ddp-bucket-size {self.ddp_bucket_size} does not go with {self.sharding_strategy}, which gathers "
+                "and reduces a layer at a time: remove it."
             )

@@ -10,7 +10,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline import PipelineConfig
+from megatron.config.pipeline import SCHEDULES, PipelineConfig
 from megatron.config.training import TrainingConfig, ValidationConfig
 
 
@@ -144,6 +144,25 @@ def _check_data_parallel(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_formats(run: RunConfig, world_size: int) -> None:
+    if run.precision.fp64 and run.optimizer.use_precision_aware_optimizer:
+        raise ConfigError("--fp64 keeps everything in fp64: remove it, or --use-precision-aware-optimizer.")
+
+
+def _check_fully_sharded(run: RunConfig, world_size: int) -> None:
+    stages = run.parallel.pipeline_model_parallel_size
+    if run.parallel.sharding_strategy != "optim_grads_params" or stages == 1:
+        return
+    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    schedule = run.pipeline.schedule(model.num_layers, stages)
+    if SCHEDULES[schedule].placement == "v" and not model.untie_embeddings_and_output_weights:
+        raise ConfigError(
+            f"--pipeline-schedule {schedule} puts both ends of a tied embedding on the first pipeline rank, in two "
+            "chunks that optim_grads_params cannot gather together: use another schedule, another "
+            "--data-parallel-sharding-strategy, or --untie-embeddings-and-output-weights."
+        )
+
+
 def _check_length(run: RunConfig, world_size: int) -> None:
     in_samples = run.training.train_samples is not None
     iteration_flags = {
@@ -182,6 +201,8 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_tensor_parallel,
     _check_pipeline,
     _check_data_parallel,
+    _check_fully_sharded,
+    _check_formats,
     _check_length,
     _check_profile,
 )

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parameter import ParameterInfo, info_of
+from megatron.core.parameter import ParameterInfo, flat_range_boxes, info_of
 
 _CHUNK = 1 << 20
 
@@ -48,29 +48,30 @@ def normal_numbers(key: int, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def initialize_parameter(parameter: Tensor, info: ParameterInfo, seed: int) -> None:
-    """Fill a rank's local tensor: normal with ``info.init_std``, or ones; padding is zero."""
+def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int) -> None:
+    """Fill ``flat`` ``[n]``, elements ``[start, start + n)`` of a rank's flattened local tensor: normal with
+    ``info.init_std``, or ones; padding is zero."""
     if info.init_std is None:
-        parameter.fill_(1.0)
+        flat.fill_(1.0)
         return
-    parameter.zero_()
+    flat.zero_()
     key = parameter_key(seed, info.name)
     width = info.global_shape[-1] if len(info.global_shape) > 1 else 1
-    for box in info.boxes:
-        target = box.view(parameter)
+    for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
+        target = flat[begin - start : end - start].view(box.shape)
         rows_at_a_time = max(1, _CHUNK // max(1, target[0].numel()))
-        columns = torch.arange(math.prod(box.shape[1:]), device=parameter.device)
+        columns = torch.arange(math.prod(box.shape[1:]), device=flat.device)
         if len(box.global_offset) > 1:
             columns = columns + box.global_offset[1]
-        for start in range(0, box.shape[0], rows_at_a_time):
-            stop = min(start + rows_at_a_time, box.shape[0])
-            rows = torch.arange(start, stop, device=parameter.device) + box.global_offset[0]
+        for first in range(0, box.shape[0], rows_at_a_time):
+            last = min(first + rows_at_a_time, box.shape[0])
+            rows = torch.arange(first, last, device=flat.device) + box.global_offset[0]
+            part = target[first:last]
             index = rows.unsqueeze(1) * width + columns
-            part = target[start:stop]
             part.copy_((normal_numbers(key, index) * info.init_std).view(part.shape))
 
 
 def initialize_parameters(parameters: Iterable[nn.Parameter], seed: int) -> None:
-    """Fill every parameter from its own facts."""
+    """Fill every parameter, which must be contiguous, from its own facts."""
     for parameter in parameters:
-        initialize_parameter(parameter, info_of(parameter), seed)
+        initialize_range(parameter.detach().view(-1), info_of(parameter), 0, seed)

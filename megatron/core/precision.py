@@ -1,17 +1,42 @@
 """Number formats of weights and gradients."""
 
+from dataclasses import dataclass
+
 import torch
 
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Formats by the names that flags give them."""
 
 
-def weight_dtype(config: PrecisionConfig) -> torch.dtype:
-    """Format in which the model computes."""
-    if config.fp64:
-        return torch.float64
-    return torch.bfloat16 if config.bf16 else torch.float32
+@dataclass(frozen=True)
+class NumberFormats:
+    """Which numbers are kept, computed and sent in which format."""
+
+    weight: torch.dtype
+    """In which the model computes."""
+    gradient: torch.dtype
+    """In which gradients are accumulated."""
+    reduction: torch.dtype
+    """In which gradients are sent and added up over ranks."""
+    master: torch.dtype
+    """Of the weights that the optimizer updates."""
+
+    @classmethod
+    def uniform(cls, dtype: torch.dtype) -> "NumberFormats":
+        """One format for all."""
+        return cls(dtype, dtype, dtype, dtype)
 
 
-def gradient_dtype(config: PrecisionConfig) -> torch.dtype:
-    """Format in which gradients are accumulated and reduced, and of master weights and moments."""
-    return torch.float64 if config.fp64 else torch.float32
+def number_formats(precision: PrecisionConfig, optimizer: OptimizerConfig) -> NumberFormats:
+    """The formats of the flags."""
+    if precision.fp64:
+        return NumberFormats.uniform(torch.float64)
+    gradient = DTYPES[optimizer.main_grads_dtype]
+    return NumberFormats(
+        weight=torch.bfloat16 if precision.bf16 else torch.float32,
+        gradient=gradient,
+        reduction=torch.bfloat16 if precision.grad_reduce_in_bf16 else gradient,
+        master=torch.float32,
+    )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.config.errors import ConfigError, RankError, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
-from megatron.core.data_parallel.strategy import data_parallel_replicas
+from megatron.core.data_parallel.wrap import data_parallel_replicas
 from megatron.core.topology import RankGrid, Topology
 
 T = TypeVar("T")

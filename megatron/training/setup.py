@@ -14,9 +14,10 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
-from megatron.core.data_parallel.strategy import wrap_data_parallel
+from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
@@ -25,7 +26,7 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedule import Schedule
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
-from megatron.core.precision import gradient_dtype, weight_dtype
+from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import Topology
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
@@ -63,9 +64,10 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     check_profile_iteration(config, train_iters, progress)
     model = build_parallel_model(config, topology, vocabulary)
     executor = build_pipeline(config, topology, model)
-    data_parallel = wrap_data_parallel(model, gradient_dtype(config.precision), topology, config.parallel)
+    data_parallel = build_data_parallel(config, topology, model)
     state = RunState(
-        model=model,
+        architecture=model.config,
+        data_parallel=data_parallel,
         optimizer=Optimizer(config.optimizer, data_parallel, topology),
         schedule=build_learning_rate(config, train_iters, batches),
         learning_rate=config.learning_rate,
@@ -77,7 +79,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     resume(state, saved, config, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
-    describe_run(config, topology, state, batches, train_iters, say)
+    describe_run(config, topology, model, state, batches, train_iters, say)
     memory = data_parallel.memory() | state.optimizer.memory()
     say(f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}")
     return Trainer(
@@ -153,20 +155,29 @@ def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progr
 
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> LlamaModel:
-    """This rank's part of the model, with its initial weights."""
+    """This rank's part of the model, without initial weights."""
     parallel = TensorParallel(
         topology.tensor_parallel, config.parallel.sequence_parallel and topology.tensor_parallel.size > 1
     )
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
-    dtype = weight_dtype(config.precision)
+    dtype = number_formats(config.precision, config.optimizer).weight
     kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype)
-    context = BuildContext(parallel, dtype, topology.device, kernel)
+    weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
+    context = BuildContext(parallel, dtype, topology.device, kernel, weights_device=weights_device)
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
     schedule, chunks = config.pipeline.schedule(layers, stages), config.pipeline.num_chunks(layers, stages)
     placement = placement_of(schedule, stages, chunks)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
-    return build_model(architecture, context, config.training.seed, mine)
+    return LlamaModel(architecture, context, mine)
+
+
+def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
+    """The model under its data-parallel strategy, with its initial weights."""
+    formats = number_formats(config.precision, config.optimizer)
+    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
+    data_parallel.initialize(config.training.seed)
+    return data_parallel
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
@@ -292,16 +303,22 @@ def synchronizer(device: torch.device) -> Callable[[], None] | None:
 
 
 def describe_run(
-    config: RunConfig, topology: Topology, state: RunState, batches: BatchSchedule, train_iters: int, say: Say
+    config: RunConfig,
+    topology: Topology,
+    model: LlamaModel,
+    state: RunState,
+    batches: BatchSchedule,
+    train_iters: int,
+    say: Say,
 ) -> None:
     """A few lines on what is about to run, once."""
-    grid, model = topology.grid, state.model
+    grid = topology.grid
     num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
     strategy = config.parallel.sharding_strategy
     sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
     say(
         f"model: {model.config.num_parameters():,} parameters, "
-        f"{sum(parameter.numel() for parameter in model.parameters()):,} on this rank"
+        f"{sum(weight.tensor.numel() for weight in state.data_parallel.stored_weights):,} on this rank"
     )
     say(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "

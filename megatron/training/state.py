@@ -1,7 +1,7 @@
 """The state of a run as a checkpoint holds it, in global names and coordinates, and its way back."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,9 @@ from megatron.config.errors import CheckpointError
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.communication import Communicator
-from megatron.core.model.llama import LlamaModel
+from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import info_of
 from megatron.training.launch import on_first_rank
 
 MASTER = "optimizer/master/"
@@ -36,14 +35,13 @@ class Progress:
     skipped_samples: int = 0
 
 
-def model_tensors(model: LlamaModel, with_copies: bool = True) -> dict[str, Tensor]:
-    """The weights by global name; ``with_copies``, also the head's copy of a tied weight, which is loaded but not
-    saved."""
-    parameters = [(info_of(parameter), parameter.detach()) for parameter in model.parameters()]
+def model_tensors(weights: Iterable[StoredWeight], with_copies: bool = True) -> dict[str, Tensor]:
+    """The weights that a rank stores by global name; ``with_copies``, also the head's copy of a tied weight, which is
+    loaded but not saved."""
     return {
-        f"model/{info.name}": BoxedTensor.from_parameter(info, tensor)
-        for info, tensor in parameters
-        if with_copies or info.tied_end != "head"
+        f"model/{weight.info.name}": BoxedTensor.from_flat_range(weight.info, weight.tensor, weight.start)
+        for weight in weights
+        if with_copies or weight.info.tied_end != "head"
     }
 
 
@@ -128,7 +126,8 @@ def _look_up(root: Path, config: CheckpointConfig) -> SavedRun | None:
 class RunState:
     """Everything of a run that a checkpoint holds."""
 
-    model: LlamaModel
+    architecture: LlamaConfig
+    data_parallel: DataParallel
     optimizer: Optimizer
     schedule: LearningRateSchedule
     learning_rate: LearningRateConfig
@@ -140,7 +139,7 @@ class RunState:
     def save(self, config: CheckpointConfig) -> Path:
         """Save under ``--save``; all ranks call it."""
         assert config.save is not None
-        tensors = model_tensors(self.model, with_copies=False)
+        tensors = model_tensors(self.data_parallel.stored_weights, with_copies=False)
         if config.save_optim:
             tensors |= optimizer_tensors(self.optimizer, with_copies=False)
         if config.save_rng:
@@ -150,14 +149,14 @@ class RunState:
             "optimizer_steps": self.optimizer.num_steps,
             "has_master_weights": self.optimizer.has_master_weights,
             "schedule": self.schedule.to_json(),
-            "architecture": asdict(self.model.config),
+            "architecture": asdict(self.architecture),
             "flags": dict(self.flags),
         }
         return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state)
 
     def load(self, saved: SavedRun, config: CheckpointConfig, weights_only: bool) -> None:
         """Take over what ``saved`` holds; all ranks call it. ``weights_only`` starts everything else afresh."""
-        _check_architecture(self.model.config, saved)
+        _check_architecture(self.architecture, saved)
         if not weights_only:
             self.schedule = settle_schedule(self.schedule, saved.state["schedule"], self.learning_rate)
         with_optimizer = config.load_optim and not weights_only
@@ -176,7 +175,8 @@ class RunState:
             load_checkpoint(saved.root, saved.iteration, masters)
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
-        weights, states = model_tensors(self.model), optimizer_tensors(self.optimizer)
+        weights = model_tensors(self.data_parallel.stored_weights)
+        states = optimizer_tensors(self.optimizer)
         if not with_optimizer:
             return weights
         trained_with, wanted = saved.state["flags"]["optimizer"]["optimizer"], self.flags["optimizer"]["optimizer"]

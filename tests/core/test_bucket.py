@@ -11,6 +11,7 @@ from megatron.core.communication import Communicator, Pending
 from megatron.core.data_parallel.strategy import BufferedDataParallel
 from megatron.core.gradient import deliver_gradient
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
+from megatron.core.precision import NumberFormats
 from megatron.core.topology import RankGrid, Topology
 
 NUMBERS = 128
@@ -68,7 +69,8 @@ def two_buckets(strategy: ShardingStrategy, overlap: bool) -> tuple[BufferedData
         overlap_param_gather=overlap,
         ddp_bucket_size=NUMBERS,
     )
-    return BufferedDataParallel([unit.weight for unit in units], torch.float32, topology, config, units), units, events
+    formats = NumberFormats.uniform(torch.float32)
+    return BufferedDataParallel([unit.weight for unit in units], formats, topology, config, units), units, events
 
 
 def deliver(unit: Unit, events: list[str], value: float = 1.0) -> None:

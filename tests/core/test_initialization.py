@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron.core import initialization
 from megatron.core.initialization import (
-    initialize_parameter,
     initialize_parameters,
+    initialize_range,
     normal_numbers,
     parameter_key,
     random_bits,
@@ -65,7 +65,7 @@ def local_part(kind: str, whole: Tensor, rank: int, size: int) -> Tensor:
 
 def initialized(info: ParameterInfo, seed: int = 1234, dtype: torch.dtype = torch.float64) -> Tensor:
     tensor = torch.full(info.local_shape, math.nan, dtype=dtype)
-    initialize_parameter(tensor, info, seed)
+    initialize_range(tensor.view(-1), info, 0, seed)
     return tensor
 
 

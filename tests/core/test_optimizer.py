@@ -14,6 +14,7 @@ from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParal
 from megatron.core.gradient import slot_of
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
 from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
+from megatron.core.precision import NumberFormats
 from megatron.core.topology import single_process
 
 SHAPES: list[tuple[int, ...]] = [(6, 4), (4,), (3, 5), (5,)]
@@ -52,7 +53,8 @@ class Run:
             with torch.no_grad():
                 parameter.copy_(value)
             self.parameters.append(parameter)
-        self.data_parallel = BufferedDataParallel(self.parameters, gradient_dtype, single_process(), ParallelConfig())
+        formats = NumberFormats(weight_dtype, gradient_dtype, gradient_dtype, master=gradient_dtype)
+        self.data_parallel = BufferedDataParallel(self.parameters, formats, single_process(), ParallelConfig())
         self.optimizer = Optimizer(config, self.data_parallel, single_process())
 
     def deliver(self, values: list[Tensor]) -> None:
@@ -268,7 +270,9 @@ def test_padding_rows_are_not_counted_as_zeros() -> None:
     info = ParameterInfo("table", *padded_rows_box(5, 8, 3, 0, 1), None, True, tensor_parallel_sharded=True)
     parameter = empty_parameter(info, torch.float64, "cpu")
     torch.nn.init.zeros_(parameter)
-    data_parallel = BufferedDataParallel([parameter], torch.float64, single_process(), ParallelConfig())
+    data_parallel = BufferedDataParallel(
+        [parameter], NumberFormats.uniform(torch.float64), single_process(), ParallelConfig()
+    )
     optimizer = Optimizer(ADAM, data_parallel, single_process())
     slot = slot_of(parameter)
     assert slot is not None
@@ -330,15 +334,7 @@ def test_the_step_count_matters_and_counts_updates_alone() -> None:
 class Nothing(DataParallel):
     """The strategy of a rank whose shard is all padding."""
 
-    pieces = ()
-    piece_axes = ()
     needs_master_weights = True
-
-    def start_gradients(self, num_microbatches: int) -> None:
-        """Nothing to come."""
-
-    def finish_gradients(self) -> None:
-        """Nothing to sum."""
 
     def publish_parameters(self) -> None:
         """Nothing to publish."""
@@ -353,7 +349,9 @@ class Nothing(DataParallel):
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
 def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
-    optimizer = Optimizer(config, Nothing(), single_process())
+    optimizer = Optimizer(
+        config, Nothing(NumberFormats.uniform(torch.float32), single_process(), (), ()), single_process()
+    )
     assert optimizer.step(RATE, 1.0, count_zeros=True) == StepResult(0.0, is_applied=True, num_zeros=0)
     assert list(optimizer.state()) == []
     assert optimizer.num_steps == 0

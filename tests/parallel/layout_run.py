@@ -16,7 +16,8 @@ from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.pipeline import ScheduleName
 from megatron.config.stages import split_by_layout, split_evenly
 from megatron.core.data_parallel.buffer import Piece
-from megatron.core.data_parallel.strategy import DataParallel, wrap_data_parallel
+from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
@@ -25,6 +26,7 @@ from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
+from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
@@ -68,6 +70,8 @@ class Layout:
     bucket_size: int | None = None
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    reshard_after_forward: bool = True
+    defer_grad_reduce: bool = False
     order: str = "tp-cp-ep-pp-dp"
 
     @property
@@ -175,9 +179,11 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         data_parallel_sharding_strategy=layout.strategy,
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
+        torch_fsdp2_reshard_after_forward=layout.reshard_after_forward,
+        defer_grad_reduce=layout.defer_grad_reduce,
         ddp_bucket_size=layout.bucket_size,
     )
-    data_parallel = wrap_data_parallel(model, torch.float64, topology, config)
+    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float64), topology, config)
     return executor, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
 
 

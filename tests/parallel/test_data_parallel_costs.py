@@ -6,14 +6,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.config.model import LlamaConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.communication import CollectiveRecord
-from megatron.core.data_parallel.strategy import data_parallel_replicas, wrap_data_parallel
+from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from tests.parallel.layout_run import CPU, Layout, Task, build, grid_of, microbatches, topology_of
@@ -46,7 +47,8 @@ def bytes_per_parameter(strategy: ShardingStrategy) -> float:
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
     model = build_model(TWENTY_MILLION, context, seed=1)
-    data_parallel = wrap_data_parallel(model, torch.float32, topology, config)
+    formats = number_formats(PrecisionConfig(bf16=True), OptimizerConfig())
+    data_parallel = wrap_data_parallel(model, formats, topology, config)
     optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
     kept = sum((data_parallel.memory() | optimizer.memory()).values())
     return kept / TWENTY_MILLION.num_parameters()

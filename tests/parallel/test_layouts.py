@@ -6,6 +6,7 @@ whose ranks and microbatches have very different numbers of unmasked tokens.
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import get_args
@@ -122,7 +123,7 @@ def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
                 instances=instances,
                 microbatches=count,
                 pp=pp,
-                bucket_size=3000,
+                bucket_size=None if strategy == "optim_grads_params" else 3000,
                 overlap_grad_reduce=overlap,
                 overlap_param_gather=overlap and strategy != "no_shard",
             )
@@ -142,6 +143,30 @@ def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
                 overlap_param_gather=schedule != "1f1b",
             ),
         )
+    for schedule, traits in SCHEDULES.items():
+        for reshard, defer in ((True, False), (False, False), (True, True)):
+            yield (
+                DEEP_SGD if traits.placement == "v" else DEEP_TIED,
+                Layout(
+                    1,
+                    2,
+                    strategy="optim_grads_params",
+                    pp=2,
+                    schedule=schedule,
+                    microbatches=4,
+                    overlap_grad_reduce=reshard,
+                    overlap_param_gather=defer,
+                    reshard_after_forward=reshard,
+                    defer_grad_reduce=defer,
+                ),
+            )
+    for reshard in (True, False):
+        # Seven rows on three ranks and uneven ones elsewhere; weights that embedding and head share.
+        yield ADAM, Layout(1, 2, strategy="optim_grads_params", microbatches=2, reshard_after_forward=reshard)
+        for overlap in (False, True):
+            fsdp = Layout(1, 4, strategy="optim_grads_params", microbatches=2, reshard_after_forward=reshard)
+            yield TIED, replace(fsdp, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+            yield TIED, replace(fsdp, dp=2, tp=2, sequence_parallel=True, overlap_param_gather=overlap)
 
 
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:

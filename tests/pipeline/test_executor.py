@@ -22,7 +22,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.communication import CollectiveRecord
 from megatron.core.data_parallel.buffer import ParameterBuffer
-from megatron.core.data_parallel.strategy import wrap_data_parallel
+from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.gradient import compute_held
 from megatron.core.model.llama import LlamaModel, build_model
 from megatron.core.model.pipeline import build_executor
@@ -31,6 +31,7 @@ from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.pipeline_parallel.schedule import Action, Schedule, ScheduleError
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.pipeline_parallel.simulator import peak_live_activations
+from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology, single_process
 from megatron.data.loader import Microbatch
 from tests.parallel.layout_run import (
@@ -516,7 +517,10 @@ def test_buckets_leave_within_the_last_backward_passes(
 def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
     model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
     data_parallel = wrap_data_parallel(
-        model, torch.float64, single_process(), ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000)
+        model,
+        NumberFormats.uniform(torch.float64),
+        single_process(),
+        ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000),
     )
     data_parallel.start_gradients(1)
     (microbatch,) = microbatches(0, Layout(), 0)

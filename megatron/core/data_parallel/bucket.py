@@ -1,31 +1,53 @@
-"""A bucket: the parameters whose gradients are reduced, and whose weights are gathered, at once.
+"""Buckets: the parameters whose gradients are reduced, or whose weights are gathered, at once.
 
-A bucket counts the gradients that are delivered to it, so it knows when the last one is there, in whatever order a
+A bucket of gradients counts what is delivered to it, so it knows when the last one is there, in whatever order a
 schedule runs the backward passes.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Pending
-from megatron.core.data_parallel.buffer import BucketView
+from megatron.core.data_parallel.buffer import GradientView
 
 
-class Bucket(ABC):
-    """What all buckets do; subclasses differ in what is kept of the gradients and when they are reduced.
+class WeightBucket:
+    """Weights of which every rank of the shard group updates a part of the same size, in rank order."""
 
-    ``shards`` are the ranks that divide the bucket, ``replicas`` those with the same shard.
+    def __init__(self, weights: Tensor, shards: Communicator) -> None:
+        self._weights, self._shards = weights, shards
+        self._gathering: Pending | None = None
+
+    def start_gather(self) -> None:
+        """Start to give every rank of the shard group the others' weights."""
+        mine = self._weights.chunk(self._shards.size)[self._shards.rank]
+        self._gathering = self._shards.start_all_gather(mine, self._weights)
+
+    def finish_gather(self) -> None:
+        """Wait for the weights, if they are under way."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+
+class GradientBucket(ABC):
+    """What all buckets of gradients do; subclasses differ in what they keep and when they are reduced.
+
+    ``shards`` are the ranks that divide the bucket, ``replicas`` those with the same shard; both add up in
+    ``reduce_dtype``.
     """
 
-    def __init__(self, view: BucketView, shards: Communicator, replicas: Communicator) -> None:
+    def __init__(
+        self, view: GradientView, shards: Communicator, replicas: Communicator, reduce_dtype: torch.dtype
+    ) -> None:
         self.view = view
-        self._shards, self._replicas = shards, replicas
+        self._shards, self._replicas, self._reduce_dtype = shards, replicas, reduce_dtype
         self._uses = sum(info.uses for info, _, _ in view.slots)
-        self._gathering: Pending | None = None
 
     @abstractmethod
     def expect(self, num_microbatches: int) -> None:
@@ -39,30 +61,31 @@ class Bucket(ABC):
     def finish(self) -> None:
         """Wait until the shard holds the sum over all data-parallel ranks."""
 
-    def start_gather(self) -> None:
-        """Start to give every rank of the shard group the others' weights."""
-        weights = self.view.weights
-        self._gathering = self._shards.start_all_gather(weights.chunk(self._shards.size)[self._shards.rank], weights)
-
-    def finish_gather(self) -> None:
-        """Wait for the weights, if they are under way."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-
     def _complete_slots(self) -> None:
         for _, slot, _ in self.view.slots:
             slot.complete()
 
+    def _add_replicas(self) -> None:
+        """Sum the shard over the replicas."""
+        if self._replicas.size > 1:
+            self.view.shard.copy_(self._replicas.all_reduce(self.view.shard.to(self._reduce_dtype)))
 
-class WholeGradientBucket(Bucket):
-    """Accumulates all microbatches and is reduced once, in place; with ``overlap`` as soon as the last gradient is in.
+
+class WholeGradientBucket(GradientBucket):
+    """Accumulates all microbatches and is reduced once; with ``overlap`` as soon as the last gradient is in.
 
     Where the shard group is one rank (``no_shard``), the reduction is one over the replicas.
     """
 
-    def __init__(self, view: BucketView, shards: Communicator, replicas: Communicator, overlap: bool) -> None:
-        super().__init__(view, shards, replicas)
+    def __init__(
+        self,
+        view: GradientView,
+        shards: Communicator,
+        replicas: Communicator,
+        reduce_dtype: torch.dtype,
+        overlap: bool,
+    ) -> None:
+        super().__init__(view, shards, replicas, reduce_dtype)
         self._missing = 0
         self._pending: Pending | None = None
         if overlap:
@@ -80,22 +103,28 @@ class WholeGradientBucket(Bucket):
             self.start()
 
     def start(self) -> None:
-        """Start the reduction."""
-        if self._pending is None:
-            self._complete_slots()
-            assert self.view.gradients is not None
-            if self._shards.size > 1:
-                self._pending = self._shards.start_reduce_scatter(self.view.gradients, self.view.gradient_shard)
-            else:
-                self._pending = self._replicas.start_all_reduce(self.view.gradients)
+        """Start the reduction, in place unless it takes another format."""
+        if self._pending is not None:
+            return
+        self._complete_slots()
+        whole = self.view.whole
+        assert whole is not None
+        gradients = whole.to(self._reduce_dtype)
+        if self._shards.size == 1:
+            self._pending = self._replicas.start_all_reduce(gradients)
+        else:
+            in_place = gradients.dtype == self.view.shard.dtype
+            self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard if in_place else None)
 
     def finish(self) -> None:
         """Wait for the shard's sum, then add up the replicas'."""
         assert self._pending is not None
-        self._pending.wait()
+        summed = self._pending.wait()
         self._pending = None
+        if summed.dtype != self.view.shard.dtype:
+            self.view.shard.copy_(summed)
         if self._shards.size > 1:
-            self._replicas.all_reduce(self.view.gradient_shard)
+            self._add_replicas()
 
 
 class InFlight:
@@ -116,17 +145,26 @@ class InFlight:
         self._buckets.remove(bucket)
 
 
-class ShardedGradientBucket(Bucket):
+class ShardedGradientBucket(GradientBucket):
     """Keeps the rank's shard of the gradients alone (ZeRO-2).
 
     Whole gradients live from the first delivery of a microbatch until the reduce-scatter that follows its last; the
-    shard accumulates. ``in_flight`` bounds how many reduce-scatters go on behind the backward pass.
+    shard accumulates. With ``defer`` they live, and accumulate, until the last microbatch's. ``in_flight`` bounds how
+    many reduce-scatters go on behind the backward pass.
     """
 
-    def __init__(self, view: BucketView, shards: Communicator, replicas: Communicator, in_flight: InFlight) -> None:
-        super().__init__(view, shards, replicas)
-        self._in_flight = in_flight
-        self._delivered = 0
+    def __init__(
+        self,
+        view: GradientView,
+        shards: Communicator,
+        replicas: Communicator,
+        reduce_dtype: torch.dtype,
+        in_flight: InFlight,
+        defer: bool = False,
+    ) -> None:
+        super().__init__(view, shards, replicas, reduce_dtype)
+        self._in_flight, self._defer = in_flight, defer
+        self._missing = 0
         self._is_filled = False
         self._whole: Tensor | None = None
         self._pending: Pending | None = None
@@ -137,18 +175,20 @@ class ShardedGradientBucket(Bucket):
     def expect(self, num_microbatches: int) -> None:
         """The shard holds nothing of this step yet."""
         self._is_filled = False
+        self._deliveries = self._uses * (num_microbatches if self._defer else 1)
+        self._missing = self._deliveries
 
     def _provide(self) -> None:
         """Make room for whole gradients."""
         self.collect()
-        shard = self.view.gradient_shard
-        self._whole = whole = torch.empty(self.view.weights.shape, dtype=shard.dtype, device=shard.device)
+        shard = self.view.shard
+        self._whole = whole = torch.empty(self.view.size, dtype=shard.dtype, device=shard.device)
         for info, slot, start in self.view.slots:
             slot.lend(whole[start : start + prod(info.local_shape)].view(info.local_shape))
 
     def _count(self) -> None:
-        self._delivered += 1
-        if self._delivered == self._uses:
+        self._missing -= 1
+        if self._missing == 0:
             self.start()
 
     def start(self) -> None:
@@ -156,12 +196,16 @@ class ShardedGradientBucket(Bucket):
         if self._whole is None:
             return
         self._complete_slots()
-        self._delivered = 0
+        self._missing = self._deliveries
         for _, slot, _ in self.view.slots:
             slot.reclaim()
-        self._pending = self._shards.start_reduce_scatter(self._whole)
+        self._pending = self._shards.start_reduce_scatter(self._arranged(self._whole).to(self._reduce_dtype))
         self._whole = None
         self._in_flight.add(self)
+
+    def _arranged(self, whole: Tensor) -> Tensor:
+        """The gradients so that each rank's shard is contiguous."""
+        return whole
 
     def collect(self) -> None:
         """Wait for the reduce-scatter under way, if any, and add it to the shard."""
@@ -171,14 +215,38 @@ class ShardedGradientBucket(Bucket):
         self._pending = None
         self._in_flight.remove(self)
         if self._is_filled:
-            self.view.gradient_shard.add_(summed)
+            self.view.shard.add_(summed)
         else:
-            self.view.gradient_shard.copy_(summed)
+            self.view.shard.copy_(summed)
         self._is_filled = True
 
     def finish(self) -> None:
         """Wait for the shard's sum, then add up the replicas'."""
         self.collect()
         if not self._is_filled:
-            self.view.gradient_shard.zero_()
-        self._replicas.all_reduce(self.view.gradient_shard)
+            self.view.shard.zero_()
+        self._add_replicas()
+
+
+class RowShardedGradientBucket(ShardedGradientBucket):
+    """A bucket of which a rank's shard is its part of the rows of every parameter, as FSDP2 divides them.
+
+    ``part_sizes`` are the elements of a rank's part of each parameter, padding included.
+    """
+
+    def __init__(
+        self,
+        view: GradientView,
+        shards: Communicator,
+        replicas: Communicator,
+        reduce_dtype: torch.dtype,
+        in_flight: InFlight,
+        defer: bool,
+        part_sizes: Sequence[int],
+    ) -> None:
+        super().__init__(view, shards, replicas, reduce_dtype, in_flight, defer)
+        self._sizes = [size * shards.size for size in part_sizes]
+
+    def _arranged(self, whole: Tensor) -> Tensor:
+        parameters = whole.split(self._sizes)
+        return torch.cat([parameter.view(self._shards.size, -1) for parameter in parameters], dim=1).flatten()

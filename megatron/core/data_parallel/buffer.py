@@ -72,17 +72,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class GradientView:
+    """The gradients of one bucket, as one rank of the shard group sees them."""
+
+    size: int
+    """Elements in the bucket, padding included."""
+    whole: Tensor | None
+    """The gradients, whole; None where only shards of them are kept."""
+    shard: Tensor
+    """The rank's shard of the gradients; a part of ``whole`` if these are kept."""
+    slots: Sequence[tuple[ParameterInfo, GradientSlot, int]]
+    """Its parameters and where each begins in the bucket."""
+
+
+@dataclass(frozen=True)
 class BucketView:
-    """One bucket of a buffer, as one rank of the shard group sees it."""
+    """One bucket of a buffer."""
 
     weights: Tensor
     """The bucket's weights, whole."""
-    gradients: Tensor | None
-    """Its gradients, whole; None where only shards of them are kept."""
-    gradient_shard: Tensor
-    """The rank's shard of the gradients; a part of ``gradients`` if these are kept whole."""
-    slots: Sequence[tuple[ParameterInfo, GradientSlot, int]]
-    """Its parameters and where each begins in the bucket."""
+    gradients: GradientView
 
 
 class ParameterBuffer:
@@ -123,8 +132,8 @@ class ParameterBuffer:
         """The buckets in the order in which backward fills them, for ``rank`` of the shard group."""
         shards = self.layout.shard(rank, self._shards)
         for (start, stop), (shard_start, shard_stop) in zip(self.layout.buckets, shards):
-            yield BucketView(
-                self.weights[start:stop],
+            gradients = GradientView(
+                stop - start,
                 None if self._shards_gradients else self.gradients[start:stop],
                 self._gradients_of_shard(start, shard_start, shard_start, shard_stop),
                 [
@@ -133,6 +142,7 @@ class ParameterBuffer:
                     if start <= first < stop
                 ],
             )
+            yield BucketView(self.weights[start:stop], gradients)
 
     def _gradients_of_shard(self, bucket_start: int, shard_start: int, start: int, stop: int) -> Tensor:
         """Gradients of elements ``[start, stop)`` of the buffer, which lie in the shard that begins at

@@ -6,110 +6,100 @@ pieces, and calls :meth:`DataParallel.publish_parameters`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
-from megatron.core.data_parallel.bucket import Bucket, InFlight, ShardedGradientBucket, WholeGradientBucket
+from megatron.core.data_parallel.bucket import (
+    GradientBucket,
+    InFlight,
+    ShardedGradientBucket,
+    WeightBucket,
+    WholeGradientBucket,
+)
 from megatron.core.data_parallel.buffer import ParameterBuffer, Piece
-from megatron.core.parameter import info_of
+from megatron.core.initialization import initialize_range
+from megatron.core.parameter import ParameterInfo, info_of
+from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 
 
-class LayeredModel(Protocol):
-    """What a strategy must know of a model."""
+@dataclass(frozen=True)
+class StoredWeight:
+    """Weights that this rank stores: elements ``[start, start + numel)`` of a flattened local parameter."""
 
-    @property
-    def units(self) -> Sequence[nn.Module]:
-        """Modules that together hold all parameters, in the order of the forward pass; each is run as a whole."""
+    info: ParameterInfo
+    start: int
+    tensor: Tensor
+    """1-D."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters, in the order of the forward pass."""
+
+def whole_weights(parameters: Iterable[nn.Parameter]) -> list[StoredWeight]:
+    """The weights of a model that is stored whole."""
+    return [StoredWeight(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
 
 
 class DataParallel(ABC):
-    """What a strategy does for the loop and the optimizer."""
+    """What a strategy does for the loop, the optimizer and checkpoints."""
 
-    pieces: Sequence[Piece]
-    """What this rank updates."""
-    piece_axes: tuple[str, ...]
+    piece_axes: tuple[str, ...] = ("tp", "pp", "dp_shard")
     """Axes along which ranks hold different pieces of the whole model; a norm over all pieces is summed there."""
 
-    needs_master_weights: bool
-    """Whether gradients are wider than the model's weights, so that the optimizer keeps weights of its own."""
+    formats: NumberFormats
+    pieces: Sequence[Piece]
+    """What this rank updates."""
+    stored_weights: Sequence[StoredWeight]
+    """Every weight that this rank stores."""
 
-    @abstractmethod
-    def start_gradients(self, num_microbatches: int) -> None:
-        """Begin a step: every parameter will be delivered the gradients of ``num_microbatches``."""
+    def __init__(
+        self, formats: NumberFormats, topology: Topology, pieces: Sequence[Piece], buckets: Sequence[GradientBucket]
+    ) -> None:
+        self.formats, self.pieces = formats, pieces
+        self._topology, self._buckets = topology, buckets
+        self._partial_gradients = [piece.gradient for piece in pieces if piece.info.gradient_is_partial]
+        self._tied_pieces = [piece for piece in pieces if piece.info.tied_end is not None]
 
+    @property
     @abstractmethod
-    def finish_gradients(self) -> None:
-        """Sum gradients over all ranks that contributed; afterwards every piece's gradient is complete."""
+    def needs_master_weights(self) -> bool:
+        """Whether master weights are wider than those stored here, so that the optimizer keeps weights of its own."""
 
     @abstractmethod
     def publish_parameters(self) -> None:
         """Give every rank the weights that the pieces' owners updated, or start to."""
 
     @abstractmethod
-    def memory(self) -> dict[str, int]:
-        """Bytes of weights and gradients that stay on this rank, measured from the tensors."""
-
-    @abstractmethod
     def wait_for_parameters(self) -> None:
         """Wait until every weight is there; a forward pass waits by itself for those that it comes to."""
 
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights and gradients that stay on this rank, measured from the tensors."""
 
-class BufferedDataParallel(DataParallel):
-    """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2): shard over ``dp_shard``, replicate over
-    ``dp_replicate``.
-
-    Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
-    """
-
-    piece_axes = ("tp", "pp", "dp_shard")
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        gradient_dtype: torch.dtype,
-        topology: Topology,
-        config: ParallelConfig,
-        modules: Sequence[nn.Module] = (),
-    ) -> None:
-        self._topology = topology
-        shards, replicas = topology.communicator("dp_shard"), topology.communicator("dp_replicate")
-        self._shards = shards
-        shard_gradients = config.sharding_strategy == "optim_grads"
-        bucket_size = config.bucket_size(topology.grid.dp)
-        buffer = ParameterBuffer(parameters, gradient_dtype, shards.size, bucket_size, shard_gradients)
-        self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
-        self.needs_master_weights = buffer.weights.dtype != gradient_dtype
-        self.pieces = list(buffer.pieces(shards.rank))
-        self._buckets: list[Bucket] = []
-        in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        for view in buffer.buckets(shards.rank):
-            if shard_gradients:
-                self._buckets.append(ShardedGradientBucket(view, shards, replicas, in_flight))
-            else:
-                self._buckets.append(WholeGradientBucket(view, shards, replicas, config.overlap_grad_reduce))
-        self._partial_gradients = [piece.gradient for piece in self.pieces if piece.info.gradient_is_partial]
-        self._tied_pieces = [piece for piece in self.pieces if piece.info.tied_end is not None]
-        self._gathers_behind = config.overlap_param_gather
-        if config.overlap_param_gather:
-            _wait_before_use(modules, self._buckets)
+    def initialize(self, seed: int) -> None:
+        """Give the model its initial weights, of which each rank computes its own pieces."""
+        for piece in self.pieces:
+            # In the model's own format, so that wider weights start from the same numbers as narrow ones.
+            initial = torch.empty(piece.weight.shape, dtype=self.formats.weight, device=piece.weight.device)
+            initialize_range(initial, piece.info, piece.start, seed)
+            piece.weight.copy_(initial)
+        self.publish_parameters()
 
     def start_gradients(self, num_microbatches: int) -> None:
-        """Tell the buckets how many gradients make them complete."""
+        """Begin a step: every parameter will be delivered the gradients of ``num_microbatches``."""
         for bucket in self._buckets:
             bucket.expect(num_microbatches)
 
     def finish_gradients(self) -> None:
-        """Reduce what is not reduced yet over the data-parallel ranks; then sum what other ranks' parts of the same
-        parameters contribute, which by then is the rank's own shard alone."""
+        """Sum gradients over all ranks that contributed; afterwards every piece's gradient is complete.
+
+        What is not reduced yet is reduced over the data-parallel ranks; then what other ranks' parts of the same
+        parameters contribute is added, by then to the rank's own shard alone.
+        """
         for bucket in self._buckets:
             bucket.start()
         for bucket in self._buckets:
@@ -118,32 +108,78 @@ class BufferedDataParallel(DataParallel):
         for piece in self._tied_pieces:
             _add_other_end(piece, self._topology)
 
+
+class BufferedDataParallel(DataParallel):
+    """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2): shard over ``dp_shard``, replicate over
+    ``dp_replicate``.
+
+    Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
+    ``modules`` are run as a whole, each.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        formats: NumberFormats,
+        topology: Topology,
+        config: ParallelConfig,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        shards, replicas = topology.communicator("dp_shard"), topology.communicator("dp_replicate")
+        self._shards = shards
+        shard_gradients = config.sharding_strategy == "optim_grads"
+        bucket_size = config.bucket_size(topology.grid.dp)
+        buffer = ParameterBuffer(parameters, formats.gradient, shards.size, bucket_size, shard_gradients)
+        self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
+        self.stored_weights = whole_weights(parameters)
+        self._weights: list[WeightBucket] = []
+        buckets: list[GradientBucket] = []
+        holders: dict[str, WeightBucket] = {}
+        in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
+        for view in buffer.buckets(shards.rank):
+            gathered = WeightBucket(view.weights, shards)
+            self._weights.append(gathered)
+            holders |= {info.name: gathered for info, _, _ in view.gradients.slots}
+            common = view.gradients, shards, replicas, formats.reduction
+            if shard_gradients:
+                buckets.append(ShardedGradientBucket(*common, in_flight))
+            else:
+                buckets.append(WholeGradientBucket(*common, config.overlap_grad_reduce))
+        super().__init__(formats, topology, list(buffer.pieces(shards.rank)), buckets)
+        self._gathers_behind = config.overlap_param_gather
+        if config.overlap_param_gather:
+            _wait_before_use(modules, holders)
+
+    @property
+    def needs_master_weights(self) -> bool:
+        """Whether the model computes in a narrower format."""
+        return self.formats.weight != self.formats.master
+
     def publish_parameters(self) -> None:
         """All-gather the shards of every bucket, in the order in which the forward pass needs them."""
         if self._shards.size == 1:
             return
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(self._weights):
             bucket.start_gather()
         if not self._gathers_behind:
             self.wait_for_parameters()
+
+    def wait_for_parameters(self) -> None:
+        """Wait for every bucket."""
+        for bucket in reversed(self._weights):
+            bucket.finish_gather()
 
     def memory(self) -> dict[str, int]:
         """Bytes of the buffers."""
         return {kind: buffer.untyped_storage().nbytes() for kind, buffer in self._kept.items()}
 
-    def wait_for_parameters(self) -> None:
-        """Wait for every bucket."""
-        for bucket in reversed(self._buckets):
-            bucket.finish_gather()
 
-
-def _wait_before_use(modules: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
-    """Have each of ``modules`` wait, before its forward pass, for the buckets that hold its weights."""
-    by_name = {info.name: bucket for bucket in buckets for info, _, _ in bucket.view.slots}
+def _wait_before_use(modules: Sequence[nn.Module], holders: Mapping[str, WeightBucket]) -> None:
+    """Have each of ``modules`` wait, before its forward pass, for the buckets that hold its weights by name."""
     for module in modules:
-        mine = {by_name[info_of(parameter).name]: None for parameter in module.parameters()}
+        mine = {holders[info_of(parameter).name]: None for parameter in module.parameters()}
 
-        def wait(*_: object, mine: Sequence[Bucket] = tuple(mine)) -> None:
+        def wait(*_: object, mine: Sequence[WeightBucket] = tuple(mine)) -> None:
             for bucket in mine:
                 bucket.finish_gather()
 
@@ -175,17 +211,3 @@ def _add_other_end(piece: Piece, topology: Topology) -> None:
         down.start_receive(other, first).wait()
         up.start_send(piece.gradient, first).wait()
     piece.gradient.add_(other)
-
-
-def data_parallel_replicas(config: ParallelConfig, data_parallel_size: int) -> int:
-    """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
-    if config.sharding_strategy == "no_shard":
-        return data_parallel_size
-    return config.num_distributed_optimizer_instances
-
-
-def wrap_data_parallel(
-    model: LayeredModel, gradient_dtype: torch.dtype, topology: Topology, config: ParallelConfig
-) -> DataParallel:
-    """Put ``model`` under the strategy of ``config``, for which ``topology`` has the groups."""
-    return BufferedDataParallel(list(model.parameters()), gradient_dtype, topology, config, model.units)

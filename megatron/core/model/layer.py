@@ -12,7 +12,7 @@ from megatron.config.model import LlamaConfig
 from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.swiglu import swiglu
-from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
+from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
             tensor_parallel_sharded=False,
             gradient_is_partial=context.parallel.sequence_parallel,
         )
-        self.weight = empty_parameter(info, context.dtype, context.device)
+        self.weight = context.empty_parameter(info)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[..., h] -> [..., h]``."""

@@ -85,6 +85,11 @@ class LlamaChunk(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = head
 
+    @property
+    def units(self) -> list[nn.Module]:
+        """Embedding, layers and head, where they are here, in the order of the forward pass."""
+        return [unit for unit in (self.embedding, *self.layers, self.head) if unit is not None]
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Token ids ``[b, s]`` at the start of the model, elsewhere activations ``[s(/tp), b, h]``, to activations,
         or at the end to this rank's part of the logits ``[s, b, v/tp]``."""
@@ -126,13 +131,9 @@ class LlamaModel(nn.Module):
         )
 
     @property
-    def units(self) -> list[nn.Module]:
-        """Embedding, layers and head of this rank, in the order of the forward pass."""
-        units: list[nn.Module | None] = []
-        for chunk in self.chunks:
-            assert isinstance(chunk, LlamaChunk)
-            units += [chunk.embedding, *chunk.layers, chunk.head]
-        return [unit for unit in units if unit is not None]
+    def chunk_units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """Every chunk, and its embedding, layers and head in the order of the forward pass."""
+        return [(chunk, cast(LlamaChunk, chunk).units) for chunk in self.chunks]
 
     @property
     def head(self) -> LlamaHead | None:

@@ -1,18 +1,18 @@
 """AdamW or SGD over the pieces that this rank owns, with master weights and clipping by the global norm.
 
-The update itself is torch's (fused where torch has it). Master weights have the gradient's precision; where the
-model has it too, they *are* the model's weights.
+The update itself is torch's (fused where torch has it). Where the weights that data parallelism stores have the
+master weights' format, they *are* the master weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.optimizer.update import build_torch_optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
 
@@ -49,17 +49,18 @@ class Optimizer:
         self._pieces = data_parallel.pieces
         self.has_master_weights = data_parallel.needs_master_weights
         """Whether master weights exist beside the model's."""
-        self._masters = [_master_weight(piece) for piece in self._pieces]
-        for master, piece in zip(self._masters, self._pieces):
-            master.grad = piece.gradient
+        master = data_parallel.formats.master
+        # The same tensor where it has that format already.
+        self._masters = [piece.weight.to(master) for piece in self._pieces]
         is_first = topology.tensor_parallel.rank == 0
         counted = [number for number, piece in enumerate(self._pieces) if _is_counted(piece.info, is_first)]
         self._counted_pieces = [self._pieces[number] for number in counted]
         self._counted = [piece.gradient for piece in self._counted_pieces]
         self._counted_weights = [self._masters[number] for number in counted]
         self._device = topology.device
-        self._torch_optimizer = _build_torch_optimizer(config, self._parameter_groups(config.weight_decay))
-        _fill_state(self._torch_optimizer, self._masters)
+        gradients = [piece.gradient for piece in self._pieces]
+        groups = self._parameter_groups(config.weight_decay)
+        self._torch_optimizer = build_torch_optimizer(config, groups, self._masters, gradients)
 
     def _parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         groups = []
@@ -163,31 +164,3 @@ def clip_coefficient(grad_norm: float, limit: float) -> float:
     if limit == 0.0 or grad_norm <= limit:
         return 1.0
     return limit / (grad_norm + 1e-6)
-
-
-def _master_weight(piece: Piece) -> Tensor:
-    if piece.weight.dtype == piece.gradient.dtype:
-        return piece.weight
-    return piece.weight.to(piece.gradient.dtype)
-
-
-def _build_torch_optimizer(config: OptimizerConfig, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-    # A rank whose shard is all padding owns nothing; torch refuses an empty list.
-    groups = groups or [{"params": [torch.zeros(0)]}]
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
-    betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
-
-
-def _fill_state(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
-    """Make the state now instead of at the first step, so that it can be counted, saved and loaded before."""
-    for master in masters:
-        if isinstance(optimizer, torch.optim.AdamW):
-            optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-        elif optimizer.defaults["momentum"]:
-            optimizer.state[master] = {"momentum_buffer": torch.zeros_like(master)}

@@ -113,6 +113,12 @@ class LayerContext:
     dtype: torch.dtype
     device: torch.device
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
+    weights_device: torch.device | None = field(default=None, kw_only=True)
+    """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
+
+    def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
+        """An uninitialised parameter."""
+        return empty_parameter(info, self.dtype, self.weights_device or self.device)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -135,7 +141,7 @@ class ColumnParallelLinear(nn.Module):
         parallel = context.parallel
         layout = sharded_boxes(output_sections, (input_size,), parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = empty_parameter(info, context.dtype, context.device)
+        self.weight = context.empty_parameter(info)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s(/tp), b, in] -> [s, b, out/tp]``."""
@@ -164,7 +170,7 @@ class RowParallelLinear(nn.Module):
         parallel = context.parallel
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = empty_parameter(info, context.dtype, context.device)
+        self.weight = context.empty_parameter(info)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s, b, in/tp] -> [s(/tp), b, out]``."""
@@ -205,12 +211,14 @@ class VocabParallelTable(nn.Module):
             uses=uses,
             tied_end=tied_end,
         )
-        self.weight = empty_parameter(info, context.dtype, context.device)
+        self.weight = context.empty_parameter(info)
         self.first_id = parallel.rank * info.local_shape[0]
 
 
 class VocabParallelEmbedding(VocabParallelTable):
     """Token embedding with the vocabulary divided over the ranks: ``[b, s] -> [s(/tp), b, h]``."""
+
+    backward_reads_weights = False
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids ``[b, s]`` to activations ``[s(/tp), b, h]``."""

@@ -1,0 +1,50 @@
+"""The one place that decides how data-parallel ranks share a model."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.data_parallel.fully_sharded import FullyShardedDataParallel
+from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
+from megatron.core.precision import NumberFormats
+from megatron.core.topology import Topology
+
+
+class LayeredModel(Protocol):
+    """What a strategy must know of a model."""
+
+    @property
+    def chunk_units(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
+        """Modules whose forward pass the run calls, and for each the modules in it that together hold its parameters,
+        in the order of the forward pass; each of these is run as a whole."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, in the order of the forward pass."""
+
+
+def data_parallel_replicas(config: ParallelConfig, data_parallel_size: int) -> int:
+    """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
+    if config.sharding_strategy == "no_shard":
+        return data_parallel_size
+    return config.num_distributed_optimizer_instances
+
+
+def shards_weights(config: ParallelConfig, topology: Topology) -> bool:
+    """Whether a rank keeps a part of the weights alone, so that the model is best built without memory for them."""
+    # Among one rank there is nothing to shard, and FSDP2 would only copy.
+    return config.sharding_strategy == "optim_grads_params" and topology.communicator("dp_shard").size > 1
+
+
+def wrap_data_parallel(
+    model: LayeredModel, formats: NumberFormats, topology: Topology, config: ParallelConfig
+) -> DataParallel:
+    """Put ``model`` under the strategy of ``config``, for which ``topology`` has the groups.
+
+    A model whose weights lie on the meta device gets memory for this rank's shards, and must be initialised.
+    """
+    if shards_weights(config, topology):
+        return FullyShardedDataParallel(model.chunk_units, formats, topology, config)
+    modules = [unit for _, units in model.chunk_units for unit in units]
+    return BufferedDataParallel(list(model.parameters()), formats, topology, config, modules)
