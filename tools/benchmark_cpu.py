@@ -49,7 +49,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.topology import RankGrid, Topology
+from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.training.launch import Process, prepare_cpu
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
@@ -157,6 +157,24 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     return build
 
 
+def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
+    """The same step with our model and torch's AdamW, and nothing of ours around them."""
+    kernel = choose_attention_kernel("auto", CPU, torch.float32)
+    parallel = TensorParallel(single_process().tensor_parallel)
+    model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    microbatches = samples().split(micro_batch_size)
+
+    def step() -> None:
+        for text in microbatches:
+            (model(text[:, :-1], text[:, 1:]).sum() / (BATCH * LENGTH)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def transformers_eager(micro_batch_size: int, rank: int) -> Callable[[], None]:
     """The same step with Hugging Face's Llama and torch's AdamW."""
     transformers: Any = importlib.import_module("transformers")
@@ -223,6 +241,7 @@ CONTENDERS = (
     Contender("bound, torch's matrix product", 1, bound(F.linear)),
     Contender("bound, our matrix product", 1, bound(linear)),
     Contender("transformers eager", 1, transformers_eager),
+    Contender("bare model and optimizer", 1, bare),
     Contender("one rank", 1, ours()),
     Contender("DP2 no_shard", 2, ours(dp=2)),
     Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, strategy="optim")),

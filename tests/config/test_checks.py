@@ -125,6 +125,26 @@ BAD: list[Row] = [
         1,
         "--use-distributed-optimizer ... --data-parallel-sharding-strategy no_shard ... remove one",
     ),
+    (
+        f"{GOOD} --use-torch-fsdp2 --data-parallel-sharding-strategy optim",
+        1,
+        "--use-torch-fsdp2 contradicts --data-parallel-sharding-strategy optim: remove one",
+    ),
+    (f"{GOOD} --use-torch-fsdp2 --use-distributed-optimizer", 1, "--use-torch-fsdp2 and ... remove the latter"),
+    *(
+        (f"{GOOD} {strategy} {flag}", 1, f"{flag} belongs to --use-torch-fsdp2 ... remove {flag}")
+        for flag in ("--no-torch-fsdp2-reshard-after-forward", "--defer-grad-reduce")
+        for strategy in ("", "--use-distributed-optimizer", "--data-parallel-sharding-strategy optim_grads")
+    ),
+    (f"{GOOD} --use-torch-fsdp2 --ddp-bucket-size 9", 1, "--ddp-bucket-size 9 ... a layer at a time: remove it"),
+    *(
+        (
+            f"{STAGES} --use-torch-fsdp2 --no-untie-embeddings-and-output-weights --pipeline-schedule {schedule}",
+            4,
+            f"--pipeline-schedule {schedule} ... tied ... optim_grads_params ... another schedule",
+        )
+        for schedule in ("zb-v", "dualpipe-v")
+    ),
     *(
         (f"{GOOD} --rank-order {order}", 1, f"--rank-order {order} must name each of tp, cp, ep, pp, dp once")
         for order in ("tp-cp-ep-pp", "tp-cp-ep-pp-dp-dp", "tp-cp-ep-pp-xp", "tp,cp,ep,pp,dp")
@@ -398,6 +418,21 @@ BAD: list[Row] = [
     ),
     # Precision.
     (f"{GOOD} --bf16 --fp64", 1, "--bf16 and --fp64 exclude ... remove one"),
+    (f"{GOOD} --fp64 --grad-reduce-in-bf16", 1, "--fp64 ... --grad-reduce-in-bf16 ... remove one"),
+    (f"{GOOD} --fp64 --use-precision-aware-optimizer", 1, "--fp64 ... or --use-precision-aware-optimizer"),
+    (f"{GOOD} --optimizer sgd --use-precision-aware-optimizer", 1, "--use-precision-aware-optimizer ... sgd"),
+    *(
+        (f"{GOOD} {flag} bf16", 1, f"{flag} needs --use-precision-aware-optimizer")
+        for flag in ("--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+    ),
+    *(
+        (
+            f"{GOOD} --use-precision-aware-optimizer {flag} bf16 {beta} 0.999",
+            1,
+            f"{flag} bf16 ... {beta} 0.999 ... never forget ... at most 0.992, or fp32",
+        )
+        for flag, beta in (("--exp-avg-dtype", "--adam-beta1"), ("--exp-avg-sq-dtype", "--adam-beta2"))
+    ),
     (f"{GOOD} --no-accumulate-allreduce-grads-in-fp32", 1, "--no-accumulate-allreduce-grads-in-fp32 ... fp32"),
     # Data and tokenizer.
     (f"{GOOD} --data-path corpus", 1, "--data-path and --mock-data exclude ... drop one"),
@@ -494,6 +529,11 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
+        (f"{GOOD} --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward --defer-grad-reduce", 4),
+        (f"{GOOD} --use-torch-fsdp2 --data-parallel-sharding-strategy optim_grads_params", 1),
+        (f"{STAGES} --use-torch-fsdp2 --no-untie-embeddings-and-output-weights", 4),
+        (f"{STAGES} --use-torch-fsdp2 --pipeline-schedule zb-v", 4),
+        (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),
         (f"{GOOD} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8),
         *((f"{GOOD} --pipeline-schedule {schedule} --no-overlap-p2p-communication", 1) for schedule in SCHEDULES),

@@ -1,23 +1,29 @@
-"""What a data-parallel strategy costs on four ranks: memory per parameter, and bytes sent per step."""
+"""What a data-parallel strategy costs: memory per parameter, bytes sent per step, and when they are sent."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.core.communication import CollectiveRecord
+from megatron.core.communication import CollectiveRecord, Pending
 from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import build_model
+from megatron.core.model.llama import LlamaChunk, build_model
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
-from tests.parallel.layout_run import CPU, Layout, Task, build, grid_of, microbatches, topology_of
+from tests.parallel.layout_run import CPU, DEEP_MODEL, MODEL, Layout, Task, build, grid_of, microbatches, topology_of
 from tests.rank_pool import RankPool
 
 RANKS = 4
@@ -36,20 +42,22 @@ STRATEGIES: dict[ShardingStrategy, float] = {
     "no_shard": 18,
     "optim": 6 + 12 / RANKS,
     "optim_grads": 2 + 16 / RANKS,
+    # Two less than 18 / RANKS: the weights that are sharded are the master weights.
+    "optim_grads_params": 16 / RANKS,
 }
 """Bytes per parameter in bf16 with fp32 gradients, master weights and moments (ZeRO, arXiv 1910.02054, section 3)."""
 
 
-def bytes_per_parameter(strategy: ShardingStrategy) -> float:
+def bytes_per_parameter(strategy: ShardingStrategy, optimizer_config: OptimizerConfig) -> float:
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
     grid = RankGrid(dp=RANKS, dp_replicas=data_parallel_replicas(config, RANKS))
     topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
     model = build_model(TWENTY_MILLION, context, seed=1)
-    formats = number_formats(PrecisionConfig(bf16=True), OptimizerConfig())
+    formats = number_formats(PrecisionConfig(bf16=True), optimizer_config)
     data_parallel = wrap_data_parallel(model, formats, topology, config)
-    optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
+    optimizer = Optimizer(optimizer_config, data_parallel, topology)
     kept = sum((data_parallel.memory() | optimizer.memory()).values())
     return kept / TWENTY_MILLION.num_parameters()
 
@@ -57,16 +65,62 @@ def bytes_per_parameter(strategy: ShardingStrategy) -> float:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_is_that_of_the_formula(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
     assert TWENTY_MILLION.num_parameters() > 20e6
-    for measured in four_ranks.run(bytes_per_parameter, strategy):
+    for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig()):
         assert measured == pytest.approx(STRATEGIES[strategy], rel=0.03)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_narrow_gradients_and_moments_save_six_bytes(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
+    narrow = OptimizerConfig(
+        adam_beta2=0.95,
+        use_precision_aware_optimizer=True,
+        main_grads_dtype="bf16",
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+    )
+    gradients = 2 if strategy in ("no_shard", "optim") else 2 / RANKS
+    moments = 4 if strategy == "no_shard" else 4 / RANKS
+    for measured in four_ranks.run(bytes_per_parameter, strategy, narrow):
+        assert measured == pytest.approx(STRATEGIES[strategy] - gradients - moments, rel=0.03)
+
+
+def whole_units(overlap: bool) -> tuple[int, int]:
+    """Most units that are whole at once in a step under FSDP, seen at the start of every unit's passes; and after."""
+    layout = Layout(dp=RANKS, strategy="optim_grads_params", microbatches=2, overlap_param_gather=overlap)
+    topology = topology_of(grid_of(layout), dist.get_rank(), dist.group.WORLD)
+    executor, data_parallel, _ = build(Task(OptimizerConfig(), model=DEEP_MODEL), layout, topology)
+    (chunk,) = executor.chunks
+    assert isinstance(chunk, LlamaChunk)
+    counts: list[int] = []
+
+    def count(*_: object) -> None:
+        counts.append(sum(not isinstance(next(unit.parameters()), DTensor) for unit in chunk.units))
+
+    for unit in chunk.units:
+        unit.register_forward_pre_hook(count)
+        unit.register_full_backward_pre_hook(count)
+    data_parallel.start_gradients(layout.microbatches)
+    executor.train(microbatches(0, layout, topology.data_parallel.rank), layout.microbatches, 1.0)
+    data_parallel.finish_gradients()
+    assert len(counts) == 2 * 2 * len(chunk.units)
+    most = max(counts)
+    count()
+    return most, counts[-1]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["when used", "ahead"])
+def test_one_layer_is_whole_at_a_time_under_fsdp(four_ranks: RankPool, overlap: bool) -> None:
+    for most, after in four_ranks.run(whole_units, overlap):
+        assert most == 1
+        assert after == 0
 
 
 SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """What a rank sends in a ring, as multiples of (d - 1) / d of the tensor."""
 
 
-def numbers_sent_per_parameter(layout: Layout) -> float:
-    """What this rank sends for data parallelism in a step, per parameter."""
+def numbers_sent_per_parameter(layout: Layout) -> tuple[float, float]:
+    """What this rank sends for data parallelism in a step, per parameter; and the embedding's share of these."""
     topology = Topology(grid_of(layout), dist.get_rank(), CPU)
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     records: list[CollectiveRecord] = []
@@ -80,25 +134,148 @@ def numbers_sent_per_parameter(layout: Layout) -> float:
     item = 8  # bytes of a number in fp64
     sent = sum(SENT[one.kind] * one.num_bytes / item * (one.group_size - 1) / one.group_size for one in records)
     (chunk,) = executor.chunks
-    assert isinstance(chunk, nn.Module)
-    return sent / sum(parameter.numel() for parameter in chunk.parameters())
+    assert isinstance(chunk, LlamaChunk) and chunk.embedding is not None
+    parameters = sum(parameter.numel() for parameter in chunk.parameters())
+    return sent / parameters, chunk.embedding.weight.numel() / parameters
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapped"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_sends_what_a_ring_must(four_ranks: RankPool, strategy: ShardingStrategy, overlap: bool) -> None:
-    """2 (d - 1) / d numbers per parameter, however they are shared; padding of the buckets aside."""
+    """2 (d - 1) / d numbers per parameter, and a third with FSDP, which gathers weights again for the backward pass,
+    where only the embedding's are not read; padding of the buckets aside."""
     layout = Layout(
         dp=RANKS,
         strategy=strategy,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and strategy != "no_shard",
     )
-    for sent in four_ranks.run(numbers_sent_per_parameter, layout):
+    for sent, embedding in four_ranks.run(numbers_sent_per_parameter, layout):
+        times = 3 - embedding if strategy == "optim_grads_params" else 2
+        assert sent == pytest.approx(times * (RANKS - 1) / RANKS, rel=0.02)
+
+
+def test_fsdp_sends_no_more_than_zero_1_where_memory_allows(four_ranks: RankPool) -> None:
+    """Gathered once and reduced once in a step of four microbatches."""
+    layout = Layout(
+        dp=RANKS, strategy="optim_grads_params", microbatches=4, reshard_after_forward=False, defer_grad_reduce=True
+    )
+    for sent, _ in four_ranks.run(numbers_sent_per_parameter, layout):
         assert sent == pytest.approx(2 * (RANKS - 1) / RANKS, rel=0.02)
 
 
 def test_sharded_gradients_are_sent_with_every_microbatch(four_ranks: RankPool) -> None:
     """The price of ZeRO-2: M reduce-scatters and one all-gather."""
-    for sent in four_ranks.run(numbers_sent_per_parameter, Layout(dp=RANKS, strategy="optim_grads", microbatches=4)):
+    layout = Layout(dp=RANKS, strategy="optim_grads", microbatches=4)
+    for sent, _ in four_ranks.run(numbers_sent_per_parameter, layout):
         assert sent == pytest.approx((4 + 1) * (RANKS - 1) / RANKS, rel=0.02)
+
+
+def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[int, float]:
+    """Bytes of the gradients that are reduced in a step of a bf16 model, and the gradient's global norm."""
+    config = ParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=instances)
+    topology = Topology(RankGrid(dp=RANKS, dp_replicas=data_parallel_replicas(config, RANKS)), dist.get_rank(), CPU)
+    kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
+    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
+    model = build_model(MODEL, context, seed=1)
+    formats = number_formats(PrecisionConfig(bf16=True, grad_reduce_in_bf16=in_bf16), OptimizerConfig())
+    data_parallel = wrap_data_parallel(model, formats, topology, config)
+    records: list[CollectiveRecord] = []
+    for axis in ("dp_shard", "dp_replicate"):
+        topology.communicator(axis).observer = records.append
+    data_parallel.start_gradients(1)
+    (batch,) = microbatches(0, Layout(dp=RANKS), topology.data_parallel.rank)
+    model.chunks[0](batch["tokens"]).float().logsumexp(-1).sum().backward()
+    data_parallel.finish_gradients()
+    num_bytes = sum(record.num_bytes for record in records if record.kind in ("all_reduce", "reduce_scatter"))
+    return num_bytes, Optimizer(OptimizerConfig(), data_parallel, topology).global_norm(
+        [piece.gradient for piece in data_parallel.pieces]
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instances"),
+    [("no_shard", 1), *((strategy, instances) for strategy in list(STRATEGIES)[1:] for instances in (1, 2))],
+)
+def test_gradients_reduced_in_bf16_are_half_the_bytes_and_nearly_the_same(
+    four_ranks: RankPool, strategy: ShardingStrategy, instances: int
+) -> None:
+    wide, narrow = (four_ranks.run(reduced, strategy, instances, in_bf16) for in_bf16 in (False, True))
+    for (wide_bytes, wide_norm), (narrow_bytes, narrow_norm) in zip(wide, narrow):
+        assert narrow_bytes * 2 == wide_bytes
+        assert narrow_norm == pytest.approx(wide_norm, rel=2**-8)
+        assert narrow_norm != wide_norm
+
+
+class Slow(nn.Module):
+    """Holds up the backward pass where it stands, as a large layer would."""
+
+    def __init__(self, layer: nn.Module, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.layer, self.then = layer, then
+
+    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+        """As the layer."""
+        output: Tensor = self.layer(hidden, rotary)
+        output.register_hook(self._wait)
+        return output
+
+    def _wait(self, gradient: Tensor) -> Tensor:
+        time.sleep(0.2)
+        self.then()
+        return gradient
+
+
+def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overlap: bool) -> tuple[int, int, int]:
+    """Reductions started before the first layer's backward pass, those of them that were over by then, and in all."""
+    layout = Layout(dp=RANKS, strategy=strategy, bucket_size=1, overlap_grad_reduce=overlap)
+    if strategy == "optim_grads_params":
+        layout = replace(layout, bucket_size=None)
+    topology = Topology(grid_of(layout), dist.get_rank(), CPU)
+    executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
+    (chunk,) = executor.chunks
+    assert isinstance(chunk, LlamaChunk)
+    started: list[Pending] = []
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        seen.append((len(started), sum(pending.is_complete for pending in started)))
+
+    chunk.layers[0] = Slow(chunk.layers[0], look)
+    for axis in ("dp_shard", "dp_replicate"):
+        ranks = topology.communicator(axis)
+        for name in ("start_reduce_scatter", "start_all_reduce"):
+            setattr(ranks, name, noting(getattr(ranks, name), started))
+    dist.barrier()
+    data_parallel.start_gradients(1)
+    executor.train(microbatches(0, layout, topology.data_parallel.rank), 1, 1.0)
+    data_parallel.finish_gradients()
+    ((before, over),) = seen
+    return before, over, len(started)
+
+
+def noting(start: Callable[..., Pending], started: list[Pending]) -> Callable[..., Pending]:
+    """``start``, which adds to ``started`` what is under way."""
+
+    def noted(*arguments: Any, **options: Any) -> Pending:
+        pending = start(*arguments, **options)
+        started.append(pending)
+        return pending
+
+    return noted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_travel_while_the_backward_pass_goes_on(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
+    """Those of the head and the second layer are on their way before the first layer's are computed, and arrive
+    meanwhile. (Of a send gloo does not tell, so of the direct reduce-scatter only the start is seen.)"""
+    for before, over, in_all in four_ranks.run(reductions_while_the_first_layer_goes_back, strategy, True):
+        assert 2 <= before < in_all
+        if strategy == "no_shard":
+            assert over == before
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_without_overlap_gradients_wait_for_the_end(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
+    for before, _, in_all in four_ranks.run(reductions_while_the_first_layer_goes_back, strategy, False):
+        assert before == 0 < in_all

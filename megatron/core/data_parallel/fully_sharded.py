@@ -6,6 +6,7 @@ their own format, reduces them behind the backward pass on any backend, and lets
 gradients later. Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,8 @@ def _shard_chunk(
     config: ParallelConfig,
 ) -> list[_Unit]:
     """Put one chunk under FSDP2, and give its weights memory if they have none."""
+    # On CPUs logits are a view of what the product returned. Nobody writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     chunk.to(formats.master)
     infos = {name: info_of(parameter) for name, parameter in chunk.named_parameters()}
     uses = Counter(parameter for module in modules for parameter in module.parameters())

@@ -1,0 +1,103 @@
+"""What is particular to ZeRO-3 on FSDP2: how rows are divided, and models that are built without memory."""
+
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.core.data_parallel.fully_sharded import RowPart
+from megatron.core.data_parallel.wrap import data_parallel_replicas, shards_weights, wrap_data_parallel
+from megatron.core.model.layer import BuildContext
+from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.parameter import ParameterInfo, flat_range_boxes, info_of, sharded_boxes
+from megatron.core.precision import NumberFormats, number_formats
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import RankGrid, single_process
+from tests.parallel.layout_run import CPU, MODEL, SEED, LocalTensor, assemble, topology_of
+from tests.rank_pool import RankPool
+
+
+@given(rows=st.integers(1, 40), width=st.integers(1, 5), shards=st.integers(1, 9))
+def test_row_parts_are_the_chunks_of_torch(rows: int, width: int, shards: int) -> None:
+    info = ParameterInfo("w", *sharded_boxes([rows], [width], 0, 1), None, True, False)
+    chunks = torch.arange(rows).chunk(shards)
+    for rank in range(shards):
+        part = RowPart.of(info, rank, shards)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(part.first, part.first + part.rows)) == expected
+        assert part.padded_rows == len(chunks[0])
+        assert part.padded_size == part.padded_rows * part.width == len(chunks[0]) * width
+
+
+FORMATS = {
+    "fp64": NumberFormats.uniform(torch.float64),
+    "bf16": number_formats(PrecisionConfig(bf16=True), OptimizerConfig()),
+}
+
+
+def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple[list[LocalTensor], int, bool]:
+    """This rank's part of the weights of a model built as a run builds it, the bytes it needed for weights until its
+    shards were there, and whether it was built without memory."""
+    config = ParallelConfig(data_parallel_sharding_strategy=strategy)
+    grid = RankGrid(dp=4, dp_replicas=data_parallel_replicas(config, 4))
+    topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
+    is_sharded = shards_weights(config, topology)
+    kernel = choose_attention_kernel("auto", CPU, formats.weight)
+    context = BuildContext(
+        TensorParallel(topology.tensor_parallel),
+        formats.weight,
+        CPU,
+        kernel,
+        weights_device=torch.device("meta") if is_sharded else None,
+    )
+    model = LlamaModel(MODEL, context)
+    allocated = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    data_parallel = wrap_data_parallel(model, formats, topology, config)
+    data_parallel.initialize(SEED)
+    parts = [
+        (weight.info.name, weight.info.global_shape, box, weight.tensor[begin - weight.start : end - weight.start])
+        for weight in data_parallel.stored_weights
+        for box, begin, end in flat_range_boxes(weight.info, weight.start, weight.start + weight.tensor.numel())
+    ]
+    return (
+        [(name, shape, box, part.double().view(box.shape)) for name, shape, box, part in parts],
+        allocated,
+        is_sharded,
+    )
+
+
+def expected_weights(formats: NumberFormats) -> dict[str, Tensor]:
+    kernel = choose_attention_kernel("auto", CPU, formats.weight)
+    parallel = TensorParallel(single_process().tensor_parallel)
+    model = build_model(MODEL, BuildContext(parallel, formats.weight, CPU, kernel), SEED)
+    return {
+        info_of(parameter).name: parameter.detach()[: info_of(parameter).global_shape[0]].double()
+        for parameter in model.parameters()
+    }
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_strategy_starts_from_the_same_weights(
+    four_ranks: RankPool, strategy: ShardingStrategy, name: str
+) -> None:
+    """In bf16, too, where sharded weights are kept in fp32; and no rank has memory for weights it does not keep."""
+    results = four_ranks.run(initial_weights, strategy, FORMATS[name])
+    found = assemble([part for parts, _, _ in results for part in parts])
+    expected = expected_weights(FORMATS[name])
+    assert found.keys() == expected.keys()
+    for weight, tensor in expected.items():
+        assert torch.equal(found[weight], tensor), weight
+    for parts, allocated, is_sharded in results:
+        kept = sum(prod(box.shape) for _, _, box, _ in parts)
+        assert is_sharded == (strategy == "optim_grads_params")
+        if is_sharded:
+            assert allocated == 0
+            assert kept < 0.3 * sum(tensor.numel() for tensor in expected.values())
