@@ -65,10 +65,26 @@ class DataConfig:
     anew each epoch inside every data-parallel rank's share, so that the order depends on their number."""
     eod_mask_loss: bool = False
     """No loss where the input token is the end of a document."""
+    reset_attention_mask: bool = False
+    """Keep attention inside documents; costs memory for their boundaries alone, and saves time."""
+    dataloader_inter_document_masking: bool = False
+    """The same."""
+    reset_position_ids: bool = False
+    """Count positions from the beginning of each document."""
     mmap_bin_files: bool = True
     """Memory-map .bin files; --no-mmap-bin-files reads them with ordinary file reads."""
     create_attention_mask_in_dataloader: bool = False
     """Accepted for Megatron-LM recipes; must stay off: kernels build the causal mask themselves."""
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.reset_attention_mask or self.dataloader_inter_document_masking
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether samples say where documents begin."""
+        return self.masks_documents or self.reset_position_ids
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""

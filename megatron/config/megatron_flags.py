@@ -69,9 +69,7 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--no-gradient-accumulation-fusion",
         "--cuda-graph-impl",
     ),
-    "layouts are tensor, sequence, pipeline and data parallelism: remove it.": (
-        "--cp-comm-type",
-        "--hierarchical-context-parallel-sizes",
+    "layouts are tensor, sequence, context, pipeline and data parallelism: remove it.": (
         "--expert-tensor-parallel-size",
         "--overlap-param-gather-with-optimizer-step",
         "--ddp-average-in-collective",
@@ -82,6 +80,9 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
     ),
     "FSDP is PyTorch's: use --use-torch-fsdp2 instead.": ("--use-megatron-fsdp",),
     "it is spelled --no-torch-fsdp2-reshard-after-forward.": ("--torch-fsdp2-no-reshard-after-forward",),
+    "context-parallel ranks exchange in one level: use --cp-comm-type p2p, allgather or a2a instead.": (
+        "--hierarchical-context-parallel-sizes",
+    ),
     "buckets of gradients are given by their size, with --ddp-bucket-size: remove it.": ("--ddp-num-buckets",),
     "it is the schedule that delays weight gradients: use --pipeline-schedule zb-h1 or zb-v instead.": (
         "--delay-wgrad-compute",
@@ -100,15 +101,12 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--moe-shared-expert-intermediate-size",
         "--moe-expert-capacity-factor",
     ),
-    "give the corpora to --data-path and --split, without document masks: remove it.": (
+    "give the corpora to --data-path and --split: remove it.": (
         "--train-data-path",
         "--valid-data-path",
         "--test-data-path",
         "--data-args-path",
         "--per-split-data-args-path",
-        "--reset-position-ids",
-        "--reset-attention-mask",
-        "--dataloader-inter-document-masking",
         "--num-dataset-builder-threads",
         "--mid-level-dataset-surplus",
         "--dataloader-fast-cache-load",

@@ -9,6 +9,7 @@ from megatron.config.ranges import require_at_least, require_positive
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
 """Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
+ContextParallelType = Literal["p2p", "allgather", "a2a"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -23,7 +24,11 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers, each holding some of them; see the pipeline flags."""
     context_parallel_size: int = 1
-    """Ranks that share a sequence; 1 for now."""
+    """Ranks that share a sequence, for long ones; each holds two chunks of it, one from either side."""
+    cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
+    """How context-parallel ranks bring queries and keys together: keys and values travel round a ring behind the
+    computation (p2p), every rank gathers them (allgather), or ranks exchange positions for attention heads (a2a). One
+    for all layers, or one for each."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts; 1 for now."""
     rank_order: str = "-".join(RANK_AXES)
@@ -111,8 +116,10 @@ class ParallelConfig:
                 f"{'-'.join(RANK_AXES)}."
             )
         for flag, size in sizes.items():
-            if flag.split("-")[2] in ("context", "expert") and size > 1:
-                raise ConfigError(f"{flag} {size} is not supported yet: use tensor, pipeline and data parallelism.")
+            if flag.split("-")[2] == "expert" and size > 1:
+                raise ConfigError(
+                    f"{flag} {size} is not supported yet: use tensor, context, pipeline and data parallelism."
+                )
         if self.overlap_param_gather and self.sharding_strategy == "no_shard":
             raise ConfigError(
                 "--overlap-param-gather has nothing to gather without sharding: add --use-distributed-optimizer, or "

@@ -124,6 +124,34 @@ def _check_tensor_parallel(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_context_parallel(run: RunConfig, world_size: int) -> None:
+    parallel = run.parallel
+    size, tensor_size = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    model = run.model.resolve(1, tensor_size, run.data.seq_length or 1)
+    types = " ".join(parallel.cp_comm_type)
+    if len(parallel.cp_comm_type) not in (1, model.num_layers):
+        raise ConfigError(
+            f"--cp-comm-type {types} names {len(parallel.cp_comm_type)} types for {model.num_layers} layers: give one "
+            "for all, or one for each."
+        )
+    if size == 1:
+        return
+    length = run.data.seq_length
+    parts = 2 * size * (tensor_size if parallel.sequence_parallel else 1)
+    if length is not None and length % parts:
+        by = " and --sequence-parallel" if parallel.sequence_parallel and tensor_size > 1 else ""
+        raise ConfigError(
+            f"--seq-length {length} is not divisible by {parts}, into which --context-parallel-size {size}{by} cut it: "
+            "change one of them."
+        )
+    heads = model.num_query_groups // tensor_size
+    if "a2a" in parallel.cp_comm_type and heads % size:
+        raise ConfigError(
+            f"--cp-comm-type a2a divides the {heads} key-value heads of a rank over --context-parallel-size {size}, "
+            "which does not go: use p2p or allgather, or a smaller size."
+        )
+
+
 def _check_pipeline(run: RunConfig, world_size: int) -> None:
     model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
     run.pipeline.check_stages(model.num_layers, run.parallel.pipeline_model_parallel_size)
@@ -199,6 +227,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
     _check_tensor_parallel,
+    _check_context_parallel,
     _check_pipeline,
     _check_data_parallel,
     _check_fully_sharded,

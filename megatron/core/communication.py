@@ -246,6 +246,44 @@ class Communicator:
 
         return Pending(works, add_up)
 
+    def start_shift(self, tensor: Tensor) -> Pending:
+        """Send ``tensor``, which must stay as it is until then, to the next rank of the ring, and receive the like from
+        the one before."""
+        if self.size == 1:
+            return Pending((), lambda: tensor)
+        self._record("shift", tensor)
+        received = torch.empty_like(tensor)
+        following, before = self.ranks[(self.rank + 1) % self.size], self.ranks[(self.rank - 1) % self.size]
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, following, self.process_group),
+                dist.P2POp(dist.irecv, received, before, self.process_group),
+            ]
+        )
+        return Pending(works, lambda: received)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Send part i of ``tensor`` along dim 0 to rank i; the parts received, in rank order."""
+        if self.size == 1:
+            return tensor
+        self._record("all_to_all", tensor)
+        tensor = tensor.contiguous()
+        output = torch.empty_like(tensor)
+        if not self._is_gloo:
+            dist.all_to_all_single(output, tensor, group=self.process_group)
+            return output
+        sent, received = tensor.chunk(self.size), output.chunk(self.size)
+        operations = []
+        for step in range(1, self.size):
+            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+            operations.append(dist.P2POp(dist.isend, sent[target], self.ranks[target], self.process_group))
+            operations.append(dist.P2POp(dist.irecv, received[source], self.ranks[source], self.process_group))
+        works = dist.batch_isend_irecv(operations)
+        received[self.rank].copy_(sent[self.rank])
+        for work in works:
+            work.wait()
+        return output
+
     def start_send(self, tensor: Tensor, target: int) -> Pending:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
         self._record("send", tensor)

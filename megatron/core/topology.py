@@ -138,13 +138,19 @@ class Topology:
 
     @property
     def loss_ranks(self) -> Communicator:
-        """Ranks whose losses add up: the stages, of which the last has the loss, of all copies of the model."""
-        return self.communicator("pp", "dp")
+        """Ranks whose losses add up: the parts of a sequence, and the stages, of which the last has the loss, of all
+        copies of the model."""
+        return self.communicator("cp", "pp", "dp")
 
     @property
     def tensor_parallel(self) -> Communicator:
         """Ranks that share every layer."""
         return self.communicator("tp")
+
+    @property
+    def context_parallel(self) -> Communicator:
+        """Ranks that share a sequence."""
+        return self.communicator("cp")
 
     @property
     def data_parallel(self) -> Communicator:

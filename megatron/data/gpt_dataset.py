@@ -1,7 +1,8 @@
 """Datasets of training samples: one split of one corpus, a blend of several, and synthetic data.
 
 Every dataset maps a sample index to a dict of NumPy arrays: ``tokens`` [s] int64, ``labels`` [s] int64 (the
-tokens one place on) and ``loss_mask`` [s] float32. A sample depends on the seed and its index alone.
+tokens one place on), ``loss_mask`` [s] float32, and ``document_starts`` [s] bool if asked for. A sample depends on the
+seed and its index alone.
 
 The order of samples is built once and kept on disk as ``.npy`` arrays, under a key that is the md5 of a JSON
 description of everything the order depends on. Keys and files are those of Megatron-LM.
@@ -62,6 +63,8 @@ class SampleSettings:
     """Where orders are kept; None: nowhere."""
     masked_token: int | None = None
     """No loss where the input is this token (``--eod-mask-loss``: end-of-document)."""
+    document_end: int | None = None
+    """Samples say where documents begin: behind this token."""
 
 
 class GPTDataset:
@@ -76,7 +79,7 @@ class GPTDataset:
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
         self._corpus = corpus
-        self._masked_token = settings.masked_token
+        self._masked_token, self._document_end = settings.masked_token, settings.document_end
         split = SPLIT_NAMES[split_index]
         split_matrix = parse_split(settings.split)
         sequences = split_range(split_matrix[split_index], len(corpus))
@@ -123,7 +126,7 @@ class GPTDataset:
         return len(self.order.shuffle_index)
 
     def __getitem__(self, index: int) -> Sample:
-        return _sample(self._text(int(self.order.shuffle_index[index])), self._masked_token)
+        return _sample(self._text(int(self.order.shuffle_index[index])), self._masked_token, self._document_end)
 
     def _text(self, row: int) -> npt.NDArray[np.int64]:
         """The s + 1 tokens from one row of the sample index up to and including the start of the next."""
@@ -209,7 +212,9 @@ class MockDataset:
         *,
         split_index: int = 0,
         masked_token: int | None = None,
+        document_end: int | None = None,
     ) -> None:
+        self._document_end = document_end
         self._seed = seed
         self._seq_length = seq_length
         self._vocab_size = vocab_size
@@ -230,17 +235,27 @@ class MockDataset:
         text = (start + stride * np.arange(length, dtype=np.int64)) % self._vocab_size
         noisy = random.random(length, dtype=np.float32) < _MOCK_NOISE
         text[noisy] = random.integers(self._vocab_size, size=int(noisy.sum()))
-        return _sample(text, self._masked_token)
+        return _sample(text, self._masked_token, self._document_end)
 
 
-def _sample(text: npt.NDArray[np.int64], masked_token: int | None) -> Sample:
+def _sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end: int | None) -> Sample:
     """A sample from its s + 1 tokens."""
     tokens = text[:-1]
     loss_mask = np.ones(len(tokens), dtype=np.float32)
     if masked_token is not None:
         # Megatron-LM looks at the input: what follows an end of document cannot be predicted from it.
         loss_mask[tokens == masked_token] = 0.0
-    return {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask}
+    sample: Sample = {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask}
+    if document_end is not None:
+        sample["document_starts"] = document_starts(tokens, document_end)
+    return sample
+
+
+def document_starts(tokens: npt.NDArray[np.int64], document_end: int) -> npt.NDArray[np.bool_]:
+    """Whether a document begins at each of ``tokens`` ``[s]``: at the first, and behind each end of a document."""
+    starts = np.ones(tokens.shape, dtype=np.bool_)
+    starts[1:] = tokens[:-1] == document_end
+    return starts
 
 
 def _too_few_tokens(prefix: str, split: str, sequences: tuple[int, int], tokens: int, settings: SampleSettings) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
@@ -68,9 +69,10 @@ def build_datasets(
     if not data.mock_data and not data.data_path:
         raise ConfigError("There is no data: give --data-path, or --mock-data for synthetic samples.")
     masked_token = eod if data.eod_mask_loss else None
+    document_end = eod if data.marks_documents else None
     build: Callable[[int, int], Dataset]
     if data.mock_data:
-        build = partial(_build_mock, seed, data.seq_length, vocab_size, masked_token)
+        build = partial(_build_mock, seed, data.seq_length, vocab_size, masked_token, document_end)
     else:
         settings = SampleSettings(
             seq_length=data.seq_length,
@@ -79,6 +81,7 @@ def build_datasets(
             tokenizer=tokenizer_description,
             cache_directory=_cache_directory(data),
             masked_token=masked_token,
+            document_end=document_end,
         )
         prefixes, weights = parse_data_path(data.data_path)
         build = partial(_build_split, _open_corpora(prefixes, data.mmap_bin_files, vocab_size), weights, settings)
@@ -87,9 +90,23 @@ def build_datasets(
 
 
 def _build_mock(
-    seed: int, seq_length: int, vocab_size: int, masked_token: int | None, split_index: int, count: int
+    seed: int,
+    seq_length: int,
+    vocab_size: int,
+    masked_token: int | None,
+    document_end: int | None,
+    split_index: int,
+    count: int,
 ) -> Dataset:
-    return MockDataset(seed, seq_length, vocab_size, count, split_index=split_index, masked_token=masked_token)
+    return MockDataset(
+        seed,
+        seq_length,
+        vocab_size,
+        count,
+        split_index=split_index,
+        masked_token=masked_token,
+        document_end=document_end,
+    )
 
 
 def _cache_directory(data: DataConfig) -> str:
@@ -239,9 +256,12 @@ def build_loader(
     dataloader_type: Literal["single", "cyclic"] = "single",
     seed: int = 0,
     pin_memory: bool = False,
+    positions: npt.NDArray[np.int64] | None = None,
 ) -> Iterator[Microbatch]:
     """This rank's microbatches: ``tokens`` and ``labels`` [mbs, s] int64, ``loss_mask`` [mbs, s] float32.
 
+    With ``positions`` these hold the tokens at those places of each sample alone, as a context-parallel rank needs
+    them; ``document_starts``, if the dataset has it, always speaks of the whole sample.
     ``num_workers`` 0 reads in this process. ``seed`` matters to cyclic order only. Asking for more than the
     dataset has raises :class:`DataError`.
     """
@@ -249,7 +269,7 @@ def build_loader(
     cyclic = dataloader_type == "cyclic"
     sampler = cyclic_microbatches(*place, seed) if cyclic else single_pass_microbatches(*place)
     loader: DataLoader[Any] = DataLoader(
-        cast(Any, _CheckedSamples(dataset, vocab_size)),
+        cast(Any, _CheckedSamples(dataset, vocab_size, positions)),
         batch_sampler=cast(Any, sampler),
         collate_fn=_stack,
         num_workers=num_workers,
@@ -263,11 +283,12 @@ def build_loader(
 
 class _CheckedSamples:
     """A dataset whose ids lie in the vocabulary, and whose errors travel from a loader process as values; raised
-    there, torch would wrap them in a traceback."""
+    there, torch would wrap them in a traceback. Of each sample it gives the tokens at ``positions``, or all."""
 
-    def __init__(self, dataset: Dataset, vocab_size: int) -> None:
+    def __init__(self, dataset: Dataset, vocab_size: int, positions: npt.NDArray[np.int64] | None = None) -> None:
         self._dataset = dataset
         self._vocab_size = vocab_size
+        self._positions = positions
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -283,7 +304,9 @@ class _CheckedSamples:
                 f"Sample {index} has token id {largest}, but the tokenizer's ids end at {self._vocab_size - 1}: give "
                 "--tokenizer-type and --tokenizer-model of the tokenizer that made the data."
             )
-        return sample
+        if self._positions is None:
+            return sample
+        return {name: array if name == "document_starts" else array[self._positions] for name, array in sample.items()}
 
 
 def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterator[Microbatch]:

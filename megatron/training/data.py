@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron.config.errors import ConfigError
 from megatron.config.run import RunConfig
+from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.topology import Topology
 from megatron.data.gpt_dataset import Dataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
@@ -111,6 +112,7 @@ def _split_ranges(config: RunConfig) -> list[tuple[float, float]]:
 def _loader(
     config: RunConfig, topology: Topology, vocabulary: Vocabulary, dataset: Dataset, consumed: int
 ) -> Iterator[Microbatch]:
+    split = ContextSplit(topology.context_parallel.rank, topology.context_parallel.size)
     return build_loader(
         dataset,
         vocab_size=vocabulary.size,
@@ -121,4 +123,5 @@ def _loader(
         num_workers=config.data.num_workers,
         dataloader_type=config.data.dataloader_type,
         pin_memory=topology.device.type != "cpu",
+        positions=split.positions(config.seq_length).numpy() if split.size > 1 else None,
     )

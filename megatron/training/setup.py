@@ -14,15 +14,17 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
+from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel.executor import PipelineExecutor, ReadDocuments
 from megatron.core.pipeline_parallel.schedule import Schedule
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
@@ -161,9 +163,13 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     )
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
-    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype)
+    context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
+    merges = context_parallel.ranks.size > 1
+    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=merges)
     weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
-    context = BuildContext(parallel, dtype, topology.device, kernel, weights_device=weights_device)
+    context = BuildContext(
+        parallel, dtype, topology.device, kernel, context_parallel=context_parallel, weights_device=weights_device
+    )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
     schedule, chunks = config.pipeline.schedule(layers, stages), config.pipeline.num_chunks(layers, stages)
@@ -200,6 +206,16 @@ def build_pipeline(config: RunConfig, topology: Topology, model: LlamaModel) -> 
         config.seq_length,
         config.micro_batch_size,
         config.pipeline.overlap_p2p_communication,
+        read_documents(config),
+    )
+
+
+def read_documents(config: RunConfig) -> ReadDocuments | None:
+    """How to read where documents begin; None where that does not matter."""
+    if not config.data.marks_documents:
+        return None
+    return partial(
+        Documents, masks_attention=config.data.masks_documents, resets_positions=config.data.reset_position_ids
     )
 
 
@@ -315,6 +331,8 @@ def describe_run(
     grid = topology.grid
     num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
     strategy = config.parallel.sharding_strategy
+    types = dict.fromkeys(config.parallel.cp_comm_type)
+    context = f"context {grid.cp} ({', '.join(types)}) x " if grid.cp > 1 else ""
     sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
     say(
         f"model: {model.config.num_parameters():,} parameters, "
@@ -322,7 +340,7 @@ def describe_run(
     )
     say(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
-        f"pipeline {grid.pp} x data {grid.dp} ({strategy}), {precision_name(config)}, "
+        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {precision_name(config)}, "
         f"attention: {model.context.attention_kernel.name}"
     )
     if topology.rank == 0:

@@ -61,7 +61,7 @@ class Unit(nn.Module):
 def two_buckets(strategy: ShardingStrategy, overlap: bool) -> tuple[BufferedDataParallel, list[Unit], list[str]]:
     events: list[str] = []
     topology = Topology(RankGrid(dp=2, dp_replicas=1), 0, torch.device("cpu"))
-    topology._communicators["dp_shard",] = Noting(events)
+    topology._communicators["cp", "dp_shard"] = Noting(events)
     units = [Unit("a", events), Unit("b", events)]
     config = ParallelConfig(
         data_parallel_sharding_strategy=strategy,

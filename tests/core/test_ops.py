@@ -16,6 +16,7 @@ from megatron.core.ops.attention import (
     AttentionKernel,
     AttentionShape,
     CpuFlashAttention,
+    LocalAttention,
     ReferenceAttention,
     TorchAttention,
     choose_attention_kernel,
@@ -264,11 +265,12 @@ def test_attention_kernels(kernel: AttentionKernel, shape: tuple[int, ...], dtyp
     )
     wide = [wide_leaf(tensor) for tensor in (query, key, value)]
     expected = attention_by_rows(*wide)
-    output, kept = kernel.forward(query, key, value)
-    assert_close(output, expected.detach(), dtype)
+    part = kernel.forward(query, key, value, is_causal=True)
+    assert_close(part.output, expected.detach(), dtype)
     gradient = random(*expected.shape, seed=3).to(dtype)
     expected.backward(gradient.double())
-    for found, tensor in zip(kernel.backward(gradient, query, key, value, output, kept), wide, strict=True):
+    grads = kernel.backward(gradient, query, key, value, part.output, part.log_sum_exp, part.kept, is_causal=True)
+    for found, tensor in zip(grads, wide, strict=True):
         assert tensor.grad is not None
         assert_close(found, tensor.grad, dtype)
 
@@ -291,7 +293,7 @@ def test_fused_attention_rotates_and_attends(
 
     def fresh(fused: Tensor) -> Tensor:
         # The operation overwrites its input, which must be somebody's fresh result.
-        return fused_attention(fused * 1.0, table, AttentionShape(heads, groups, size), kernel)
+        return fused_attention(fused * 1.0, table, AttentionShape(heads, groups, size), LocalAttention(kernel))
 
     compare(fresh, definition, [random(length, batch, (heads + 2 * groups) * size, dtype=dtype)])
 
@@ -299,10 +301,10 @@ def test_fused_attention_rotates_and_attends(
 @every_kernel
 def test_the_future_does_not_matter(kernel: AttentionKernel) -> None:
     query, key, value = (random(1, 2, 9, 4, seed=seed) for seed in range(3))
-    output, _ = kernel.forward(query, key, value)
+    output = kernel.forward(query, key, value, is_causal=True).output
     key[:, :, 5:] += 100
     value[:, :, 5:] += 100
-    changed, _ = kernel.forward(query, key, value)
+    changed = kernel.forward(query, key, value, is_causal=True).output
     assert torch.equal(changed[:, :, :5], output[:, :, :5])
     assert not torch.equal(changed[:, :, 5:], output[:, :, 5:])
 
@@ -310,9 +312,11 @@ def test_the_future_does_not_matter(kernel: AttentionKernel) -> None:
 @every_kernel
 def test_large_scores_do_not_overflow(kernel: AttentionKernel) -> None:
     query, key, value = (random(1, 2, 9, 4, seed=seed, dtype=torch.float32) for seed in range(3))
-    output, kept = kernel.forward(query * 1e4, key * 1e4, value)
-    grads = kernel.backward(torch.ones_like(output), query * 1e4, key * 1e4, value, output, kept)
-    assert all(tensor.isfinite().all() for tensor in (output, *grads))
+    large = query * 1e4, key * 1e4, value
+    part = kernel.forward(*large, is_causal=True)
+    ones = torch.ones_like(part.output)
+    grads = kernel.backward(ones, *large, part.output, part.log_sum_exp, part.kept, is_causal=True)
+    assert all(tensor.isfinite().all() for tensor in (part.output, *grads))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
+from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
 from megatron.core.gradient import slot_of
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
 from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
@@ -350,7 +350,15 @@ class Nothing(DataParallel):
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
 def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
     optimizer = Optimizer(
-        config, Nothing(NumberFormats.uniform(torch.float32), single_process(), (), ()), single_process()
+        config,
+        Nothing(
+            NumberFormats.uniform(torch.float32),
+            single_process(),
+            Sharing.of(ParallelConfig(), single_process()),
+            (),
+            (),
+        ),
+        single_process(),
     )
     assert optimizer.step(RATE, 1.0, count_zeros=True) == StepResult(0.0, is_applied=True, num_zeros=0)
     assert list(optimizer.state()) == []

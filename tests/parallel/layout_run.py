@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
 from megatron.config.pipeline import ScheduleName
 from megatron.config.stages import split_by_layout, split_evenly
+from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
@@ -22,6 +24,7 @@ from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -72,12 +75,14 @@ class Layout:
     overlap_param_gather: bool = False
     reshard_after_forward: bool = True
     defer_grad_reduce: bool = False
+    cp: int = 1
+    cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
     order: str = "tp-cp-ep-pp-dp"
 
     @property
     def world_size(self) -> int:
         """Ranks needed."""
-        return self.tp * self.dp * self.pp
+        return self.tp * self.cp * self.dp * self.pp
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,13 @@ class Task:
     model: LlamaConfig = MODEL
     learning_rate: float = 1e-2
     steps: int = STEPS
+    masks_documents: bool = False
+    resets_positions: bool = False
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether it matters where documents begin."""
+        return self.masks_documents or self.resets_positions
 
 
 LocalTensor = tuple[str, tuple[int, ...], Box, Tensor]
@@ -138,28 +150,35 @@ def sample(index: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 + index)
     text = torch.randint(0, MODEL.vocab_size, (SEQUENCE + 1,), generator=generator)
     mask = torch.rand(SEQUENCE, generator=generator) < (index % 5) / 4
-    return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask.float()}
+    starts = torch.rand(SEQUENCE, generator=generator) < (index % 4) / 4
+    return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask.float(), "document_starts": starts}
 
 
-def microbatches(step: int, layout: Layout, data_parallel_rank: int) -> Iterator[Microbatch]:
+def microbatches(
+    step: int, layout: Layout, data_parallel_rank: int, context_parallel_rank: int = 0
+) -> Iterator[Microbatch]:
     """This rank's microbatches of a step, dealt out as the loader deals them."""
     size = BATCH // (layout.dp * layout.microbatches)
+    positions = ContextSplit(context_parallel_rank, layout.cp).positions(SEQUENCE)
     for number in range(layout.microbatches):
         first = step * BATCH + (number * layout.dp + data_parallel_rank) * size
         samples = [sample(index) for index in range(first, first + size)]
-        yield {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+        batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+        yield {name: whole if name == "document_starts" else whole[:, positions] for name, whole in batch.items()}
 
 
 def grid_of(layout: Layout) -> RankGrid:
     """The rank grid of a layout."""
     replicas = layout.dp if layout.strategy == "no_shard" else layout.instances
-    return RankGrid(tp=layout.tp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
+    return RankGrid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
 
 
 def context(topology: Topology, layout: Layout) -> BuildContext:
     """What a model of the layout is built in."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
-    return BuildContext(parallel, torch.float64, CPU, choose_attention_kernel("auto", CPU, torch.float64))
+    kernel = choose_attention_kernel("auto", CPU, torch.float64)
+    context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
+    return BuildContext(parallel, torch.float64, CPU, kernel, context_parallel=context_parallel)
 
 
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:
@@ -174,7 +193,16 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     model = build_model(task.model, context(topology, layout), SEED, mine)
     micro_batch_size = BATCH // (layout.dp * layout.microbatches)
-    executor = build_executor(model, topology, schedule, SEQUENCE, micro_batch_size, layout.overlap_p2p)
+    documents = partial(Documents, masks_attention=task.masks_documents, resets_positions=task.resets_positions)
+    executor = build_executor(
+        model,
+        topology,
+        schedule,
+        SEQUENCE,
+        micro_batch_size,
+        layout.overlap_p2p,
+        documents if task.marks_documents else None,
+    )
     config = ParallelConfig(
         data_parallel_sharding_strategy=layout.strategy,
         overlap_grad_reduce=layout.overlap_grad_reduce,
@@ -205,7 +233,7 @@ def train(task: Task, layout: Layout) -> Trace:
             executor,
             data_parallel,
             optimizer,
-            microbatches(step, layout, topology.data_parallel.rank),
+            microbatches(step, layout, topology.data_parallel.rank, topology.context_parallel.rank),
             num_microbatches=layout.microbatches,
             expected_tokens=BATCH * SEQUENCE,
             learning_rate=task.learning_rate,

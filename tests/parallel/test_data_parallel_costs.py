@@ -124,8 +124,8 @@ def numbers_sent_per_parameter(layout: Layout) -> tuple[float, float]:
     topology = Topology(grid_of(layout), dist.get_rank(), CPU)
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     records: list[CollectiveRecord] = []
-    for axis in ("dp_shard", "dp_replicate"):
-        topology.communicator(axis).observer = records.append
+    for axes in (("cp", "dp_shard"), ("cp", "dp"), ("dp_replicate",)):
+        topology.communicator(*axes).observer = records.append
     data_parallel.start_gradients(layout.microbatches)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), layout.microbatches, 1.0)
     data_parallel.finish_gradients()
@@ -181,8 +181,8 @@ def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[
     formats = number_formats(PrecisionConfig(bf16=True, grad_reduce_in_bf16=in_bf16), OptimizerConfig())
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     records: list[CollectiveRecord] = []
-    for axis in ("dp_shard", "dp_replicate"):
-        topology.communicator(axis).observer = records.append
+    for axes in (("cp", "dp_shard"), ("cp", "dp"), ("dp_replicate",)):
+        topology.communicator(*axes).observer = records.append
     data_parallel.start_gradients(1)
     (batch,) = microbatches(0, Layout(dp=RANKS), topology.data_parallel.rank)
     model.chunks[0](batch["tokens"]).float().logsumexp(-1).sum().backward()
@@ -242,8 +242,8 @@ def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overl
         seen.append((len(started), sum(pending.is_complete for pending in started)))
 
     chunk.layers[0] = Slow(chunk.layers[0], look)
-    for axis in ("dp_shard", "dp_replicate"):
-        ranks = topology.communicator(axis)
+    for axes in (("cp", "dp_shard"), ("cp", "dp")):
+        ranks = topology.communicator(*axes)
         for name in ("start_reduce_scatter", "start_all_reduce"):
             setattr(ranks, name, noting(getattr(ranks, name), started))
     dist.barrier()

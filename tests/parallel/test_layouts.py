@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ShardingStrategy
+from megatron.config.parallel import ContextParallelType, ShardingStrategy
 from megatron.config.pipeline import SCHEDULES
 from megatron.core.model.llama import build_model
 from megatron.core.parameter import info_of
@@ -48,6 +48,8 @@ SGD_SHORT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), steps=2)
 DEEP_SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=DEEP_MODEL, steps=2)
 DEEP_ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), model=DEEP_MODEL)
 DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
+CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
+CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
 
 
@@ -169,6 +171,14 @@ def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
             yield TIED, replace(fsdp, dp=2, tp=2, sequence_parallel=True, overlap_param_gather=overlap)
 
 
+def context_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
+    """Every way to attend with tensor and pipeline parallelism, in documents and without them."""
+    for task, cp, kind, tp, pp in product(
+        (CONTEXT, CONTEXT_IN_DOCUMENTS), (2, 4), get_args(ContextParallelType), (1, 2), (1, 2)
+    ):
+        yield task, Layout(tp, 1, tp > 1, cp=cp, cp_comm_type=(kind,), pp=pp, microbatches=2)
+
+
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
     """The rows ordered so that the ranks seldom have to join anew."""
     return sorted(rows, key=lambda row: row[1].world_size)
@@ -185,11 +195,13 @@ def _identifier(value: object) -> str:
             f"-{value.strategy}" if value.strategy != "no_shard" else ""
         )
         flags += "-overlap" if value.overlap_grad_reduce else ""
+        flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
     assert isinstance(value, Task)
     tied = "" if value.model.untie_embeddings_and_output_weights else "-tied"
-    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}"
+    documents = "-documents" if value.masks_documents else ""
+    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{documents}"
 
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(matrix()), ids=_identifier)
@@ -199,6 +211,11 @@ def test_layout_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: 
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(pipeline_matrix()), ids=_identifier)
 def test_pipeline_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(context_parallel_matrix()), ids=_identifier)
+def test_context_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -26,6 +26,7 @@ from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.gradient import compute_held
 from megatron.core.model.llama import LlamaModel, build_model
 from megatron.core.model.pipeline import build_executor
+from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.executor import Chunk, PipelineExecutor
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.pipeline_parallel.schedule import Action, Schedule, ScheduleError
@@ -122,8 +123,8 @@ class MemoryWatch(ActionRecorder):
         executor.chunks = [self._watched(chunk) for chunk in executor.chunks]
 
     def _watched(self, chunk: Chunk) -> Chunk:
-        def call(inputs: Tensor) -> Tensor:
-            outputs = chunk(inputs)
+        def call(inputs: Tensor, documents: Documents | None = None) -> Tensor:
+            outputs = chunk(inputs, documents)
             if inputs.is_floating_point():
                 storage = inputs.untyped_storage()
                 self._current.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -228,12 +229,12 @@ def watch_evaluation(layout: Layout, num_microbatches: int) -> Evaluated:
     seen = Evaluated([], trained.tolist(), has_graph=False, kept=0, most_outputs=0)
 
     def watched(chunk: Chunk) -> Chunk:
-        def call(inputs: Tensor) -> Tensor:
+        def call(inputs: Tensor, documents: Documents | None = None) -> Tensor:
             # Others could run far ahead of the slowest stage.
             time.sleep(0.005 * (topology.rank == 3))
             seen.kept += sum(size for reference, size in made if not reference.expired())
             with StorageWatch() as watch:
-                output = chunk(inputs)
+                output = chunk(inputs, documents)
             seen.has_graph |= output.requires_grad
             outputs.append(watch.made.pop(output.untyped_storage()._cdata)[0])
             made.extend(watch.made.values())

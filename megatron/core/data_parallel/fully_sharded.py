@@ -25,7 +25,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Pending
 from megatron.core.data_parallel.bucket import InFlight, RowShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, Piece
-from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
+from megatron.core.data_parallel.strategy import DataParallel, Sharing, StoredWeight
 from megatron.core.gradient import GradientSlot, attach_slot
 from megatron.core.parameter import ParameterInfo, attach_info, info_of
 from megatron.core.precision import NumberFormats
@@ -89,7 +89,7 @@ class _Unit:
 
 
 class FullyShardedDataParallel(DataParallel):
-    """Shards weights, gradients and optimizer state over ``dp_shard``, and replicates over ``dp_replicate``.
+    """Shards weights, gradients and optimizer state over a group of ranks, and replicates over the groups.
 
     ``chunk_units`` are the modules that the run calls, each with the modules in it that are gathered one at a time.
     The sharded weights are the master weights; what is gathered has the model's format.
@@ -104,7 +104,8 @@ class FullyShardedDataParallel(DataParallel):
         topology: Topology,
         config: ParallelConfig,
     ) -> None:
-        shards, replicas = topology.communicator("dp_shard"), topology.communicator("dp_replicate")
+        sharing = Sharing.of(config, topology)
+        shards, replicas = sharing.shards, sharing.replicas
         self._reshards_after_forward = config.torch_fsdp2_reshard_after_forward
         self._units: list[_Unit] = []
         for chunk, modules in chunk_units:
@@ -125,7 +126,7 @@ class FullyShardedDataParallel(DataParallel):
             buckets.append(RowShardedGradientBucket(*common, config.defer_grad_reduce, part_sizes))
         self.stored_weights = [StoredWeight(piece.info, piece.start, piece.weight) for piece in pieces]
         # Backward comes to the last unit first.
-        super().__init__(formats, topology, pieces, buckets[::-1])
+        super().__init__(formats, topology, sharing, pieces, buckets[::-1])
 
     def finish_gradients(self) -> None:
         """As for all strategies; and let go of weights that are still gathered, for an update is about to come."""

@@ -43,11 +43,30 @@ def whole_weights(parameters: Iterable[nn.Parameter]) -> list[StoredWeight]:
     return [StoredWeight(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """Who shares what. Context-parallel ranks see other parts of the samples, to gradients as good as other samples."""
+
+    shards: Communicator
+    """Ranks that divide weights, gradients or optimizer state; one without sharding."""
+    replicas: Communicator
+    """Ranks with the same shard."""
+    piece_ranks: Communicator
+    """Ranks that together hold every piece of the model once."""
+
+    @classmethod
+    def of(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
+        """As the strategy of ``config`` has it."""
+        shards: tuple[str, ...] = ("cp", "dp_shard")
+        replicas: tuple[str, ...] = ("dp_replicate",)
+        if config.sharding_strategy == "no_shard":
+            shards, replicas = (), ("cp", "dp")
+        communicators = (topology.communicator(*axes) for axes in (shards, replicas, ("tp", "pp", *shards)))
+        return cls(*communicators)
+
+
 class DataParallel(ABC):
     """What a strategy does for the loop, the optimizer and checkpoints."""
-
-    piece_axes: tuple[str, ...] = ("tp", "pp", "dp_shard")
-    """Axes along which ranks hold different pieces of the whole model; a norm over all pieces is summed there."""
 
     formats: NumberFormats
     pieces: Sequence[Piece]
@@ -55,10 +74,18 @@ class DataParallel(ABC):
     stored_weights: Sequence[StoredWeight]
     """Every weight that this rank stores."""
 
+    piece_ranks: Communicator
+    """Ranks that hold different pieces of the whole model; a norm over all pieces is summed over them."""
+
     def __init__(
-        self, formats: NumberFormats, topology: Topology, pieces: Sequence[Piece], buckets: Sequence[GradientBucket]
+        self,
+        formats: NumberFormats,
+        topology: Topology,
+        sharing: "Sharing",
+        pieces: Sequence[Piece],
+        buckets: Sequence[GradientBucket],
     ) -> None:
-        self.formats, self.pieces = formats, pieces
+        self.formats, self.pieces, self.piece_ranks = formats, pieces, sharing.piece_ranks
         self._topology, self._buckets = topology, buckets
         self._partial_gradients = [piece.gradient for piece in pieces if piece.info.gradient_is_partial]
         self._tied_pieces = [piece for piece in pieces if piece.info.tied_end is not None]
@@ -110,8 +137,7 @@ class DataParallel(ABC):
 
 
 class BufferedDataParallel(DataParallel):
-    """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2): shard over ``dp_shard``, replicate over
-    ``dp_replicate``.
+    """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2), in contiguous buffers.
 
     Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
     ``modules`` are run as a whole, each.
@@ -125,10 +151,11 @@ class BufferedDataParallel(DataParallel):
         config: ParallelConfig,
         modules: Sequence[nn.Module] = (),
     ) -> None:
-        shards, replicas = topology.communicator("dp_shard"), topology.communicator("dp_replicate")
+        sharing = Sharing.of(config, topology)
+        shards, replicas = sharing.shards, sharing.replicas
         self._shards = shards
         shard_gradients = config.sharding_strategy == "optim_grads"
-        bucket_size = config.bucket_size(topology.grid.dp)
+        bucket_size = config.bucket_size(shards.size * replicas.size)
         buffer = ParameterBuffer(parameters, formats.gradient, shards.size, bucket_size, shard_gradients)
         self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
         self.stored_weights = whole_weights(parameters)
@@ -145,7 +172,7 @@ class BufferedDataParallel(DataParallel):
                 buckets.append(ShardedGradientBucket(*common, in_flight))
             else:
                 buckets.append(WholeGradientBucket(*common, config.overlap_grad_reduce))
-        super().__init__(formats, topology, list(buffer.pieces(shards.rank)), buckets)
+        super().__init__(formats, topology, sharing, list(buffer.pieces(shards.rank)), buckets)
         self._gathers_behind = config.overlap_param_gather
         if config.overlap_param_gather:
             _wait_before_use(modules, holders)

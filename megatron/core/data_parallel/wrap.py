@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.fully_sharded import FullyShardedDataParallel
-from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
+from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 
@@ -34,7 +34,7 @@ def data_parallel_replicas(config: ParallelConfig, data_parallel_size: int) -> i
 def shards_weights(config: ParallelConfig, topology: Topology) -> bool:
     """Whether a rank keeps a part of the weights alone, so that the model is best built without memory for them."""
     # Among one rank there is nothing to shard, and FSDP2 would only copy.
-    return config.sharding_strategy == "optim_grads_params" and topology.communicator("dp_shard").size > 1
+    return config.sharding_strategy == "optim_grads_params" and Sharing.of(config, topology).shards.size > 1
 
 
 def wrap_data_parallel(

@@ -1,15 +1,18 @@
 """One Llama layer: norm, attention, norm, MLP, with two residual connections.
 
-Activations are ``[s, b, h]``, or ``[s/tp, b, h]`` between the parallel regions under sequence parallelism.
+Activations are ``[s, b, h]``, or ``[s/tp, b, h]`` between the parallel regions under sequence parallelism, where
+``s`` are the positions of this context-parallel rank.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig
+from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
+from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.swiglu import swiglu
 from megatron.core.parameter import ParameterInfo, sharded_boxes
@@ -18,9 +21,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerCont
 
 @dataclass(frozen=True)
 class BuildContext(LayerContext):
-    """What a model is built in: that of its layers, and the kernel that attends."""
+    """What a model is built in: that of its layers, the kernel that attends, and the ranks that share a sequence."""
 
     attention_kernel: AttentionKernel
+    context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
 
 
 class RMSNorm(nn.Module):
@@ -47,11 +51,12 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention; the heads are divided over the tensor-parallel ranks."""
 
-    def __init__(self, name: str, config: LlamaConfig, context: BuildContext) -> None:
+    def __init__(self, layer: int, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
+        name = f"layers.{layer}.self_attention"
         sections = (config.query_size, config.key_value_size, config.key_value_size)
         size = context.parallel.size
-        self.kernel = context.attention_kernel
+        self.attention = context.context_parallel.attention(layer, context.attention_kernel)
         self.shape = AttentionShape(
             config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels
         )
@@ -70,9 +75,9 @@ class SelfAttention(nn.Module):
             residual_init_std(config),
         )
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:
         """``[s(/tp), b, h] -> [s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions."""
-        attended = fused_attention(self.linear_qkv(hidden), rotary, self.shape, self.kernel)
+        attended = fused_attention(self.linear_qkv(hidden), rotary, self.shape, self.attention, documents)
         output: Tensor = self.linear_proj(attended)
         return output
 
@@ -115,12 +120,12 @@ class TransformerLayer(nn.Module):
         super().__init__()
         name = f"layers.{number}"
         self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.norm_epsilon, context)
-        self.self_attention = SelfAttention(f"{name}.self_attention", config, context)
+        self.self_attention = SelfAttention(number, config, context)
         self.pre_mlp_layernorm = RMSNorm(f"{name}.pre_mlp_layernorm", config.hidden_size, config.norm_epsilon, context)
         self.mlp = MLP(f"{name}.mlp", config, context)
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:
         """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
-        hidden = hidden + self.self_attention(self.input_layernorm(hidden), rotary)
+        hidden = hidden + self.self_attention(self.input_layernorm(hidden), rotary, documents)
         output: Tensor = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
         return output

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig
@@ -12,31 +11,39 @@ from megatron.config.stages import VirtualStage
 from megatron.core.gradient import WeightGradientQueue
 from megatron.core.initialization import initialize_parameters
 from megatron.core.model.layer import BuildContext, RMSNorm, TransformerLayer
+from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, VocabParallelTable, column_parallel_linear
 
 
 class RotaryTables:
-    """The rotations of positions ``0..length-1``, kept for the next call."""
+    """The rotations of this rank's positions; where these depend on the length alone, kept for the next call."""
 
     def __init__(self, config: LlamaConfig, context: BuildContext) -> None:
         self._config, self._context = config, context
         self._table: Tensor | None = None
 
-    def __call__(self, length: int) -> Tensor:
-        """``[length, 1, 1, head size / 2]``, complex."""
+    def __call__(self, length: int, documents: Documents | None = None) -> Tensor:
+        """``[length, 1, 1, head size / 2]``, complex, for this rank's ``length`` positions of a sequence; where they
+        count from the beginning of ``documents``, ``[length, b, 1, head size / 2]``."""
+        split = self._context.context_parallel.split
+        positions = split.positions(length * split.size)
+        if documents is not None and documents.resets_positions:
+            return self._rotations(documents.positions()[positions])
         if self._table is None or self._table.shape[0] != length:
-            config = self._config
-            frequencies = rotary_frequencies(
-                config.kv_channels,
-                config.rotary_base,
-                scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
-                original_length=config.rope_scaling_original_length,
-            )
-            positions = torch.arange(length, device=self._context.device)
-            self._table = rotary_table(frequencies, positions, self._context.dtype)
+            self._table = self._rotations(positions)
         return self._table
+
+    def _rotations(self, positions: Tensor) -> Tensor:
+        config = self._config
+        frequencies = rotary_frequencies(
+            config.kv_channels,
+            config.rotary_base,
+            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+            original_length=config.rope_scaling_original_length,
+        )
+        return rotary_table(frequencies, positions.to(self._context.device), self._context.dtype)
 
 
 class LlamaHead(nn.Module):
@@ -90,16 +97,16 @@ class LlamaChunk(nn.Module):
         """Embedding, layers and head, where they are here, in the order of the forward pass."""
         return [unit for unit in (self.embedding, *self.layers, self.head) if unit is not None]
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, documents: Documents | None = None) -> Tensor:
         """Token ids ``[b, s]`` at the start of the model, elsewhere activations ``[s(/tp), b, h]``, to activations,
-        or at the end to this rank's part of the logits ``[s, b, v/tp]``."""
+        or at the end to this rank's part of the logits ``[s, b, v/tp]``; ``s`` are this rank's positions."""
         if self.embedding is None:
             length, hidden = inputs.shape[0] * self.sequence_parts, inputs
         else:
             length, hidden = inputs.shape[1], self.embedding(inputs)
-        rotary = self.rotary(length)
+        rotary = self.rotary(length, documents)
         for layer in self.layers:
-            hidden = layer(hidden, rotary)
+            hidden = layer(hidden, rotary, documents)
         return hidden if self.head is None else self.head(hidden)
 
 

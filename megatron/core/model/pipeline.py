@@ -5,7 +5,7 @@ from typing import cast
 
 from megatron.config.stages import VirtualStage
 from megatron.core.model.llama import LlamaModel
-from megatron.core.pipeline_parallel.executor import ActivationFormat, Chunk, PipelineExecutor
+from megatron.core.pipeline_parallel.executor import ActivationFormat, Chunk, PipelineExecutor, ReadDocuments
 from megatron.core.pipeline_parallel.schedule import Placement, Schedule
 from megatron.core.topology import Topology
 
@@ -18,7 +18,8 @@ def stage_chunks(virtual_stages: Sequence[VirtualStage], placement: Placement, s
 def activation_format(model: LlamaModel, seq_length: int, micro_batch_size: int) -> ActivationFormat:
     """What stages send each other: under sequence parallelism the rank's own part of the sequence."""
     parallel, context = model.context.parallel, model.context
-    length = seq_length // parallel.size if parallel.sequence_parallel else seq_length
+    length = seq_length // context.context_parallel.split.size
+    length = length // parallel.size if parallel.sequence_parallel else length
     return ActivationFormat((length, micro_batch_size, model.config.hidden_size), context.dtype, context.device)
 
 
@@ -29,8 +30,10 @@ def build_executor(
     seq_length: int,
     micro_batch_size: int,
     overlap: bool = True,
+    documents: ReadDocuments | None = None,
 ) -> PipelineExecutor:
-    """What runs this rank's chunks; ``schedule`` makes the schedule of a number of microbatches.
+    """What runs this rank's chunks; ``schedule`` makes the schedule of a number of microbatches, and ``documents``
+    reads where documents begin, if microbatches say so.
 
     All ranks of a pipeline call it: it makes the process groups of their channels.
     """
@@ -43,4 +46,5 @@ def build_executor(
         activation_format(model, seq_length, micro_batch_size),
         model.context.weight_gradients,
         overlap,
+        documents,
     )

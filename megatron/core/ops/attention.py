@@ -1,11 +1,17 @@
 """Causal self-attention with grouped queries, on the fused output of the query-key-value projection.
 
 Rotation, attention and their backward are one autograd function: queries and keys are rotated where the
-projection wrote them, and backward writes their gradients side by side, without a copy of either. Kernels stand
-behind one signature and say what they support; they are asked once, when the model is built.
+projection wrote them, and backward writes their gradients side by side, without a copy of either.
+
+An *attention* says what attends to what, and where keys come from: here all of it is on this rank
+(:class:`LocalAttention`), under context parallelism it is not. It cuts its work in tiles, which a *kernel* computes.
+Kernels return the log-sum-exp of the scores beside the output, so that partial results over different keys can be
+merged, and take that of the whole row in backward (FlashAttention, arXiv 2205.14135, appendix B.2). They say what they
+support; they are asked once, when the model is built.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,80 +20,238 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.ops.documents import Documents, attention_spans
 from megatron.core.ops.rope import rotate_
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of query, key and value."""
+
+
+@dataclass(frozen=True)
+class PartialAttention:
+    """What a kernel returns: the queries' outputs over the keys that it was given."""
+
+    output: Tensor
+    """``[b, n, s_q, d]``."""
+    log_sum_exp: Tensor | None
+    """Of every query's scores, ``[b, n, s_q]`` in fp32 or wider; None from kernels that do not tell."""
+    kept: tuple[Any, ...] = ()
+    """What backward needs beside inputs and outputs."""
 
 
 class AttentionKernel(Protocol):
-    """Causal attention over ``[b, n, s, d]`` queries and ``[b, groups, s, d]`` keys and values."""
+    """Attention of ``[b, n, s_q, d]`` queries to ``[b, groups, s_k, d]`` keys and values."""
 
     name: str
+    tells_log_sum_exp: bool
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernel runs there."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """Outputs ``[b, n, s, d]`` and what backward needs beside inputs and outputs."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
+        """Attend to all keys; if ``is_causal``, with as many keys as queries, to those up to a query's own place."""
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor | None,
+        kept: tuple[Any, ...],
+        is_causal: bool,
+    ) -> Gradients:
+        """Gradients of query, key and value; ``output`` and ``log_sum_exp`` may be those over more keys than these."""
 
 
 class ReferenceAttention:
     """The definition, with all scores in memory."""
 
     name = "reference"
+    tells_log_sum_exp = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Everywhere."""
         return True
 
-    def _probabilities(self, query: Tensor, key: Tensor) -> Tensor:
-        length = query.shape[-2]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        scores = query.to(wide) @ key.to(wide).transpose(-1, -2) / math.sqrt(query.shape[-1])
-        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-        return scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    def _scores(self, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
+        """``[b, groups, queries per group, s_q, s_k]``."""
+        scores = query @ key.transpose(-1, -2).unsqueeze(2) / math.sqrt(query.shape[-1])
+        if not is_causal:
+            return scores
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        return scores.masked_fill(future, -math.inf)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """Softmax of the masked scores times the values."""
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        probabilities = self._probabilities(query, key)
-        return (probabilities @ value.to(probabilities.dtype)).to(query.dtype), ()
+        wide_query, wide_key, wide_value = _grouped(query, key, value)
+        scores = self._scores(wide_query, wide_key, is_causal)
+        log_sum_exp = scores.logsumexp(dim=-1)
+        output = (scores - log_sum_exp.unsqueeze(-1)).exp() @ wide_value.unsqueeze(2)
+        return PartialAttention(output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2))
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """By autograd on a second forward."""
-        with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            again, _ = self.forward(*inputs)
-            grads = torch.autograd.grad(again, inputs, grad)
-        return grads[0], grads[1], grads[2]
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor | None,
+        kept: tuple[Any, ...],
+        is_causal: bool,
+    ) -> Gradients:
+        """The derivative of the softmax, written out."""
+        assert log_sum_exp is not None
+        wide_query, wide_key, wide_value = _grouped(query, key, value)
+        groups = (key.shape[1], -1)
+        wide_grad, wide_output = (tensor.to(wide_query.dtype).unflatten(1, groups) for tensor in (grad, output))
+        scores = self._scores(wide_query, wide_key, is_causal)
+        probabilities = (scores - log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
+        grad_probabilities = wide_grad @ wide_value.transpose(-1, -2).unsqueeze(2)
+        along = (wide_grad * wide_output).sum(dim=-1, keepdim=True)
+        grad_scores = probabilities * (grad_probabilities - along) / math.sqrt(query.shape[-1])
+        grad_query = (grad_scores @ wide_key.unsqueeze(2)).flatten(1, 2)
+        grad_key = (grad_scores.transpose(-1, -2) @ wide_query).sum(dim=2)
+        grad_value = (probabilities.transpose(-1, -2) @ wide_grad).sum(dim=2)
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Gradients:
+    """In fp32 or wider, and the queries by the group whose key they share: ``[b, groups, n / groups, s_q, d]``."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.to(wide).unflatten(1, (key.shape[1], -1)), key.to(wide), value.to(wide)
 
 
 class CpuFlashAttention:
     """torch's flash attention for CPUs: scores never leave the cache; groups are not repeated."""
 
     name = "torch flash (CPU)"
+    tells_log_sum_exp = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Any dtype on the CPU."""
         return device.type == "cpu"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """Outputs and the log-sum-exp of the scores."""
-        output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
-        return output, (log_sum_exp,)
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return PartialAttention(*attend(query, key, value, 0.0, is_causal))
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor | None,
+        kept: tuple[Any, ...],
+        is_causal: bool,
+    ) -> Gradients:
         """Scores are computed again, block by block."""
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, kept[0], 0.0, True
+        grads: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, log_sum_exp, 0.0, is_causal
+        )
+        return grads
+
+
+class CudaFlashAttention:
+    """torch's flash attention for GPUs, for half precisions; groups are not repeated."""
+
+    name = "torch flash (CUDA)"
+    tells_log_sum_exp = True
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Half precisions on a GPU."""
+        return device.type == "cuda" and dtype.itemsize == 2
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
+        """Outputs and the log-sum-exp of the scores."""
+        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        output, log_sum_exp, *kept = attend(query, key, value, 0.0, is_causal)
+        return PartialAttention(output, log_sum_exp, tuple(kept[:6]))
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor | None,
+        kept: tuple[Any, ...],
+        is_causal: bool,
+    ) -> Gradients:
+        """Scores are computed again, block by block."""
+        starts_query, starts_key, longest_query, longest_key, seed, offset = kept
+        assert log_sum_exp is not None
+        grads: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            output,
+            log_sum_exp.contiguous(),
+            starts_query,
+            starts_key,
+            longest_query,
+            longest_key,
+            0.0,
+            is_causal,
+            seed,
+            offset,
+        )
+        return grads
+
+
+class CudnnAttention:
+    """cuDNN's fused attention, for half precisions on GPUs."""
+
+    name = "cuDNN"
+    tells_log_sum_exp = True
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Half precisions on a GPU."""
+        return device.type == "cuda" and dtype.itemsize == 2
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
+        """Outputs and the log-sum-exp of the scores."""
+        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+        output, log_sum_exp, *kept = attend(query, key, value, None, True, 0.0, is_causal)
+        return PartialAttention(output, log_sum_exp.view(query.shape[:3]), tuple(kept[:6]))
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor | None,
+        kept: tuple[Any, ...],
+        is_causal: bool,
+    ) -> Gradients:
+        """Scores are computed again, block by block."""
+        starts_query, starts_key, longest_query, longest_key, seed, offset = kept
+        assert log_sum_exp is not None
+        grads: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            output,
+            log_sum_exp.contiguous().unsqueeze(-1),
+            seed,
+            offset,
+            None,
+            starts_query,
+            starts_key,
+            longest_query,
+            longest_key,
+            0.0,
+            is_causal,
         )
         return grads
 
@@ -96,12 +260,13 @@ class TorchAttention:
     """``scaled_dot_product_attention``, which picks the fastest kernel of the device (flash, cuDNN, ...)."""
 
     name = "torch scaled_dot_product_attention"
+    tells_log_sum_exp = False
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Everywhere."""
         return True
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """The output carries its graph, which backward walks."""
         with torch.enable_grad():
             q, k, v = (tensor.detach().requires_grad_() for tensor in (query, key, value))
@@ -109,23 +274,193 @@ class TorchAttention:
             # that holds all scores.
             repeats = 1 if q.dtype.itemsize == 2 else q.shape[1] // k.shape[1]
             keys, values = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
-            output = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=repeats == 1)
-        return output.detach(), (output, q, k, v)
+            output = F.scaled_dot_product_attention(q, keys, values, is_causal=is_causal, enable_gqa=repeats == 1)
+        return PartialAttention(output.detach(), None, (output, q, k, v))
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor | None,
+        kept: tuple[Any, ...],
+        is_causal: bool,
+    ) -> Gradients:
         """By autograd on the kept graph."""
         grads = torch.autograd.grad(kept[0], kept[1:], grad)
         return grads[0], grads[1], grads[2]
 
 
-def choose_attention_kernel(backend: str, device: torch.device, dtype: torch.dtype) -> AttentionKernel:
-    """The kernel for ``--attention-backend``: the fastest that runs there, or the plain reference."""
+def choose_attention_kernel(
+    backend: str, device: torch.device, dtype: torch.dtype, needs_log_sum_exp: bool = False
+) -> AttentionKernel:
+    """The kernel for ``--attention-backend``: the fastest that runs there, or the plain reference.
+
+    ``needs_log_sum_exp`` where partial results will be merged.
+    """
     if backend in ("unfused", "local"):
         return ReferenceAttention()
-    cpu = CpuFlashAttention()
-    return cpu if cpu.supports(device, dtype) else TorchAttention()
+    mergeable: list[AttentionKernel] = [CpuFlashAttention(), CudaFlashAttention(), ReferenceAttention()]
+    if backend == "fused":
+        mergeable.insert(0, CudnnAttention())
+    whole: list[AttentionKernel] = [CpuFlashAttention(), TorchAttention()]
+    kernels = mergeable if needs_log_sum_exp else whole
+    return next(kernel for kernel in kernels if kernel.supports(device, dtype))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A part of attention: ``queries`` attend to ``keys``, both ranges of local positions, in ``rows`` of the batch."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    is_causal: bool
+    """Whether a query sees only the keys up to its own place in the tile; else all."""
+
+
+class TiledAttention:
+    """The sum of tiles: outputs and their log-sum-exp, merged in fp32 or wider as tiles come in.
+
+    The first tiles must hold every query once. In backward the same tiles come in the same order.
+    """
+
+    def __init__(self, kernel: AttentionKernel, query: Tensor) -> None:
+        self._kernel, self._query = kernel, query
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.output = torch.empty(query.shape, dtype=wide, device=query.device)
+        self.log_sum_exp = torch.empty(query.shape[:3], dtype=wide, device=query.device)
+        self.kept: list[tuple[Any, ...]] = []
+
+    def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor, is_first: bool = False) -> None:
+        """Let the queries of ``tiles`` see keys and values, too."""
+        for tile in tiles:
+            part = self._kernel.forward(
+                self._query[tile.rows, :, tile.queries],
+                key[tile.rows, :, tile.keys],
+                value[tile.rows, :, tile.keys],
+                tile.is_causal,
+            )
+            self.kept.append(part.kept)
+            output = self.output[tile.rows, :, tile.queries]
+            log_sum_exp = self.log_sum_exp[tile.rows, :, tile.queries]
+            if is_first:
+                output.copy_(part.output)
+                if part.log_sum_exp is not None:
+                    log_sum_exp.copy_(part.log_sum_exp)
+            else:
+                assert part.log_sum_exp is not None
+                _merge_(output, log_sum_exp, part.output, part.log_sum_exp)
+
+
+def _merge_(output: Tensor, log_sum_exp: Tensor, more: Tensor, more_log_sum_exp: Tensor) -> None:
+    """Add to softmax-weighted means those over other keys: each weighs as much as the exponentials it sums."""
+    merged = torch.logaddexp(log_sum_exp, more_log_sum_exp)
+    output.mul_((log_sum_exp - merged).exp_().unsqueeze(-1))
+    output.addcmul_(more, (more_log_sum_exp - merged).exp_().unsqueeze(-1))
+    log_sum_exp.copy_(merged)
+
+
+class TiledGradients:
+    """The backward pass of :class:`TiledAttention`; gradients of queries add up in fp32 or wider."""
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        grad: Tensor,
+        query: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        kept: Iterable[tuple[Any, ...]],
+    ) -> None:
+        self._kernel, self._kept = kernel, iter(kept)
+        self._grad, self._query, self._output, self._log_sum_exp = grad, query, output, log_sum_exp
+        self.query = torch.zeros(query.shape, dtype=log_sum_exp.dtype, device=query.device)
+
+    def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Add the gradients through ``tiles`` to those of the queries, and to ``grad_key`` and ``grad_value``."""
+        for tile in tiles:
+            queries, keys = (tile.rows, slice(None), tile.queries), (tile.rows, slice(None), tile.keys)
+            parts = self._kernel.backward(
+                self._grad[queries],
+                self._query[queries],
+                key[keys],
+                value[keys],
+                self._output[queries],
+                self._log_sum_exp[queries],
+                next(self._kept),
+                tile.is_causal,
+            )
+            self.query[queries].add_(parts[0])
+            grad_key[keys].add_(parts[1])
+            grad_value[keys].add_(parts[2])
+
+
+class Attention(Protocol):
+    """Causal attention over whole sequences, of which this rank has some positions: queries ``[b, n, s, d]``, keys and
+    values ``[b, groups, s, d]``."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Outputs ``[b, n, s, d]`` and what backward needs beside inputs and outputs."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        documents: Documents | None,
+        kept: tuple[Any, ...],
+    ) -> Gradients:
+        """Gradients of query, key and value."""
+
+
+class LocalAttention:
+    """Attention among positions that are all on this rank; documents are computed one by one."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.kernel = kernel
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """One causal tile, or one for each document."""
+        if documents is None or not documents.masks_attention:
+            whole = self.kernel.forward(query, key, value, is_causal=True)
+            return whole.output, (whole.log_sum_exp, whole.kept)
+        tiled = TiledAttention(self.kernel, query)
+        tiled.add(_document_tiles(documents, query.shape[2]), key, value, is_first=True)
+        return tiled.output.to(query.dtype), (tiled.log_sum_exp, tiled.kept)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        documents: Documents | None,
+        kept: tuple[Any, ...],
+    ) -> Gradients:
+        """The same tiles."""
+        log_sum_exp, rest = kept
+        if documents is None or not documents.masks_attention:
+            return self.kernel.backward(grad, query, key, value, output, log_sum_exp, rest, is_causal=True)
+        gradients = TiledGradients(self.kernel, grad, query, output, log_sum_exp, rest)
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))
+        gradients.add(_document_tiles(documents, query.shape[2]), key, value, grad_key, grad_value)
+        return gradients.query, grad_key, grad_value
+
+
+def _document_tiles(documents: Documents, length: int) -> Iterable[Tile]:
+    for span in attention_spans(documents, length):
+        positions = slice(span.start, span.stop)
+        yield Tile(span.rows, positions, positions, is_causal=True)
 
 
 @dataclass(frozen=True)
@@ -151,37 +486,46 @@ class AttentionShape:
 
 class _FusedAttention(Function):
     @staticmethod
-    def forward(ctx: Any, fused: Tensor, table: Tensor, shape: AttentionShape, kernel: AttentionKernel) -> Tensor:
+    def forward(
+        ctx: Any,
+        fused: Tensor,
+        table: Tensor,
+        shape: AttentionShape,
+        attention: Attention,
+        documents: Documents | None,
+    ) -> Tensor:
         # Detached: the in-place rotation is this function's own affair, not autograd's.
         fused = fused.detach()
         rotate_(fused[..., : shape.rotated_size], table)
         query, key, value = shape.split(fused)
-        output, ctx.kept = kernel.forward(query, key, value)
+        output, ctx.kept = attention.forward(query, key, value, documents)
         ctx.save_for_backward(fused, table, output)
-        ctx.shape, ctx.kernel = shape, kernel
+        ctx.shape, ctx.attention, ctx.documents = shape, attention, documents
         return output.permute(2, 0, 1, 3).flatten(2)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         fused, table, output = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad = gradients[0].unflatten(-1, (shape.query_heads, shape.head_size)).permute(1, 2, 0, 3)
         # autograd frees what it saved, but not this: drop it, or it lives until the next forward is done.
         kept, ctx.kept = ctx.kept, ()
-        parts = ctx.kernel.backward(grad, *shape.split(fused), output, kept)
+        parts = ctx.attention.backward(grad, *shape.split(fused), output, ctx.documents, kept)
         grad_fused = torch.empty_like(fused)
         for whole, part in zip(shape.split(grad_fused), parts, strict=True):
             whole.copy_(part)
         # A rotation's adjoint is the rotation back.
         rotate_(grad_fused[..., : shape.rotated_size], table.conj())
-        return grad_fused, None, None, None
+        return grad_fused, None, None, None, None
 
 
-def fused_attention(fused: Tensor, table: Tensor, shape: AttentionShape, kernel: AttentionKernel) -> Tensor:
+def fused_attention(
+    fused: Tensor, table: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None = None
+) -> Tensor:
     """Rotate queries and keys and attend, causally: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``.
 
     ``fused`` is overwritten (its queries and keys are rotated in place), so it must be a fresh result that
     nobody else reads; ``table`` comes from :func:`~megatron.core.ops.rope.rotary_table` .
     """
-    output: Tensor = _FusedAttention.apply(fused, table, shape, kernel)
+    output: Tensor = _FusedAttention.apply(fused, table, shape, attention, documents)
     return output

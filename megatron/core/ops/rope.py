@@ -30,13 +30,15 @@ def rotary_frequencies(
 
 
 def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotations ``[s, 1, 1, head_size / 2]`` as complex numbers.
+    """Rotations ``[s, 1, 1, head_size / 2]`` as complex numbers, or ``[s, b, 1, head_size / 2]``.
 
-    ``positions`` ``[s]``; ``dtype`` is that of the activations (half precisions rotate in fp32).
+    ``positions`` ``[s]`` or ``[s, b]``; ``dtype`` is that of the activations (half precisions rotate in fp32).
     """
-    angles = torch.outer(positions.to(torch.float64), frequencies.to(positions.device))
-    table = torch.polar(torch.ones_like(angles), angles)
-    return table[:, None, None, :].to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    by_row = positions if positions.dim() == 2 else positions[:, None]
+    angles = (by_row.to(torch.float64)[..., None] * frequencies.to(positions.device)).unsqueeze(2)
+    return torch.polar(torch.ones_like(angles), angles).to(
+        torch.complex128 if dtype == torch.float64 else torch.complex64
+    )
 
 
 def rotate_(activations: Tensor, table: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, data_parallel: DataParallel, topology: Topology) -> None:
         self._clip_grad = config.clip_grad
         self._data_parallel = data_parallel
-        self._ranks = topology.communicator(*data_parallel.piece_axes)
+        self._ranks = data_parallel.piece_ranks
         self._pieces = data_parallel.pieces
         self.has_master_weights = data_parallel.needs_master_weights
         """Whether master weights exist beside the model's."""

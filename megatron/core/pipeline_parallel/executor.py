@@ -15,19 +15,23 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.gradient import HeldGradient, WeightGradientQueue, compute_held
+from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.mailbox import Channels, Mailbox, open_channels
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.pipeline_parallel.schedule import Action, Schedule, Step
 from megatron.core.pipeline_parallel.verifier import verify
 
 Microbatch = Mapping[str, Tensor]
-"""``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``."""
+"""``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
+
+ReadDocuments = Callable[[Tensor], Documents]
+"""``document_starts`` to documents."""
 
 
 class Chunk(Protocol):
     """A virtual stage: token ids or activations to activations, or at the end to logits."""
 
-    def __call__(self, inputs: Tensor) -> Tensor: ...
+    def __call__(self, inputs: Tensor, documents: Documents | None = None) -> Tensor: ...
 
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
@@ -51,7 +55,8 @@ class ActivationFormat:
 class PipelineExecutor:
     """Runs this rank's part of a schedule over the microbatches of a global batch.
 
-    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the head.
+    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the head. With ``documents`` every stage
+    reads microbatches, else only those at the ends of the model.
     """
 
     def __init__(
@@ -64,7 +69,9 @@ class PipelineExecutor:
         activations: ActivationFormat,
         weight_gradients: WeightGradientQueue,
         overlap: bool = True,
+        documents: ReadDocuments | None = None,
     ) -> None:
+        self.documents = documents
         self.chunks, self.token_losses, self.stage = chunks, token_losses, stage
         self.channels, self.activations, self.overlap = channels, activations, overlap
         self.weight_gradients = weight_gradients
@@ -129,7 +136,11 @@ class _Feed:
     def __call__(self, number: int) -> Microbatch:
         while self._next <= number:
             microbatch = next(self._microbatches)
-            moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in microbatch.items()}
+            # Where documents begin is needed on the host.
+            moved = {
+                name: tensor if name == "document_starts" else tensor.to(self._device, non_blocking=True)
+                for name, tensor in microbatch.items()
+            }
             self._waiting[self._next] = [moved] * self._uses
             self._next += 1
         uses = self._waiting[number]
@@ -154,7 +165,8 @@ class _Pass:
         placement = schedule.placement
         self.last = placement.num_virtual_stages - 1
         mine = {placement.virtual_stage(self.stage, chunk) for chunk in range(placement.num_chunks)}
-        self.feed = _Feed(microbatches, len(mine & {0, self.last}), activations.device)
+        self.readers = mine if executor.documents is not None else mine & {0, self.last}
+        self.feed = _Feed(microbatches, len(self.readers), activations.device)
         self.mailbox = Mailbox(executor.channels, activations.empty)
         self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
 
@@ -181,18 +193,24 @@ class _Pass:
     def forward(self, step: Step) -> None:
         """Run a chunk and hand on its output."""
         action, virtual_stage = step.action, step.result.virtual_stage
-        microbatch = self.feed(action.microbatch) if virtual_stage in (0, self.last) else {}
+        microbatch = self.feed(action.microbatch) if virtual_stage in self.readers else {}
         inputs = self.mailbox.take(step)
         with self.recording(action):
             inputs = microbatch["tokens"] if inputs is None else inputs
-            outputs = self.compute(action, inputs, microbatch if virtual_stage == self.last else None)
+            outputs = self.compute(action, inputs, microbatch, virtual_stage == self.last)
         if outputs is not None:
             self.mailbox.give(step, outputs)
 
-    def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch | None) -> Tensor | None:
-        """The output of a chunk; None at the end of the model, which is given the microbatch."""
-        outputs = self.executor.chunks[action.chunk](inputs)
-        if microbatch is None:
+    def run_chunk(self, chunk: int, inputs: Tensor, microbatch: Microbatch) -> Tensor:
+        """The output of a chunk."""
+        read = self.executor.documents
+        documents = None if read is None else read(microbatch["document_starts"])
+        return self.executor.chunks[chunk](inputs, documents)
+
+    def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch, is_last: bool) -> Tensor | None:
+        """The output of a chunk; None at the end of the model."""
+        outputs = self.run_chunk(action.chunk, inputs, microbatch)
+        if not is_last:
             return outputs
         self.finish(outputs, microbatch)
         return None
@@ -254,15 +272,15 @@ class _Training(_Pass):
         else:
             self.weight(step.action)
 
-    def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch | None) -> Tensor | None:
+    def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch, is_last: bool) -> Tensor | None:
         received = inputs.requires_grad_() if inputs.is_floating_point() else None
-        outputs = self.executor.chunks[action.chunk](inputs)
-        if microbatch is None:
-            root: Tensor | GradientEdge = get_gradient_edge(outputs)
+        outputs = self.run_chunk(action.chunk, inputs, microbatch)
+        if is_last:
+            root: Tensor | GradientEdge = self.masked_loss(outputs, microbatch) * self.scale
         else:
-            root = self.masked_loss(outputs, microbatch) * self.scale
+            root = get_gradient_edge(outputs)
         self.graphs[action.microbatch, action.chunk] = _Graph(received, root)
-        return outputs.detach() if microbatch is None else None
+        return None if is_last else outputs.detach()
 
     def backward(self, step: Step) -> None:
         """Go back through a chunk and hand on its input's gradient; weight gradients may wait."""

@@ -1,0 +1,1 @@
+"""Context parallelism: several ranks share a sequence, and attention goes over all of it."""

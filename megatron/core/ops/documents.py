@@ -1,0 +1,50 @@
+"""Where documents begin in packed sequences, for attention that stays inside them and positions that restart."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions ``[start, stop)`` of the rows ``rows`` of a batch, within which attention is causal."""
+
+    rows: slice
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a microbatch of whole sequences, on the host: what attention does depends on them."""
+
+    starts: Tensor
+    """Whether a document begins there, ``[b, s]`` bool on the CPU; at position 0 one always does."""
+    masks_attention: bool
+    """Whether attention stays inside documents."""
+    resets_positions: bool
+    """Whether positions count from the beginning of the document."""
+
+    def spans(self) -> Iterator[Span]:
+        """The documents, row by row."""
+        length = self.starts.shape[1]
+        for row, flags in enumerate(self.starts):
+            starts = flags.nonzero().flatten().tolist()
+            starts = starts if starts and starts[0] == 0 else [0, *starts]
+            for start, stop in zip(starts, [*starts[1:], length]):
+                yield Span(slice(row, row + 1), start, stop)
+
+    def positions(self) -> Tensor:
+        """The place of every token in its document, ``[s, b]``."""
+        numbers = torch.arange(self.starts.shape[1])
+        latest_start = torch.where(self.starts, numbers, 0).cummax(dim=1).values
+        return (numbers - latest_start).t()
+
+
+def attention_spans(documents: Documents | None, length: int) -> list[Span]:
+    """What attention goes over: documents, or rows of ``length`` as a whole."""
+    if documents is None or not documents.masks_attention:
+        return [Span(slice(None), 0, length)]
+    return list(documents.spans())
