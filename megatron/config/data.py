@@ -68,7 +68,7 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Keep attention inside documents; costs memory for their boundaries alone, and saves time."""
     dataloader_inter_document_masking: bool = False
-    """The same."""
+    """The same as --reset-attention-mask, which holds the boundaries of documents here, too."""
     reset_position_ids: bool = False
     """Count positions from the beginning of each document."""
     mmap_bin_files: bool = True

@@ -117,8 +117,28 @@ BAD: list[Row] = [
     (f"{GOOD} --no-group-query-attention", 1, "--no-group-query-attention ... --num-query-groups 4 ... remove one"),
     (f"{GOOD} --max-position-embeddings 32", 1, "--max-position-embeddings 32 ... --seq-length 64 ... raise"),
     # The parallel layout.
-    (f"{GOOD} --context-parallel-size 2", 2, "--context-parallel-size 2 ... use tensor, pipeline and data"),
-    (f"{GOOD} --expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 ... use tensor, pipeline and data"),
+    (f"{GOOD} --expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 ... use tensor, context, pipeline"),
+    (f"{GOOD} --context-parallel-size 2", 3, "3 processes ... --context-parallel-size 2 ... multiple"),
+    (
+        f"{GOOD} --context-parallel-size 3",
+        3,
+        "--seq-length 64 is not divisible by 6, into which --context-parallel-size 3 cut it",
+    ),
+    (
+        f"{GOOD.replace('64', '36')} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        4,
+        "--seq-length 36 is not divisible by 8 ... --context-parallel-size 2 and --sequence-parallel cut it",
+    ),
+    (
+        f"{GOOD} --context-parallel-size 8 --cp-comm-type a2a",
+        8,
+        "--cp-comm-type a2a divides the 4 key-value heads of a rank over --context-parallel-size 8 ... p2p",
+    ),
+    (
+        f"{GOOD} --num-layers 4 --context-parallel-size 2 --cp-comm-type p2p a2a",
+        2,
+        "--cp-comm-type p2p a2a names 2 types for 4 layers",
+    ),
     (f"{GOOD} --tensor-model-parallel-size 2", 3, "3 processes ... --tensor-model-parallel-size 2 ... multiple"),
     (
         f"{GOOD} --use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
@@ -533,6 +553,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --use-torch-fsdp2 --data-parallel-sharding-strategy optim_grads_params", 1),
         (f"{STAGES} --use-torch-fsdp2 --no-untie-embeddings-and-output-weights", 4),
         (f"{STAGES} --use-torch-fsdp2 --pipeline-schedule zb-v", 4),
+        (f"{GOOD} --context-parallel-size 4 --cp-comm-type a2a", 8),
+        (f"{GOOD} --num-layers 3 --context-parallel-size 2 --cp-comm-type p2p a2a allgather", 2),
+        (f"{GOOD} --cp-comm-type a2a --reset-attention-mask --reset-position-ids", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),
         (f"{GOOD} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8),

@@ -177,6 +177,21 @@ def context_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
         (CONTEXT, CONTEXT_IN_DOCUMENTS), (2, 4), get_args(ContextParallelType), (1, 2), (1, 2)
     ):
         yield task, Layout(tp, 1, tp > 1, cp=cp, cp_comm_type=(kind,), pp=pp, microbatches=2)
+    # Other ranks share keys than share heads, layers differ, and gradients add up over both kinds of ranks.
+    grouped = replace(CONTEXT_IN_DOCUMENTS, model=MODEL)
+    for strategy, instances in (*((strategy, 1) for strategy in get_args(ShardingStrategy)), ("optim_grads_params", 2)):
+        layout = Layout(1, 2, strategy=strategy, instances=instances, microbatches=2, cp=2, overlap_grad_reduce=True)
+        yield grouped, replace(layout, cp_comm_type=("allgather", "p2p"))
+        yield grouped, replace(layout, order="dp-cp-tp-ep-pp")
+    for schedule in SCHEDULES:
+        yield (
+            replace(DEEP_SGD, masks_documents=True),
+            Layout(pp=2, cp=2, schedule=schedule, microbatches=4, strategy="optim"),
+        )
+    for positions, masks in ((True, False), (False, True)):
+        only_one = replace(CONTEXT, masks_documents=masks, resets_positions=positions)
+        yield only_one, Layout(2, 2, True, microbatches=2)
+        yield only_one, Layout(cp=4, microbatches=2)
 
 
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:

@@ -1,0 +1,220 @@
+"""Attention in tiles and over ranks, forward and backward, against its definition in fp64 with a dense mask."""
+
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.config.parallel import ContextParallelType
+from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.ops.attention import (
+    AttentionKernel,
+    CpuFlashAttention,
+    CudaFlashAttention,
+    CudnnAttention,
+    Gradients,
+    LocalAttention,
+    ReferenceAttention,
+    Tile,
+    TiledAttention,
+    TiledGradients,
+    TorchAttention,
+)
+from megatron.core.ops.documents import Documents
+from tests.rank_pool import RankPool
+
+KERNELS = [ReferenceAttention(), CpuFlashAttention()]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+Shape = tuple[int, int, int, int, int]
+"""Batch, query heads, key-value heads, length, head size."""
+
+
+def inputs(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and the gradient of the output, in fp64."""
+    batch, heads, groups, length, size = shape
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, grad = (
+        torch.randn(batch, number, length, size, dtype=torch.float64, generator=generator)
+        for number in (heads, groups, groups, heads)
+    )
+    return query, key, value, grad
+
+
+def definition(shape: Shape, starts: Tensor | None, seed: int = 0) -> tuple[Tensor, Gradients]:
+    """Output and gradients by autograd on the whole matrix of scores."""
+    query, key, value, grad = inputs(shape, seed)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    repeats = shape[1] // shape[2]
+    keys, values = (tensor.repeat_interleave(repeats, dim=1) for tensor in leaves[1:])
+    mask = torch.ones(shape[3], shape[3], dtype=torch.bool).tril()
+    if starts is not None:
+        number = starts.long().cumsum(dim=1)
+        mask = mask & (number[:, None, :, None] == number[:, None, None, :])
+    scores = (query @ keys.transpose(-1, -2) / math.sqrt(shape[4])).masked_fill(~mask, -math.inf)
+    output = scores.softmax(dim=-1) @ values
+    output.backward(grad)
+    grads = [leaf.grad for leaf in leaves]
+    assert grads[0] is not None and grads[1] is not None and grads[2] is not None
+    return output.detach(), (grads[0], grads[1], grads[2])
+
+
+def begins(shape: Shape, *places: int) -> Tensor:
+    """Documents that begin at ``places`` in the first row, and one later in every further row."""
+    starts = torch.zeros(shape[0], shape[3], dtype=torch.bool)
+    for row in range(shape[0]):
+        for place in places:
+            starts[row, min(place + row, shape[3] - 1)] = True
+    return starts
+
+
+def marked(starts: Tensor | None) -> Documents | None:
+    return None if starts is None else Documents(starts, masks_attention=True, resets_positions=False)
+
+
+def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == expected.shape
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE[dtype], f"off by {error:.1e}"
+
+
+SHAPES: list[Shape] = [(1, 1, 1, 8, 2), (2, 4, 4, 16, 8), (2, 8, 2, 24, 4), (1, 6, 2, 40, 16), (3, 8, 8, 16, 4)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kernel=st.sampled_from(KERNELS),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    batch=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    repeats=st.integers(1, 4),
+    length=st.integers(2, 40),
+    size=st.sampled_from([2, 8, 16]),
+    cut=st.floats(0.01, 0.99),
+)
+def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
+    kernel: AttentionKernel,
+    dtype: torch.dtype,
+    batch: int,
+    groups: int,
+    repeats: int,
+    length: int,
+    size: int,
+    cut: float,
+) -> None:
+    shape = (batch, groups * repeats, groups, length, size)
+    expected, expected_grads = definition(shape, None)
+    query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
+    middle = max(1, min(length - 1, int(cut * length)))
+    rows, early, late = slice(None), slice(0, middle), slice(middle, length)
+    diagonal = [Tile(rows, early, early, True), Tile(rows, late, late, True)]
+    before = [Tile(rows, late, early, False)]
+    tiled = TiledAttention(kernel, query)
+    tiled.add(diagonal, key, value, is_first=True)
+    tiled.add(before, key, value)
+    assert_close(tiled.output, expected, dtype)
+    output = tiled.output.to(dtype)
+    grads = TiledGradients(kernel, grad, query, output, tiled.log_sum_exp, tiled.kept)
+    grad_key, grad_value = (torch.zeros_like(tensor, dtype=tiled.log_sum_exp.dtype) for tensor in (key, value))
+    grads.add([*diagonal, *before], key, value, grad_key, grad_value)
+    for found, wanted in zip((grads.query, grad_key, grad_value), expected_grads):
+        assert_close(found, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernel", [*KERNELS, TorchAttention()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_documents_do_not_see_each_other(kernel: AttentionKernel, shape: Shape, dtype: torch.dtype) -> None:
+    starts = begins(shape, 1, 4, 5, 7)
+    expected, expected_grads = definition(shape, starts)
+    query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
+    attention = LocalAttention(kernel)
+    output, kept = attention.forward(query, key, value, marked(starts))
+    assert_close(output, expected, dtype)
+    grads = attention.backward(grad, query, key, value, output, marked(starts), kept)
+    for found, wanted in zip(grads, expected_grads):
+        assert_close(found, wanted, dtype)
+
+
+def on_ranks(
+    kind: ContextParallelType, shape: Shape, starts: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Gradients, list[str]]:
+    """This rank's part of the output and of the gradients, and the collectives that it took."""
+    size = dist.get_world_size()
+    ranks = Communicator(range(size), dist.get_rank(), "cp")
+    records: list[CollectiveRecord] = []
+    ranks.observer = records.append
+    positions = ContextSplit(ranks.rank, size).positions(shape[3])
+    query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(shape))
+    attention = ContextParallel(ranks, (kind,)).attention(0, CpuFlashAttention())
+    output, kept = attention.forward(query, key, value, marked(starts))
+    assert output.dtype == dtype
+    grads = attention.backward(grad, query, key, value, output, marked(starts), kept)
+    return output, grads, [record.kind for record in records]
+
+
+CASES: list[tuple[Shape, tuple[int, ...] | None]] = [
+    ((1, 4, 4, 16, 2), None),
+    ((2, 8, 4, 24, 8), None),
+    # A document across every boundary between chunks of 3, of four ranks and of two; short ones; one that is a chunk.
+    ((2, 8, 4, 24, 8), (2, 4, 8, 10, 14, 16, 20)),
+    ((1, 4, 4, 24, 4), (0, 6, 12, 18)),
+    ((3, 4, 4, 40, 4), (1, 2, 3, 37)),
+    ((2, 8, 8, 48, 16), (5, 31)),
+]
+
+
+@pytest.mark.parametrize(("shape", "places"), CASES, ids=str)
+@pytest.mark.parametrize("kind", get_args(ContextParallelType))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_sequence_attend_as_one(
+    four_ranks: RankPool, ranks: int, kind: ContextParallelType, shape: Shape, places: tuple[int, ...] | None
+) -> None:
+    starts = None if places is None else begins(shape, *places)
+    expected, expected_grads = definition(shape, starts)
+    for dtype in (torch.float64, torch.bfloat16):
+        results = four_ranks.run(on_ranks, kind, shape, starts, dtype, world_size=ranks)
+        for rank, (output, grads, _) in enumerate(results):
+            positions = ContextSplit(rank, ranks).positions(shape[3])
+            assert_close(output, expected[:, :, positions], dtype)
+            for found, wanted in zip(grads, expected_grads):
+                assert_close(found, wanted[:, :, positions], dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Keys move on in all steps but the last, forward and backward; their gradients in every step, home at last.
+        ("p2p", ["shift"] * 3 + ["shift"] * 3 + ["shift"] * 4),
+        ("allgather", ["all_gather", "all_gather", "reduce_scatter"]),
+        ("a2a", ["all_to_all"] * 4),
+    ],
+)
+def test_what_is_sent(four_ranks: RankPool, kind: ContextParallelType, expected: list[str]) -> None:
+    for _, _, kinds in four_ranks.run(on_ranks, kind, (1, 4, 4, 16, 2), None, torch.float64):
+        assert sorted(kinds) == sorted(expected)
+
+
+@pytest.mark.parametrize("kernel", [CudaFlashAttention(), CudnnAttention()], ids=lambda kernel: kernel.name)
+def test_gpu_kernels_are_called_as_torch_defines_them(kernel: AttentionKernel) -> None:
+    """On tensors without data, for lack of a GPU: arguments and shapes, not results."""
+    with FakeTensorMode():
+        make: Callable[..., Tensor] = torch.empty
+        query = make(2, 8, 64, 64, dtype=torch.bfloat16, device="cuda")
+        key, value = (make(2, 2, 96, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        assert kernel.supports(query.device, query.dtype)
+        part = kernel.forward(query, key, value, is_causal=False)
+        assert part.log_sum_exp is not None
+        assert part.output.shape == query.shape and part.log_sum_exp.shape == query.shape[:3]
+        grads = kernel.backward(
+            part.output, query, key, value, part.output, part.log_sum_exp, part.kept, is_causal=False
+        )
+        assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
