@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Before torch reads them, here and in the ranks that this process starts.
@@ -37,8 +37,9 @@ from torch import Tensor
 
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ContextParallelType, ParallelConfig
 from megatron.config.stages import split_evenly
+from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
@@ -81,14 +82,16 @@ class BenchmarkConfig:
     micro_batch_size: int | None = None
     """Sequences per microbatch for every contender alike (default: the fastest for each)."""
     rows: str = ""
-    """Measure only the rows whose name contains this, and one rank."""
+    """Measure only the rows whose name contains this, and those that they are compared with."""
     json: str | None = None
     """File for the figures."""
 
     @property
     def contenders(self) -> "list[Contender]":
         """What is measured."""
-        return [contender for contender in CONTENDERS if self.rows in contender.name or contender.name == "one rank"]
+        chosen = [contender for contender in CONTENDERS if self.rows in contender.name]
+        wanted = {"one rank", *(contender.name for contender in chosen), *(one.reference for one in chosen)}
+        return [contender for contender in CONTENDERS if contender.name in wanted]
 
 
 @dataclass(frozen=True)
@@ -102,19 +105,23 @@ class Contender:
     micro_batch_size: int = 4
     """The fastest of 2, 4, 8 and 16 here: small ones stay in the cache, large ones mean fewer collectives. Pipelines
     have four microbatches to fill them."""
+    reference: str = "one rank"
+    """The row whose speed it is compared with."""
 
 
-def samples() -> Tensor:
-    """The batch ``[16, 257]``, the same for all."""
-    return torch.randint(0, MODEL.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+def samples(length: int = LENGTH) -> Tensor:
+    """The batch ``[4096 / length, length + 1]``, the same for all; by default 16 sequences."""
+    shape = (BATCH * LENGTH // length, length + 1)
+    return torch.randint(0, MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
-    """A step of this codebase in a layout: ``tp``, ``dp``, ``pp``, ``schedule``, ``chunks``,
-    ``sequence_parallel``, ``strategy``, ``overlap``, ``bucket_size``."""
+    """A step of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
+    ``sequence_parallel``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of ``length``."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
-        tp, dp, pp = layout.get("tp", 1), layout.get("dp", 1), layout.get("pp", 1)
+        tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
+        length = layout.get("length", LENGTH)
         config = ParallelConfig(
             data_parallel_sharding_strategy=layout.get("strategy", "no_shard"),
             overlap_grad_reduce=layout.get("overlap", False),
@@ -123,20 +130,24 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
             torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
         )
         replicas = data_parallel_replicas(config, dp)
-        topology = Topology(RankGrid(tp=tp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
+        topology = Topology(RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
         parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
         kernel = choose_attention_kernel("auto", CPU, torch.float32)
         schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
         placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
         stages = split_evenly(MODEL.num_layers, pp, placement.num_chunks)
         chunks = stage_chunks(stages, placement, topology.pipeline_parallel.rank)
-        model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1, virtual_stages=chunks)
-        executor = build_executor(model, topology, schedule, LENGTH, micro_batch_size)
+        context_parallel = ContextParallel(topology.context_parallel, (layout.get("cp_comm_type", "p2p"),))
+        context = BuildContext(parallel, torch.float32, CPU, kernel, context_parallel=context_parallel)
+        model = build_model(MODEL, context, seed=1, virtual_stages=chunks)
+        executor = build_executor(model, topology, schedule, length, micro_batch_size)
         data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
         optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
-        mine = samples().view(-1, dp, micro_batch_size, LENGTH + 1)[:, topology.data_parallel.rank]
+        mine = samples(length).view(-1, dp, micro_batch_size, length + 1)[:, topology.data_parallel.rank]
+        places = context_parallel.split.positions(length)
+        parts = [(text[:, places], text[:, places + 1]) for text in mine]
         microbatches = [
-            {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(text[:, 1:].shape)} for text in mine
+            {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts
         ]
 
         def step() -> None:
@@ -254,6 +265,12 @@ CONTENDERS = (
     Contender("DP2 FSDP, gathered once", 2, ours(dp=2, strategy="optim_grads_params", reshard=False), 8),
     Contender("TP2", 2, ours(tp=2), 16),
     Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
+    *(Contender(f"CP2 {kind}", 2, ours(cp=2, cp_comm_type=kind), 8) for kind in get_args(ContextParallelType)),
+    Contender("one rank, 2048 tokens", 1, ours(length=2048), 1),
+    *(
+        Contender(f"CP2 {kind}, 2048 tokens", 2, ours(cp=2, cp_comm_type=kind, length=2048), 1, "one rank, 2048 tokens")
+        for kind in get_args(ContextParallelType)
+    ),
     Contender("PP2 1f1b", 2, ours(pp=2)),
     Contender("PP2 interleaved", 2, ours(pp=2, schedule="interleaved", chunks=3)),
     Contender("PP2 zb-h1", 2, ours(pp=2, schedule="zb-h1")),
@@ -295,13 +312,13 @@ def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> Non
 
 
 def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Tokens/s and ratios: medians, ratios turn by turn against one rank."""
-    one_rank = seconds["one rank"]
+    """Tokens/s and ratios: medians, ratios turn by turn against one rank on sequences of the same length."""
+    references = {contender.name: seconds[contender.reference] for contender in config.contenders}
     rows = {}
     print(f"{'':32}{'tokens/s':>10}{'x one rank':>12}")
     for name, times in seconds.items():
         speed = BATCH * LENGTH / median(times)
-        ratio = median(one / mine for one, mine in zip(one_rank, times))
+        ratio = median(one / mine for one, mine in zip(references[name], times))
         rows[name] = {"tokens_per_s": speed, "ratio_to_one_rank": ratio, "seconds_per_step": times}
         print(f"{name:32}{speed:10.0f}{ratio:12.3f}")
     return {"machine": platform.machine(), "torch": torch.__version__, "flags": asdict(config), "rows": rows}

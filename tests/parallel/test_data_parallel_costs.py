@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.core.communication import CollectiveRecord, Pending
+from megatron.core.communication import CollectiveRecord, Communicator, Observer, Pending
+from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaChunk, build_model
@@ -119,13 +120,24 @@ SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """What a rank sends in a ring, as multiples of (d - 1) / d of the tensor."""
 
 
+def sharing_of(topology: Topology, strategy: ShardingStrategy) -> tuple[Communicator, Communicator]:
+    """The ranks that divide gradients, and those with the same part."""
+    sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=strategy), topology)
+    return sharing.shards, sharing.replicas
+
+
+def observe(topology: Topology, strategy: ShardingStrategy, observer: Observer) -> None:
+    """Tell ``observer`` of every collective of data parallelism."""
+    for ranks in sharing_of(topology, strategy):
+        ranks.observer = observer
+
+
 def numbers_sent_per_parameter(layout: Layout) -> tuple[float, float]:
     """What this rank sends for data parallelism in a step, per parameter; and the embedding's share of these."""
     topology = Topology(grid_of(layout), dist.get_rank(), CPU)
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     records: list[CollectiveRecord] = []
-    for axes in (("cp", "dp_shard"), ("cp", "dp"), ("dp_replicate",)):
-        topology.communicator(*axes).observer = records.append
+    observe(topology, layout.strategy, records.append)
     data_parallel.start_gradients(layout.microbatches)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), layout.microbatches, 1.0)
     data_parallel.finish_gradients()
@@ -181,8 +193,7 @@ def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[
     formats = number_formats(PrecisionConfig(bf16=True, grad_reduce_in_bf16=in_bf16), OptimizerConfig())
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     records: list[CollectiveRecord] = []
-    for axes in (("cp", "dp_shard"), ("cp", "dp"), ("dp_replicate",)):
-        topology.communicator(*axes).observer = records.append
+    observe(topology, strategy, records.append)
     data_parallel.start_gradients(1)
     (batch,) = microbatches(0, Layout(dp=RANKS), topology.data_parallel.rank)
     model.chunks[0](batch["tokens"]).float().logsumexp(-1).sum().backward()
@@ -214,9 +225,9 @@ class Slow(nn.Module):
         super().__init__()
         self.layer, self.then = layer, then
 
-    def forward(self, hidden: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """As the layer."""
-        output: Tensor = self.layer(hidden, rotary)
+        output: Tensor = self.layer(*inputs)
         output.register_hook(self._wait)
         return output
 
@@ -242,8 +253,7 @@ def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overl
         seen.append((len(started), sum(pending.is_complete for pending in started)))
 
     chunk.layers[0] = Slow(chunk.layers[0], look)
-    for axes in (("cp", "dp_shard"), ("cp", "dp")):
-        ranks = topology.communicator(*axes)
+    for ranks in sharing_of(topology, strategy):
         for name in ("start_reduce_scatter", "start_all_reduce"):
             setattr(ranks, name, noting(getattr(ranks, name), started))
     dist.barrier()

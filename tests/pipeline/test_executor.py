@@ -22,6 +22,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.communication import CollectiveRecord
 from megatron.core.data_parallel.buffer import ParameterBuffer
+from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.gradient import compute_held
 from megatron.core.model.llama import LlamaModel, build_model
@@ -478,7 +479,8 @@ def record_reductions(layout: Layout) -> list[str]:
     topology = topology_for(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     executor.recorder = recorder = EventRecorder()
-    ranks = [topology.communicator(axis) for axis in ("dp_shard", "dp_replicate")]
+    sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=layout.strategy), topology)
+    ranks = [sharing.shards, sharing.replicas]
     data_parallel.start_gradients(layout.microbatches)
     with observed(ranks, lambda record: recorder.events.append(record.kind)):
         executor.train(batch(layout, topology), layout.microbatches, SCALE)
