@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -53,6 +51,7 @@ from tests.parallel.layout_run import (
     topology_of,
 )
 from tests.rank_pool import RankPool
+from tests.storage_watch import StorageWatch
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SCALE = 1.0 / (BATCH * SEQUENCE)
@@ -83,29 +82,6 @@ def batch(layout: Layout, topology: Topology, step: int = 0) -> Iterator[Microba
 
 
 # --- memory --------------------------------------------------------------------------------------------------
-
-
-class StorageWatch(TorchDispatchMode):
-    """Notes the memory of every tensor that is made meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        """By address, the memory and its bytes; a weak reference keeps the address from being used again."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``; what it returns may lie in memory that was there before."""
-        result = func(*args, **(kwargs or {}))
-        before = {storage._cdata for storage in storages((args, kwargs))}
-        for storage in storages(result):
-            if storage._cdata not in before:
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-
-def storages(tree: object) -> Iterator[torch.UntypedStorage]:
-    """The memory of all tensors in a tree of arguments."""
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 class MemoryWatch(ActionRecorder):
