@@ -40,7 +40,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ContextParallelType, ParallelConfig
 from megatron.config.stages import split_evenly
 from megatron.core.context_parallel.attention import ContextParallel
-from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
+from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
@@ -129,7 +129,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
             ddp_bucket_size=layout.get("bucket_size"),
             torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
         )
-        replicas = data_parallel_replicas(config, dp)
+        replicas = config.data_parallel_replicas(dp)
         topology = Topology(RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
         parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
         kernel = choose_attention_kernel("auto", CPU, torch.float32)

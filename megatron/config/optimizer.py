@@ -34,7 +34,7 @@ class OptimizerConfig:
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated."""
     main_params_dtype: Literal["fp32"] = "fp32"
-    """Format of the master weights."""
+    """States what is so: master weights are fp32."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of adam's first moment."""
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -158,15 +158,15 @@ class PrecisionConfig:
     """Number formats; without a flag everything is fp32."""
 
     bf16: bool = False
-    """Compute in bf16; master weights, gradient accumulation and reduction in fp32."""
+    """Compute in bf16; master weights, and by default gradients, in fp32."""
     fp64: bool = False
     """Verification: everything in fp64, so that every layout equals one process to 1e-9."""
     grad_reduce_in_bf16: bool = False
-    """Send gradients to other data-parallel ranks in bf16: half the bytes, and sums of 8 bits. They are still
-    accumulated over microbatches in fp32."""
+    """Send gradients to other data-parallel ranks in bf16: half the bytes, and sums of 8 bits. Over microbatches they
+    are still accumulated in the format of --main-grads-dtype."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """States what is so: gradients are accumulated in fp32 (fp64 under --fp64), and reduced in it unless told
-    otherwise."""
+    """States what is so: gradients are accumulated and reduced in fp32 (fp64 under --fp64), unless
+    --main-grads-dtype or --grad-reduce-in-bf16 say otherwise."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""

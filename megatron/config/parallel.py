@@ -74,6 +74,10 @@ class ParallelConfig:
             return "optim_grads_params"
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
+    def data_parallel_replicas(self, data_parallel_size: int) -> int:
+        """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
+        return data_parallel_size if self.sharding_strategy == "no_shard" else self.num_distributed_optimizer_instances
+
     def bucket_size(self, data_parallel_size: int) -> int | None:
         """Elements of a bucket; None for all in one."""
         uses_buckets = self.overlap_grad_reduce or self.overlap_param_gather or self.sharding_strategy == "optim_grads"

@@ -179,7 +179,9 @@ def _check_formats(run: RunConfig, world_size: int) -> None:
 
 def _check_fully_sharded(run: RunConfig, world_size: int) -> None:
     stages = run.parallel.pipeline_model_parallel_size
-    if run.parallel.sharding_strategy != "optim_grads_params" or stages == 1:
+    copies = run.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    shards = copies // run.parallel.num_distributed_optimizer_instances
+    if run.parallel.sharding_strategy != "optim_grads_params" or stages == 1 or shards == 1:
         return
     model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
     schedule = run.pipeline.schedule(model.num_layers, stages)

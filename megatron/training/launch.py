@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.config.errors import ConfigError, RankError, UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
-from megatron.core.data_parallel.wrap import data_parallel_replicas
 from megatron.core.topology import RankGrid, Topology
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> 
         pp=parallel.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
         dp=data_parallel_size,
-        dp_replicas=data_parallel_replicas(parallel, data_parallel_size),
+        dp_replicas=parallel.data_parallel_replicas(data_parallel_size),
         order=parallel.rank_order,
     )
     try:

@@ -139,3 +139,9 @@ def test_without_overlap_weights_are_there_before_anything_goes_on() -> None:
     data_parallel.publish_parameters()
     first()
     assert events == ["start gather", "start gather", "end gather", "end gather", "run a"]
+
+
+def test_initial_weights_are_there_before_a_checkpoint_is_loaded_into_their_place() -> None:
+    data_parallel, _, events = two_buckets("optim", overlap=True)
+    data_parallel.initialize(seed=1)
+    assert events == ["start gather", "start gather", "end gather", "end gather"]

@@ -93,6 +93,7 @@ class Task:
     model: LlamaConfig = MODEL
     learning_rate: float = 1e-2
     steps: int = STEPS
+    batch: int = BATCH
     masks_documents: bool = False
     resets_positions: bool = False
 
@@ -155,16 +156,16 @@ def sample(index: int) -> dict[str, Tensor]:
 
 
 def microbatches(
-    step: int, layout: Layout, data_parallel_rank: int, context_parallel_rank: int = 0
+    step: int, layout: Layout, data_parallel_rank: int, context_parallel_rank: int = 0, batch: int = BATCH
 ) -> Iterator[Microbatch]:
     """This rank's microbatches of a step, dealt out as the loader deals them."""
-    size = BATCH // (layout.dp * layout.microbatches)
+    size = batch // (layout.dp * layout.microbatches)
     positions = ContextSplit(context_parallel_rank, layout.cp).positions(SEQUENCE)
     for number in range(layout.microbatches):
-        first = step * BATCH + (number * layout.dp + data_parallel_rank) * size
+        first = step * batch + (number * layout.dp + data_parallel_rank) * size
         samples = [sample(index) for index in range(first, first + size)]
-        batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
-        yield {name: whole if name == "document_starts" else whole[:, positions] for name, whole in batch.items()}
+        stacked = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+        yield {name: whole if name == "document_starts" else whole[:, positions] for name, whole in stacked.items()}
 
 
 def grid_of(layout: Layout) -> RankGrid:
@@ -192,7 +193,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     model = build_model(task.model, context(topology, layout), SEED, mine)
-    micro_batch_size = BATCH // (layout.dp * layout.microbatches)
+    micro_batch_size = task.batch // (layout.dp * layout.microbatches)
     documents = partial(Documents, masks_attention=task.masks_documents, resets_positions=task.resets_positions)
     executor = build_executor(
         model,
@@ -233,9 +234,9 @@ def train(task: Task, layout: Layout) -> Trace:
             executor,
             data_parallel,
             optimizer,
-            microbatches(step, layout, topology.data_parallel.rank, topology.context_parallel.rank),
+            microbatches(step, layout, topology.data_parallel.rank, topology.context_parallel.rank, task.batch),
             num_microbatches=layout.microbatches,
-            expected_tokens=BATCH * SEQUENCE,
+            expected_tokens=task.batch * SEQUENCE,
             learning_rate=task.learning_rate,
             ranks=topology.loss_ranks,
             timers=Timers(0),
@@ -243,6 +244,7 @@ def train(task: Task, layout: Layout) -> Trace:
         trace.losses.append(outcome.loss)
         trace.grad_norms.append(outcome.grad_norm)
         trace.weights.append(_boxes([(piece, piece.weight) for piece in data_parallel.pieces]))
+    data_parallel.wait_for_parameters()
     return trace
 
 

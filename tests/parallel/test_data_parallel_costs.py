@@ -16,7 +16,7 @@ from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Pending
 from megatron.core.data_parallel.strategy import Sharing
-from megatron.core.data_parallel.wrap import data_parallel_replicas, wrap_data_parallel
+from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaChunk, build_model
 from megatron.core.ops.attention import choose_attention_kernel
@@ -51,7 +51,7 @@ STRATEGIES: dict[ShardingStrategy, float] = {
 
 def bytes_per_parameter(strategy: ShardingStrategy, optimizer_config: OptimizerConfig) -> float:
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
-    grid = RankGrid(dp=RANKS, dp_replicas=data_parallel_replicas(config, RANKS))
+    grid = RankGrid(dp=RANKS, dp_replicas=config.data_parallel_replicas(RANKS))
     topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
@@ -186,7 +186,7 @@ def test_sharded_gradients_are_sent_with_every_microbatch(four_ranks: RankPool) 
 def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[int, float]:
     """Bytes of the gradients that are reduced in a step of a bf16 model, and the gradient's global norm."""
     config = ParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=instances)
-    topology = Topology(RankGrid(dp=RANKS, dp_replicas=data_parallel_replicas(config, RANKS)), dist.get_rank(), CPU)
+    topology = Topology(RankGrid(dp=RANKS, dp_replicas=config.data_parallel_replicas(RANKS)), dist.get_rank(), CPU)
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
     model = build_model(MODEL, context, seed=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.data_parallel.fully_sharded import RowPart
-from megatron.core.data_parallel.wrap import data_parallel_replicas, shards_weights, wrap_data_parallel
+from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel, build_model
 from megatron.core.ops.attention import choose_attention_kernel
@@ -46,7 +46,7 @@ def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple
     """This rank's part of the weights of a model built as a run builds it, the bytes it needed for weights until its
     shards were there, and whether it was built without memory."""
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
-    grid = RankGrid(dp=4, dp_replicas=data_parallel_replicas(config, 4))
+    grid = RankGrid(dp=4, dp_replicas=config.data_parallel_replicas(4))
     topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
     is_sharded = shards_weights(config, topology)
     kernel = choose_attention_kernel("auto", CPU, formats.weight)

@@ -51,6 +51,7 @@ DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
 CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
 CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
+UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
 
 def matrix() -> Iterator[tuple[Task, Layout]]:
@@ -163,7 +164,10 @@ def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
                 ),
             )
     for reshard in (True, False):
-        # Seven rows on three ranks and uneven ones elsewhere; weights that embedding and head share.
+        # Rows that ranks divide unevenly, so that the last of seven has none; weights that embedding and head share.
+        for ranks in (3, 7):
+            uneven = Layout(1, ranks, strategy="optim_grads_params", reshard_after_forward=reshard)
+            yield UNEVEN, replace(uneven, overlap_grad_reduce=reshard, overlap_param_gather=reshard)
         yield ADAM, Layout(1, 2, strategy="optim_grads_params", microbatches=2, reshard_after_forward=reshard)
         for overlap in (False, True):
             fsdp = Layout(1, 4, strategy="optim_grads_params", microbatches=2, reshard_after_forward=reshard)

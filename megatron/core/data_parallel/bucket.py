@@ -150,7 +150,7 @@ class ShardedGradientBucket(GradientBucket):
 
     Whole gradients live from the first delivery of a microbatch until the reduce-scatter that follows its last; the
     shard accumulates. With ``defer`` they live, and accumulate, until the last microbatch's. ``in_flight`` bounds how
-    many reduce-scatters go on behind the backward pass.
+    many reduce-scatters go on behind the backward pass. Every parameter must take part in every microbatch.
     """
 
     def __init__(
@@ -195,6 +195,7 @@ class ShardedGradientBucket(GradientBucket):
         """Start to reduce the whole gradients that are there."""
         if self._whole is None:
             return
+        assert self._missing == 0, "a parameter of this bucket took no part, or lost its slot"
         self._complete_slots()
         self._missing = self._deliveries
         for _, slot, _ in self.view.slots:
@@ -223,8 +224,7 @@ class ShardedGradientBucket(GradientBucket):
     def finish(self) -> None:
         """Wait for the shard's sum, then add up the replicas'."""
         self.collect()
-        if not self._is_filled:
-            self.view.shard.zero_()
+        assert self._is_filled, "no gradient was delivered to this bucket"
         self._add_replicas()
 
 

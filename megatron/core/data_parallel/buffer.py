@@ -66,9 +66,9 @@ class Piece:
     start: int
     stop: int
     weight: Tensor
-    """View of the parameter buffer, 1-D."""
+    """View of the weights that this rank stores, 1-D."""
     gradient: Tensor
-    """View of the gradient buffer, 1-D."""
+    """View of its gradients, 1-D."""
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,8 @@ class _Unit:
         """The parameters: sharded, or whole while they are gathered."""
         return (self._chunk.get_parameter(name) for name in self._names)
 
-    def attach(self) -> None:
-        """Give the whole parameters, which exist from the first gathering on, their slots, and all their facts."""
-        for info, parameter in zip(self.infos, self.parameters):
-            attach_info(parameter, info)
+    def attach_slots(self) -> None:
+        """Give the whole parameters, which are made by the first gathering and kept, their slots."""
         self.fsdp.unshard()
         for info, slot, parameter in zip(self.infos, self.slots, self.parameters):
             attach_slot(attach_info(parameter, info), slot)
@@ -106,7 +104,6 @@ class FullyShardedDataParallel(DataParallel):
     ) -> None:
         sharing = Sharing.of(config, topology)
         shards, replicas = sharing.shards, sharing.replicas
-        self._reshards_after_forward = config.torch_fsdp2_reshard_after_forward
         self._units: list[_Unit] = []
         for chunk, modules in chunk_units:
             self._units += _shard_chunk(chunk, modules, formats, shards, topology.device, config)
@@ -118,7 +115,7 @@ class FullyShardedDataParallel(DataParallel):
         pieces: list[Piece] = []
         buckets: list[RowShardedGradientBucket] = []
         for unit, unit_parts, gradients in zip(self._units, parts, self._gradients.split(sizes)):
-            unit.attach()
+            unit.attach_slots()
             pieces += _pieces(unit, unit_parts, gradients)
             part_sizes = [part.padded_size for part in unit_parts]
             view = _gradient_view(unit, part_sizes, gradients, shards.size)
@@ -128,15 +125,10 @@ class FullyShardedDataParallel(DataParallel):
         # Backward comes to the last unit first.
         super().__init__(formats, topology, sharing, pieces, buckets[::-1])
 
-    def finish_gradients(self) -> None:
-        """As for all strategies; and let go of weights that are still gathered, for an update is about to come."""
-        super().finish_gradients()
-        if not self._reshards_after_forward:
-            for unit in self._units:
-                unit.fsdp.reshard()
-
     def publish_parameters(self) -> None:
-        """Nothing: weights are gathered when they are used."""
+        """Let go of weights that are still gathered; updated ones are gathered when they are used."""
+        for unit in self._units:
+            unit.fsdp.reshard()
 
     def wait_for_parameters(self) -> None:
         """Nothing: what this rank stores, it has updated itself."""
@@ -156,17 +148,19 @@ def _shard_chunk(
     config: ParallelConfig,
 ) -> list[_Unit]:
     """Put one chunk under FSDP2, and give its weights memory if they have none."""
-    # On CPUs logits are a view of what the product returned. Nobody writes into it.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if device.type == "cpu":
+        # There logits are a view of what the product returned. Nobody writes into it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .*(Head|Chunk).* returned a view tensor")
     chunk.to(formats.master)
     infos = {name: info_of(parameter) for name, parameter in chunk.named_parameters()}
     uses = Counter(parameter for module in modules for parameter in module.parameters())
     # Modules that share a weight are gathered together, with the chunk, from the first's turn to the last's.
     alone = [module for module in modules if all(uses[parameter] == 1 for parameter in module.parameters())]
+    mesh = DeviceMesh.from_group(shards.process_group, device.type, mesh_dim_names=("dp_shard",))
     for module in (*alone, chunk):
         fully_shard(
             module,
-            mesh=DeviceMesh.from_group(shards.process_group, device.type, mesh_dim_names=("dp_shard",)),
+            mesh=mesh,
             reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=formats.weight if formats.weight != formats.master else None, cast_forward_inputs=False

@@ -115,6 +115,8 @@ class DataParallel(ABC):
             initialize_range(initial, piece.info, piece.start, seed)
             piece.weight.copy_(initial)
         self.publish_parameters()
+        # A checkpoint may be loaded next, into the same memory.
+        self.wait_for_parameters()
 
     def start_gradients(self, num_microbatches: int) -> None:
         """Begin a step: every parameter will be delivered the gradients of ``num_microbatches``."""

@@ -6,7 +6,6 @@ from typing import Protocol
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.data_parallel.fully_sharded import FullyShardedDataParallel
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
@@ -18,17 +17,11 @@ class LayeredModel(Protocol):
     @property
     def chunk_units(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
         """Modules whose forward pass the run calls, and for each the modules in it that together hold its parameters,
-        in the order of the forward pass; each of these is run as a whole."""
+        in the order of the forward pass; each of these is run as a whole. One with an attribute
+        ``backward_reads_weights`` that is False needs no weights in its backward pass."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters, in the order of the forward pass."""
-
-
-def data_parallel_replicas(config: ParallelConfig, data_parallel_size: int) -> int:
-    """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
-    if config.sharding_strategy == "no_shard":
-        return data_parallel_size
-    return config.num_distributed_optimizer_instances
 
 
 def shards_weights(config: ParallelConfig, topology: Topology) -> bool:
@@ -45,6 +38,9 @@ def wrap_data_parallel(
     A model whose weights lie on the meta device gets memory for this rank's shards, and must be initialised.
     """
     if shards_weights(config, topology):
+        # Only now: it takes half a second.
+        from megatron.core.data_parallel.fully_sharded import FullyShardedDataParallel
+
         return FullyShardedDataParallel(model.chunk_units, formats, topology, config)
     modules = [unit for _, units in model.chunk_units for unit in units]
     return BufferedDataParallel(list(model.parameters()), formats, topology, config, modules)

@@ -109,7 +109,8 @@ class Optimizer:
         """L2 norm over this rank's ``tensors`` and those of all ranks with other pieces."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if tensors:
-            total += torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+            wide = torch.promote_types(tensors[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square().sum()
         return float(self._ranks.all_reduce(total).sqrt())
 
     def weight_norm(self) -> float:
