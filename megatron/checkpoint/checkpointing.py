@@ -38,7 +38,7 @@ from megatron.checkpoint.directory import (
     remove_checkpoint,
 )
 from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import JSON, SafetensorsReader, SafetensorsWriter, read_manifest
+from megatron.checkpoint.storage import JSON, SafetensorsReader, SafetensorsWriter, read_manifest, verify_file
 from megatron.config.errors import CheckpointError
 
 # A replicated piece is shared out among its holders in slices of about this size.
@@ -108,6 +108,20 @@ def load_checkpoint(
             planner=_LoadPlanner(),
         )
     return reader.manifest.state
+
+
+def verify_share(root: Path, iteration: int, rank: int, size: int) -> None:
+    """Compare the files that ``rank`` of ``size`` is given with their digests; no collective.
+
+    Together the ranks read every file once, each about as many bytes. Raises :class:`CheckpointError`.
+    """
+    directory = locate_checkpoint(root, iteration)
+    load = [0] * size
+    for file in sorted(read_manifest(directory).files(), key=lambda file: (-file.size, file.name)):
+        holder = min(range(size), key=load.__getitem__)
+        load[holder] += file.size
+        if holder == rank:
+            verify_file(directory, file)
 
 
 def read_state(root: Path, iteration: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from megatron.checkpoint.storage import (
@@ -60,8 +60,12 @@ def list_checkpoints(root: Path) -> list[int]:
     return [iteration for iteration in _iterations(root) if _defect(root, iteration) is None]
 
 
-def find_checkpoint(root: Path, step: int | None = None) -> int | None:
+def find_checkpoint(
+    root: Path, step: int | None = None, known_bad: Collection[int] = (), fall_back: bool = True
+) -> int | None:
     """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
+
+    Iterations ``known_bad`` are passed over. Without ``fall_back`` none is: the highest must be readable.
 
     After a return to an older checkpoint, those of the abandoned continuation do not count: they are above the
     tracker's iteration but were written before the tracker.
@@ -74,9 +78,13 @@ def find_checkpoint(root: Path, step: int | None = None) -> int | None:
         return _requested(root, step)
     iterations = _iterations(root)
     for iteration in reversed(_without_abandoned(root, iterations)):
+        if iteration in known_bad:
+            continue
         defect = _defect(root, iteration)
         if defect is None:
             return iteration
+        if not fall_back:
+            raise defect
         _logger.warning("Passing over the checkpoint of iteration %d: %s", iteration, defect)
     if iterations or _exists(root / TRACKER):
         raise CheckpointError(

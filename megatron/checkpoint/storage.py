@@ -2,7 +2,8 @@
 
     rank_00003.safetensors   the pieces that rank 3 wrote, one entry each
     manifest.json            for each global tensor its dtype, shape and chunks (place, file, key of the
-                             entry); the size of every file; under "state" all that is not a tensor
+                             entry); size and XXH3-128 digest of every file; under "state" all that is not
+                             a tensor; and before all this the digest of its own text
 
 ``SafetensorsWriter`` and ``SafetensorsReader`` store what the planners of ``torch.distributed.checkpoint``
 (DCP) decide. Nothing is ever pickled to disk or unpickled from it, so a checkpoint cannot execute code.
@@ -13,6 +14,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -36,7 +39,8 @@ from torch.futures import Future
 from megatron.config.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+_BLOCK = 4 << 20  # bytes read at a time
+FORMAT_VERSION = 2
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
@@ -108,20 +112,30 @@ def write_text_durably(path: Path, text: str) -> None:
 # --- safetensors files -------------------------------------------------------------------------------------
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    """Create a safetensors file on stable storage and return its size in bytes.
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> "WrittenFile":
+    """Create a safetensors file on stable storage.
 
     Tensors may be views and on any device; one at a time is copied to the host, so that saving a GPU's state
     takes no second copy of it. Errors are ``OSError``.
     """
     # Wider elements first keeps every entry aligned, which a memory-mapped reader needs.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    with path.open("xb") as file:
-        file.write(_safetensors_header({name: tensors[name] for name in names}))
-        for name in names:
-            file.write(_bytes_of(tensors[name]))
+    digest = xxhash.xxh3_128()
+    # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
+    with path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
+        for content in _contents({name: tensors[name] for name in names}):
+            hashed = hashing.submit(digest.update, content)
+            file.write(content)
+            hashed.result()
         _sync_file(file)
-        return file.tell()
+        return WrittenFile(path.name, file.tell(), digest.hexdigest())
+
+
+def _contents(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """What a file consists of, part by part."""
+    yield _safetensors_header(tensors)
+    for tensor in tensors.values():
+        yield _bytes_of(tensor)
 
 
 def _safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -154,6 +168,8 @@ class WrittenFile:
 
     name: str
     size: int
+    digest: str
+    """XXH3-128 of its bytes, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +193,12 @@ class Manifest:
         """The global tensors by name."""
         return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
 
+    def files(self) -> set[WrittenFile]:
+        """The files that hold the tensors."""
+        return {
+            location.file for location in cast(dict[MetadataIndex, ChunkLocation], self.metadata.storage_data).values()
+        }
+
     def location(self, index: MetadataIndex) -> ChunkLocation:
         """Where the chunk at ``index`` lies."""
         location: ChunkLocation = self.metadata.storage_data[index]
@@ -185,26 +207,36 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> str:
     """The text of ``manifest.json``."""
-    files: dict[str, dict[str, int]] = {}
+    files: dict[str, dict[str, int | str]] = {}
     tensors = {}
     for name, tensor in manifest.tensors().items():
         chunks = []
         for chunk in tensor.chunks:
             location = manifest.location(MetadataIndex(name, chunk.offsets))
-            files[location.file.name] = {"bytes": location.file.size}
+            files[location.file.name] = {"bytes": location.file.size, "xxh3_128": location.file.digest}
             place = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
             chunks.append({**place, "file": location.file.name, "key": location.key})
         dtype = DTYPE_NAMES[tensor.properties.dtype]
         tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-    return json.dumps({"format_version": FORMAT_VERSION, "state": manifest.state, "files": files, "tensors": tensors})
+    content = {"format_version": FORMAT_VERSION, "state": manifest.state, "files": files, "tensors": tensors}
+    text = json.dumps(content)
+    return f"{_manifest_head(text)}{text}}}"
+
+
+def _manifest_head(text: str) -> str:
+    """What stands before the ``text`` of a manifest's content."""
+    return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(text.encode())}", "manifest": '
 
 
 def decode_manifest(text: str) -> Manifest:
     """The inverse of :func:`encode_manifest`; a text that is not a manifest is a ``ValueError``."""
     try:
-        document = json.loads(text)
+        document = json.loads(text)["manifest"]
         if document["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']}; this code reads {FORMAT_VERSION}")
+        head_length = len(_manifest_head(""))
+        if text[:head_length] != _manifest_head(text[head_length:-1]):
+            raise ValueError("its digest is not that of its content")
         if not isinstance(document["state"], dict):
             raise ValueError("its state is not an object")
         files = {name: _decode_file(name, record) for name, record in document["files"].items()}
@@ -220,7 +252,7 @@ def _decode_file(name: str, record: dict[str, Any]) -> WrittenFile:
     # A name with a directory in it could make the reader leave the checkpoint.
     if name != os.path.basename(name) or name in ("", ".", ".."):
         raise ValueError(f"bad file name {name!r}")
-    return WrittenFile(name, int(record["bytes"]))
+    return WrittenFile(name, int(record["bytes"]), str(record["xxh3_128"]))
 
 
 def _decode_tensor(name: str, record: dict[str, Any], files: Mapping[str, WrittenFile], metadata: Metadata) -> None:
@@ -319,7 +351,7 @@ class SafetensorsWriter(StorageWriter):
             return future
         path: Path = plan.storage_data
         with explained("write", path):
-            file = WrittenFile(path.name, write_safetensors(path, tensors))
+            file = write_safetensors(path, tensors)
             sync_directory(path.parent)
         future.set_result([_write_result(item.index, tensors, file) for item in plan.items])
         return future
@@ -432,3 +464,20 @@ def check_file(directory: Path, file: WrittenFile) -> None:
         size = path.stat().st_size
     if size != file.size:
         raise CheckpointError(f"{path} has {size:,} bytes but was written with {file.size:,}: load another checkpoint.")
+
+
+def verify_file(directory: Path, file: WrittenFile) -> None:
+    """Raise :class:`CheckpointError` when ``file`` is missing from ``directory``, or has other bytes than were
+    written."""
+    check_file(directory, file)
+    path = directory / file.name
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_BLOCK))
+    with explained("read", path), path.open("rb", buffering=0) as content:
+        while length := content.readinto(buffer):
+            digest.update(buffer[:length])
+    if digest.hexdigest() != file.digest:
+        raise CheckpointError(
+            f"{path} is damaged (its digest is {digest.hexdigest()} but was {file.digest} when it was written): load "
+            "another checkpoint."
+        )

@@ -18,6 +18,9 @@ class CheckpointConfig:
     """Directory to resume from; starts afresh when it holds no checkpoint yet."""
     ckpt_step: int | None = None
     """Load this iteration instead of the latest."""
+    checkpoint_fallback: bool = True
+    """Where the latest checkpoint is damaged, say which file is and load the newest good one;
+    --no-checkpoint-fallback fails instead. Nothing that is damaged is deleted."""
     exit_on_missing_checkpoint: bool = False
     """Fail when --load holds no checkpoint, instead of starting afresh."""
     save_optim: bool = True
@@ -40,6 +43,7 @@ class CheckpointConfig:
             ("--ckpt-step", self.ckpt_step is not None),
             ("--finetune", self.finetune),
             ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
+            ("--no-checkpoint-fallback", not self.checkpoint_fallback),
         ):
             if is_given and self.load is None:
                 raise ConfigError(f"{flag} needs --load with a directory.")

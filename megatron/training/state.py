@@ -1,8 +1,10 @@
 """The state of a run as a checkpoint holds it, in global names and coordinates, and its way back."""
 
+import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checkpointing import load_checkpoint, read_state, read_tensor_shapes, save_checkpoint
+from megatron.checkpoint.checkpointing import (
+    load_checkpoint,
+    read_state,
+    read_tensor_shapes,
+    save_checkpoint,
+    verify_share,
+)
 from megatron.checkpoint.directory import find_checkpoint
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
@@ -21,9 +29,11 @@ from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.launch import on_first_rank
+from megatron.training.launch import on_first_rank, together
 
 MASTER = "optimizer/master/"
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -109,12 +119,29 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
     """The checkpoint that ``--load`` means, or None where there is nothing to load; all ranks call it."""
     if config.load is None:
         return None
-    # One rank looks, so that all load the same checkpoint and the file system is asked once.
-    return on_first_rank(world, lambda: _look_up(Path(config.load or ""), config))
+    bad: dict[int, CheckpointError] = {}
+    while True:
+        try:
+            # One rank looks, so that all load the same checkpoint and the file system is asked once.
+            found = on_first_rank(world, lambda: _look_up(Path(config.load or ""), config, bad))
+        except CheckpointError as nothing_left:
+            # What is wrong with the latest tells more.
+            raise next(iter(bad.values()), nothing_left) from None
+        if found is None:
+            return None
+        try:
+            together(world, partial(verify_share, found.root, found.iteration, world.rank, world.size))
+            return found
+        except CheckpointError as error:
+            if not config.checkpoint_fallback or config.ckpt_step is not None:
+                raise
+            if world.rank == 0:
+                _logger.warning("Passing over the checkpoint of iteration %d: %s", found.iteration, error)
+            bad[found.iteration] = error
 
 
-def _look_up(root: Path, config: CheckpointConfig) -> SavedRun | None:
-    iteration = find_checkpoint(root, config.ckpt_step)
+def _look_up(root: Path, config: CheckpointConfig, known_bad: Collection[int]) -> SavedRun | None:
+    iteration = find_checkpoint(root, config.ckpt_step, known_bad, config.checkpoint_fallback)
     if iteration is None:
         if config.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")

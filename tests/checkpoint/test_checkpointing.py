@@ -262,7 +262,7 @@ def test_one_process_without_distributed_loads_it_too(root: Path) -> None:
 
 
 def test_every_element_is_on_disk_once(root: Path) -> None:
-    manifest = json.loads((root / "iter_0000100" / MANIFEST).read_text())
+    manifest = json.loads((root / "iter_0000100" / MANIFEST).read_text())["manifest"]
     for name, shape in global_shapes().items():
         times = torch.zeros(shape, dtype=torch.int64)
         for chunk in manifest["tensors"][name]["chunks"]:
@@ -275,7 +275,7 @@ def test_every_element_is_on_disk_once(root: Path) -> None:
 
 
 def test_ranks_write_about_equally_much(root: Path) -> None:
-    manifest = json.loads((root / "iter_0000100" / MANIFEST).read_text())
+    manifest = json.loads((root / "iter_0000100" / MANIFEST).read_text())["manifest"]
     written = dict.fromkeys(manifest["files"], 0)
     for tensor in manifest["tensors"].values():
         for chunk in tensor["chunks"]:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint
+from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
 from megatron.checkpoint.directory import find_checkpoint
 from megatron.checkpoint.storage import (
     DTYPES,
@@ -70,7 +72,9 @@ def manifest_file(root: Path) -> Path:
 def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
     tensors = tensors_of_every_dtype()
     path = tmp_path / "file.safetensors"
-    assert write_safetensors(path, tensors) == path.stat().st_size
+    written = write_safetensors(path, tensors)
+    assert (written.name, written.size) == (path.name, path.stat().st_size)
+    assert written.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
     read = load_file(path)
     assert read.keys() == tensors.keys()
     assert [name for name in tensors if not same_bits(read[name], tensors[name])] == []
@@ -143,9 +147,18 @@ def test_a_file_with_other_entries_is_refused_by_name(saved: Path) -> None:
 
 
 def edit(change: Callable[[Any], object], text: str) -> str:
-    document = json.loads(text)
+    """The manifest with a change of its content, and the digest of that: what only a fault of ours could write."""
+    document = json.loads(text)["manifest"]
     change(document)
-    return json.dumps(document)
+    changed = json.dumps(document)
+    digest = xxhash.xxh3_128_hexdigest(changed.encode())
+    return f'{{"xxh3_128": "{digest}", "manifest": {changed}}}'
+
+
+def test_an_edit_of_the_manifest_that_changes_nothing_is_accepted(saved: Path) -> None:
+    text = manifest_file(saved).read_text()
+    assert edit(lambda document: None, text) == text
+    decode_manifest(text)
 
 
 def chunk(document: Any) -> Any:
@@ -157,7 +170,9 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "half": lambda text: text[: len(text) // 2],
     "not an object": lambda text: "[1, 2]",
     "no tensors": partial(edit, lambda d: d.pop("tensors")),
-    "a newer format": partial(edit, lambda d: d.update(format_version=2)),
+    "a newer format": partial(edit, lambda d: d.update(format_version=3)),
+    "another digest": lambda text: text.replace(text[14:46], "0" * 32),
+    "another number": lambda text: text.replace('"bytes": ', '"bytes": 1'),
     "state is a list": partial(edit, lambda d: d.update(state=[])),
     "unknown dtype": partial(edit, lambda d: d["tensors"]["weight"].update(dtype="F31")),
     "a hole": partial(edit, lambda d: chunk(d).update(shape=[99])),
@@ -179,6 +194,25 @@ def test_a_damaged_manifest_is_refused_by_name(saved: Path, damage: Callable[[st
     for read in (lambda: read_manifest(saved / "iter_0000005"), lambda: load(saved)):
         with pytest.raises(CheckpointError, match=r"iter_0000005/manifest\.json is damaged"):
             read()
+
+
+def test_every_flipped_bit_is_noticed(saved: Path) -> None:
+    """200 random ones in each kind of file; the seed is printed on failure."""
+    seed = random.SystemRandom().randrange(2**32)
+    choose = random.Random(seed)
+    verify_share(saved, 5, rank=0, size=1)
+    for victim in (only_file(saved), manifest_file(saved)):
+        content = bytearray(victim.read_bytes())
+        for _ in range(200):
+            place, bit = choose.randrange(len(content)), 1 << choose.randrange(8)
+            content[place] ^= bit
+            victim.write_bytes(content)
+            with pytest.raises(CheckpointError, match=rf"{victim.name} is damaged"):
+                verify_share(saved, 5, rank=0, size=1)
+                pytest.fail(f"seed {seed}: a flipped bit {bit} of byte {place} of {victim.name} was not noticed")
+            content[place] ^= bit
+        victim.write_bytes(content)
+    verify_share(saved, 5, rank=0, size=1)
 
 
 class Malicious:

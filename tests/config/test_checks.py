@@ -480,6 +480,7 @@ BAD: list[Row] = [
     (f"{GOOD} --save-interval 10", 1, "--save-interval needs --save"),
     (f"{GOOD} --ckpt-step 10", 1, "--ckpt-step needs --load"),
     (f"{GOOD} --finetune", 1, "--finetune needs --load"),
+    (f"{GOOD} --no-checkpoint-fallback", 1, "--no-checkpoint-fallback needs --load"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
     (f"{GOOD} --overlap-param-gather", 1, "--overlap-param-gather ... --use-distributed-optimizer"),
     (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 11", 1, "iteration 11 ... --train-iters 10"),

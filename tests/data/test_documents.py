@@ -18,9 +18,9 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
 from tests.data.test_indexed_dataset import write
 
-END = 999
+END, SYNTHETIC_END = 999, 7
 LENGTH = 16
-LENGTHS = [7, 1, 1, 5, 0, 23, 16, 17, 15, 1, 48, 2, 33, 0, 9, 3, 3, 31, 1, 1, 1, 8]
+LENGTHS = [7, 1, 1, 5, 0, 23, 16, 17, 15, 1, 48, 2, 33, 0, 9, 3, 31, 3, 1, 1, 1, 28]
 """Of documents, their ends included: empty ones, ends alone, one as long as a sample, and others about as long."""
 FLAGS = ["reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids"]
 
@@ -42,11 +42,17 @@ def sample_settings(seq_length: int, document_end: int | None = END, **other: An
     return SampleSettings(seq_length=seq_length, seed=5, split="1", document_end=document_end, **other)
 
 
-def build(prefix: str | None, counts: tuple[int, int, int] = (40, 0, 0), **flags: bool) -> Any:
+def build(prefix: str | None, counts: tuple[int, int, int] = (40, 0, 0), **flags: Any) -> Any:
     """Datasets of a run with such flags, on the corpus (``None``: synthetic)."""
     source: dict[str, Any] = {"mock_data": True} if prefix is None else {"data_path": (prefix,)}
     data = DataConfig(**source, **flags, seq_length=LENGTH, split="60,20,20" if counts[1] else "1")
-    return build_datasets(data, vocab_size=END + 1, eod=END, seed=5, sample_counts=counts, tokenizer_description=None)
+    end = SYNTHETIC_END if prefix is None else END
+    return build_datasets(data, vocab_size=end + 1, eod=end, seed=5, sample_counts=counts, tokenizer_description=None)
+
+
+def starts_of(tokens: list[int], end: int = END) -> list[bool]:
+    """Where documents begin, by the definition."""
+    return [place == 0 or tokens[place - 1] == end for place in range(len(tokens))]
 
 
 # --- where documents begin -----------------------------------------------------------------------------------
@@ -109,7 +115,7 @@ def test_synthetic_documents_begin_behind_the_last_id() -> None:
     counts = []
     for index in range(len(dataset)):
         tokens, starts = (dataset[index][name].tolist() for name in ("tokens", "document_starts"))
-        assert starts == [place == 0 or tokens[place - 1] == 19 for place in range(LENGTH)]
+        assert starts == starts_of(tokens, 19)
         counts.append(sum(starts))
     assert {1, 2, 3} <= set(counts)
 
@@ -136,14 +142,17 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
     counts = (4, 2, 2)
     marked = build(corpus_of(kind, prefix), counts, **{flag: True})
     plain = build(corpus_of(kind, prefix), counts)
+    end = END if kind == "corpus" else SYNTHETIC_END
     for with_starts, without, count in zip(marked, plain, counts, strict=True):
+        documents = 0
         for index in range(count):
             sample = with_starts[index]
             starts = sample.pop("document_starts").tolist()
-            tokens = sample["tokens"].tolist()
-            assert starts == [place == 0 or tokens[place - 1] == END for place in range(LENGTH)]
+            assert starts == starts_of(sample["tokens"].tolist(), end)
+            documents += sum(starts)
             assert sample.keys() == without[index].keys()
             assert all(np.array_equal(sample[name], array) for name, array in without[index].items())
+        assert documents > count
     if kind == "corpus":
         assert description_hash(marked[0].description) == description_hash(plain[0].description)
 
@@ -157,7 +166,7 @@ def test_blends_hand_on_where_documents_begin(tmp_path: Path) -> None:
     assert dataset is not None
     for index in range(30):
         tokens, starts = (dataset[index][name].tolist() for name in ("tokens", "document_starts"))
-        assert starts == [place == 0 or tokens[place - 1] == END for place in range(LENGTH)]
+        assert starts == starts_of(tokens)
 
 
 # --- the part of a context-parallel rank ---------------------------------------------------------------------

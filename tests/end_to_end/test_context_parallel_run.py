@@ -24,6 +24,7 @@ from tests.end_to_end.run_process import (
     flags_of,
     grad_norms,
     losses,
+    records,
     tiny_corpus,
     tokenize,
     write_documents,
@@ -205,10 +206,10 @@ def in_four(corpus: Corpus, in_two: Runs, tmp_path_factory: pytest.TempPathFacto
 
 def assert_same_run(found: Runs, name: str, wanted: Runs, documents: str) -> None:
     """Loss, gradient norm, validation and test loss; zeros in the gradient and the norm of the weights."""
-    records = computed(wanted.metrics(documents))
-    kinds = [key for record in records for key in record if "loss" in key and key != "loss_scale"]
+    whole = computed(wanted.metrics(documents))
+    kinds = [key for record in whole for key in record if "loss" in key and key != "loss_scale"]
     assert kinds == [*["lm_loss", "lm_loss", "validation_loss"] * 3, "test_loss"]
-    assert_same_records(computed(found.metrics(name)), records)
+    assert_same_records(computed(found.metrics(name)), whole)
     counts = zeros_and_norms(wanted.said[documents])
     assert len(counts) == LENGTH and int(counts[0][0]) > 0
     assert zeros_and_norms(found.said[name]) == counts
@@ -281,6 +282,22 @@ def test_documents_change_the_loss_of_every_iteration(alone: Runs, documents: st
         for found, other in zip(losses(alone.metrics(documents)), losses(alone.metrics("ignored")), strict=True)
     ]
     assert min(differences) > 1e-4, differences
+
+
+def test_evaluation_stays_inside_documents_too(corpus: Corpus, alone: Runs, tmp_path: Path) -> None:
+    """Of the same weights, which training inside documents or outside would not leave."""
+    found = {}
+    for name, documents in DOCUMENTS.items():
+        metrics = tmp_path / f"{name}.jsonl"
+        flags: Flags = {**RUN, **documents, "load": alone.directory / "stopped", "skip_train": True}
+        call_training(flags_of(corpus, **flags, metrics_jsonl=metrics)).succeeded()
+        found[name] = [value for record in records(metrics) for key, value in record.items() if "loss" in key]
+    wanted = found["attention mask"]
+    assert len(wanted) == 2 and found["loader's masking"] == wanted
+    assert_close(found[ALL], wanted, TOLERANCE)
+    for name in ("ignored", "positions"):
+        assert min(abs(one - other) for one, other in zip(found[name], wanted)) > 1e-3, found
+    assert min(abs(one - other) for one, other in zip(found["positions"], found["ignored"])) > 1e-4, found
 
 
 def test_both_flags_that_keep_attention_inside_documents_mean_the_same(alone: Runs) -> None:
