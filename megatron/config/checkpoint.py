@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.config.errors import ConfigError
+from megatron.config.intervals import IntervalSchedule
 from megatron.config.ranges import require_at_least
 
 
@@ -12,8 +13,14 @@ class CheckpointConfig:
 
     save: str | None = None
     """Directory for checkpoints: DIR/iter_0000100/ and DIR/latest_checkpointed_iteration.txt."""
-    save_interval: int | None = None
-    """Iterations between checkpoints (with --save: also one at the end and at a graceful stop)."""
+    save_interval: str | None = None
+    """Iterations between checkpoints (with --save: also one at the end and at a graceful stop). 500@0,2000@1000 saves
+    at every 500th iteration up to 1000, then at every 2000th."""
+    save_retain_last: int | None = None
+    """Delete checkpoints older than the newest this many, once these have been read back and found good."""
+    save_retain_interval: int | None = None
+    """Keep those at multiples of this many iterations for good, and delete others: all but the latest, or but those of
+    --save-retain-last."""
     load: str | None = None
     """Directory to resume from; starts afresh when it holds no checkpoint yet."""
     ckpt_step: int | None = None
@@ -34,11 +41,28 @@ class CheckpointConfig:
     finetune: bool = False
     """Load the weights only and start at iteration 0."""
 
+    @property
+    def save_schedule(self) -> IntervalSchedule | None:
+        """When to save, beside the end."""
+        return None if self.save_interval is None else IntervalSchedule.parse("--save-interval", self.save_interval)
+
+    @property
+    def deletes(self) -> bool:
+        """Whether old checkpoints are deleted."""
+        return self.save_retain_last is not None or self.save_retain_interval is not None
+
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        require_at_least(1, {"--save-interval": self.save_interval})
-        if self.save_interval is not None and self.save is None:
-            raise ConfigError("--save-interval needs --save with a directory.")
+        retained = {
+            "--save-retain-last": self.save_retain_last,
+            "--save-retain-interval": self.save_retain_interval,
+        }
+        require_at_least(1, retained)
+        if self.save_interval is not None:
+            IntervalSchedule.parse("--save-interval", self.save_interval)
+        for flag, value in (("--save-interval", self.save_interval), *retained.items()):
+            if value is not None and self.save is None:
+                raise ConfigError(f"{flag} needs --save with a directory.")
         for flag, is_given in (
             ("--ckpt-step", self.ckpt_step is not None),
             ("--finetune", self.finetune),

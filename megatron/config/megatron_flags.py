@@ -125,7 +125,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--multiple-validation-sets",
     ),
     "checkpoints have one format, are saved synchronously and load in any layout: remove it.": (
-        "--save-retain-interval",
         "--pretrained-checkpoint",
         "--use-checkpoint-args",
         "--ckpt-format",

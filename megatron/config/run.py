@@ -1,5 +1,6 @@
 """All flag groups of one run, and the checks that cross groups."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -137,7 +138,7 @@ def _check_context_parallel(run: RunConfig, world_size: int) -> None:
     if size == 1:
         return
     length = run.data.seq_length
-    parts = 2 * size * (tensor_size if parallel.sequence_parallel else 1)
+    parts = math.lcm(2 * size, size * tensor_size) if parallel.sequence_parallel else 2 * size
     if length is not None and length % parts:
         by = " and --sequence-parallel" if parallel.sequence_parallel and tensor_size > 1 else ""
         raise ConfigError(

@@ -4,15 +4,29 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from megatron.checkpoint.checkpointing import verify_share
+from megatron.checkpoint.directory import (
+    iteration_directory,
+    list_checkpoints,
+    locate_checkpoint,
+    remove_checkpoint,
+)
+from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.retention import Retention
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.intervals import IntervalSchedule
 from megatron.config.logging import LoggingConfig
+from megatron.core.communication import Communicator
 from megatron.data.loader import Microbatch
 from megatron.training.flops import achieved_tflops, mfu
+from megatron.training.launch import on_first_rank, together
 from megatron.training.metrics import EvaluationRecord, IterationRecord
 from megatron.training.step import evaluate
 from megatron.training.timers import combine, format_timer_report
@@ -120,18 +134,24 @@ class Evaluation(Listener):
             writer.write_evaluation(record)
 
 
-@dataclass
 class Checkpoints(Listener):
-    """Saves every ``--save-interval`` iterations and whenever the loop ends."""
+    """Saves at the iterations of ``--save-interval`` and whenever the loop ends, and deletes what is not to be kept.
 
-    config: CheckpointConfig
-    say: Callable[[str], None]
-    _last_saved: int = -1
+    ``lock`` is that of the directory, on the rank that holds it.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, world: Communicator, lock: RunLock | None, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.say = config, say
+        self._world, self._lock = world, lock
+        self._schedule = config.save_schedule
+        self._retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
+        self._last_saved = -1
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Save at the interval."""
-        interval = self.config.save_interval
-        if interval is not None and trainer.state.progress.iteration % interval == 0:
+        """Save when it is time."""
+        if self._schedule is not None and self._schedule.is_due(trainer.state.progress.iteration):
             self._save(trainer)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
@@ -142,11 +162,29 @@ class Checkpoints(Listener):
     def _save(self, trainer: Trainer) -> None:
         if self.config.save is None:
             return
+        on_first_rank(self._world, self._check_lock)
         with trainer.timers("save-checkpoint"):
             trainer.data_parallel.wait_for_parameters()
             path = trainer.state.save(self.config)
         self._last_saved = trainer.state.progress.iteration
         self.say(f"saved checkpoint {path}")
+        if self.config.deletes:
+            self._delete_old(path.parent)
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
+    def _verify(self, iteration: int) -> None:
+        root = Path(self.config.save or "")
+        together(self._world, partial(verify_share, root, iteration, self._world.rank, self._world.size))
+
+    def _delete_old(self, root: Path) -> None:
+        superfluous = self._retention.superfluous(on_first_rank(self._world, lambda: list_checkpoints(root)))
+        if self._world.rank == 0:
+            for iteration in superfluous:
+                remove_checkpoint(locate_checkpoint(root, iteration))
+                self.say(f"deleted checkpoint {iteration_directory(root, iteration)}")
 
 
 class GarbageCollection(Listener):
@@ -155,15 +193,17 @@ class GarbageCollection(Listener):
     Without an ``interval`` that is at evaluations and checkpoints, which are long anyway.
     """
 
-    def __init__(self, interval: int, eval_interval: int | None, save_interval: int | None) -> None:
-        intervals = (interval,) if interval else (eval_interval, save_interval)
-        self._intervals = [length for length in intervals if length is not None]
+    def __init__(self, interval: int, eval_interval: int | None, saves: IntervalSchedule | None) -> None:
+        every = interval or eval_interval
+        self._schedules = [IntervalSchedule(((every, 0),))] if every else []
+        if saves is not None and not interval:
+            self._schedules.append(saves)
         gc.disable()
         gc.collect()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         """Collect at the interval."""
-        if any(trainer.state.progress.iteration % length == 0 for length in self._intervals):
+        if any(schedule.is_due(trainer.state.progress.iteration) for schedule in self._schedules):
             gc.collect()
 
     def on_end(self, trainer: Trainer, reason: str) -> None:

@@ -3,7 +3,7 @@
 from megatron.config.run import RunConfig
 from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 from megatron.training.listeners import Evaluation
-from megatron.training.setup import build_trainer
+from megatron.training.setup import build_trainer, save_directory_locked
 from megatron.training.stop import watch_signals
 from megatron.training.trainer import Trainer
 
@@ -21,8 +21,12 @@ def pretrain(config: RunConfig, process: Process) -> None:
     device = choose_device(config.training.device, process)
     if device.type == "cpu":
         prepare_cpu(process)
-    with watch_signals(config.training) as signals, joined(config.parallel, process, device) as topology:
-        trainer = build_trainer(config, topology, signals, say)
+    with (
+        watch_signals(config.training) as signals,
+        joined(config.parallel, process, device) as topology,
+        save_directory_locked(config.checkpoint, topology.world) as lock,
+    ):
+        trainer = build_trainer(config, topology, lock, signals, say)
         try:
             if config.validation.skip_train:
                 evaluate_only(trainer)

@@ -4,16 +4,19 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.lock import RunLock
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
+from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
@@ -48,14 +51,33 @@ from megatron.training.writers import build_writers
 Say = Callable[[str], None]
 
 
-def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, say: Say) -> Trainer:
-    """The whole run of this rank, from flags to a trainer that is ready to go.
+@contextmanager
+def save_directory_locked(config: CheckpointConfig, world: Communicator) -> Iterator[RunLock | None]:
+    """Keep other runs from saving under ``--save``; the lock is the first rank's."""
+    locks: list[RunLock] = []
+
+    def acquire() -> None:
+        if config.save is not None:
+            check_save_directory(Path(config.save))
+            locks.append(RunLock(Path(config.save)))
+
+    on_first_rank(world, acquire)
+    try:
+        yield locks[0] if locks else None
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def build_trainer(
+    config: RunConfig, topology: Topology, lock: RunLock | None, signals: SignalWatch, say: Say
+) -> Trainer:
+    """The whole run of this rank, from flags to a trainer that is ready to go; ``lock`` is that of ``--save``.
 
     Raises :class:`~megatron.config.errors.UserError`, on every rank alike.
     """
     started = time.monotonic()
     on_first_rank(topology.world, lambda: check_wandb_credentials(config.logging))
-    on_first_rank(topology.world, lambda: check_save_directory(config.checkpoint))
     on_first_rank(topology.world, lambda: check_trace_path(config.logging.profile_pipeline))
     seed_random(config.training.seed)
     vocabulary = together(topology.world, lambda: load_vocabulary(config))
@@ -101,7 +123,7 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
             first_iteration=state.progress.iteration,
         ),
         timers=Timers(config.logging.timing_log_level, synchronizer(topology.device)),
-        listeners=build_listeners(config, topology, model.config, data, batches, train_iters, say),
+        listeners=build_listeners(config, topology, model.config, data, batches, train_iters, lock, say),
         writers=writers,
         seq_length=config.seq_length,
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
@@ -109,18 +131,15 @@ def build_trainer(config: RunConfig, topology: Topology, signals: SignalWatch, s
     )
 
 
-def check_save_directory(config: CheckpointConfig) -> None:
+def check_save_directory(directory: Path) -> None:
     """Find out now, not at the first save, whether ``--save`` can be written to."""
-    if config.save is None:
-        return
     try:
-        Path(config.save).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.save):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise ConfigError(
-            f"--save {config.save} cannot be written to ({error.strerror}): name another directory, or make it "
-            "writable."
+            f"--save {directory} cannot be written to ({error.strerror}): name another directory, or make it writable."
         ) from error
 
 
@@ -271,6 +290,7 @@ def build_listeners(
     data: Data,
     batches: BatchSchedule,
     train_iters: int,
+    lock: RunLock | None,
     say: Say,
 ) -> list[Listener]:
     """Listeners in the order in which they hear of an event: checkpoints last, since evaluation may take long."""
@@ -294,11 +314,11 @@ def build_listeners(
         data.validation,
         data.test,
     )
-    checkpoints = Checkpoints(config.checkpoint, say)
+    checkpoints = Checkpoints(config.checkpoint, topology.world, lock, say)
     listeners: list[Listener] = [metrics, evaluation, checkpoints]
     if config.training.manual_gc:
-        intervals = config.training.manual_gc_interval, config.validation.eval_interval, config.checkpoint.save_interval
-        listeners.append(GarbageCollection(*intervals))
+        intervals = config.training.manual_gc_interval, config.validation.eval_interval
+        listeners.append(GarbageCollection(*intervals, config.checkpoint.save_schedule))
     if config.logging.profile_pipeline is not None:
         iteration = config.logging.profile_pipeline_iteration
         # First, because evaluation uses the pipeline, too.

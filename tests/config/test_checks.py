@@ -47,7 +47,8 @@ AT_LEAST_ONE = [
     "--train-samples",
     "--exit-interval",
     "--eval-interval",
-    "--save-interval",
+    "--save-retain-last",
+    "--save-retain-interval",
     "--log-interval",
     "--tensorboard-log-interval",
     "--profile-pipeline-iteration",
@@ -125,8 +126,8 @@ BAD: list[Row] = [
         "--seq-length 64 is not divisible by 6, into which --context-parallel-size 3 cut it",
     ),
     (
-        f"{GOOD.replace('64', '36')} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
-        4,
+        f"{GOOD.replace('64', '36')} --context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel",
+        8,
         "--seq-length 36 is not divisible by 8 ... --context-parallel-size 2 and --sequence-parallel cut it",
     ),
     (
@@ -477,7 +478,18 @@ BAD: list[Row] = [
     (GOOD.replace("--lr 1e-3", ""), 1, "--lr is missing"),
     (GOOD.replace("--train-iters 10", ""), 1, "--train-iters (or --train-samples) is missing"),
     # Checkpoints and logging.
-    (f"{GOOD} --save-interval 10", 1, "--save-interval needs --save"),
+    *(
+        (f"{GOOD} --{flag} 10", 1, f"--{flag} needs --save")
+        for flag in ("save-interval", "save-retain-last", "save-retain-interval")
+    ),
+    *(
+        (
+            f"{GOOD} --save run --save-interval {wrong}",
+            1,
+            f"--save-interval {wrong} must be a number ... 500@0,2000@1000",
+        )
+        for wrong in ("0", "often", "5@1", "5@0,6@0", "5@0,6@9,7@8", "0@0", "5@0,", "@", "1.5")
+    ),
     (f"{GOOD} --ckpt-step 10", 1, "--ckpt-step needs --load"),
     (f"{GOOD} --finetune", 1, "--finetune needs --load"),
     (f"{GOOD} --no-checkpoint-fallback", 1, "--no-checkpoint-fallback needs --load"),
@@ -555,6 +567,10 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{STAGES} --use-torch-fsdp2 --no-untie-embeddings-and-output-weights", 4),
         (f"{STAGES} --use-torch-fsdp2 --pipeline-schedule zb-v", 4),
         (f"{GOOD} --context-parallel-size 4 --cp-comm-type a2a", 8),
+        (
+            f"{GOOD.replace('64', '36')} --context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+            4,
+        ),
         (f"{GOOD} --num-layers 3 --context-parallel-size 2 --cp-comm-type p2p a2a allgather", 2),
         (f"{GOOD} --cp-comm-type a2a --reset-attention-mask --reset-position-ids", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
@@ -590,6 +606,7 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 3 --lr-warmup-samples 2", 1),
         (f"{GOOD.replace('--lr 1e-3', '')} --skip-train --load run", 1),
         (f"{GOOD} --save run --save-interval 5 --load run --ckpt-step 5 --finetune", 1),
+        (f"{GOOD} --save run --save-interval 2@0,5@4 --save-retain-last 2 --save-retain-interval 5", 1),
         (GOOD.replace("--mock-data", "--data-path corpus --tokenizer-type NullTokenizer"), 1),
         (
             GOOD.replace(

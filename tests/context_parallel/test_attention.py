@@ -14,7 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config.parallel import ContextParallelType
 from megatron.core.communication import CollectiveRecord, Communicator
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel.attention import (
+    ContextParallel,
+    GatheredAttention,
+    HeadwiseAttention,
+    RingAttention,
+)
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.ops.attention import (
     AttentionKernel,
@@ -218,3 +223,14 @@ def test_gpu_kernels_are_called_as_torch_defines_them(kernel: AttentionKernel) -
             part.output, query, key, value, part.output, part.log_sum_exp, part.kept, is_causal=False
         )
         assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
+
+
+def test_layers_may_attend_in_different_ways() -> None:
+    ranks = Communicator((0, 1), 0)
+    kinds = {"p2p": RingAttention, "a2a": HeadwiseAttention, "allgather": GatheredAttention}
+    each = ContextParallel(ranks, ("p2p", "a2a", "allgather"))
+    assert [type(each.attention(layer, ReferenceAttention())) for layer in range(3)] == [*kinds.values()]
+    one = ContextParallel(ranks, ("a2a",))
+    assert {type(one.attention(layer, ReferenceAttention())) for layer in range(3)} == {HeadwiseAttention}
+    alone = ContextParallel(Communicator((0,), 0), ("a2a",))
+    assert type(alone.attention(0, ReferenceAttention())) is LocalAttention

@@ -15,7 +15,6 @@ from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.end_to_end.run_process import (
     Corpus,
-    FlagValue,
     assert_close,
     assert_same_tensors,
     call_training,
@@ -255,7 +254,7 @@ def test_checkpoint_of_two_ranks_that_share_a_sequence_goes_on_in_one_process(
     corpus: Corpus, in_two: Runs, alone: Runs, tmp_path: Path
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    flags: dict[str, FlagValue | Path] = {**RUN, **DOCUMENTS[ALL], "load": in_two.directory / "stopped"}
+    flags: Flags = {**RUN, **DOCUMENTS[ALL], "load": in_two.directory / "stopped"}
     call_training(flags_of(corpus, **flags, metrics_jsonl=metrics)).succeeded()
     wanted = [record for record in computed(alone.metrics(ALL)) if record["iteration"] > STOP]
     assert_same_records(computed(metrics), wanted)

@@ -1,0 +1,49 @@
+"""Which checkpoints may go: those for whose sake they go are verified first, and what is damaged is never deleted."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron.config.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Retention:
+    """Keeps the newest ``last`` good checkpoints (by default one), and those at multiples of ``interval``.
+
+    ``verify`` compares a checkpoint's files with their digests and raises :class:`CheckpointError`; what it has once
+    found good it is not asked about again.
+    """
+
+    last: int | None
+    interval: int | None
+    verify: Callable[[int], None]
+    _good: set[int] = field(default_factory=set)
+
+    def superfluous(self, iterations: Sequence[int]) -> list[int]:
+        """Those of ``iterations``, ascending, that may be deleted."""
+        missing = self.last or 1
+        newest_first = iterations[::-1]
+        if all(self._is_milestone(iteration) for iteration in newest_first[missing:]):
+            # To verify is to read it all.
+            return []
+        for place, iteration in enumerate(newest_first):
+            missing -= self._is_good(iteration)
+            if missing == 0:
+                return [older for older in newest_first[place + 1 :] if not self._is_milestone(older)]
+        return []
+
+    def _is_milestone(self, iteration: int) -> bool:
+        return self.interval is not None and iteration % self.interval == 0
+
+    def _is_good(self, iteration: int) -> bool:
+        if iteration not in self._good:
+            try:
+                self.verify(iteration)
+            except CheckpointError as error:
+                _logger.warning("The checkpoint of iteration %d is kept, but counts for nothing: %s", iteration, error)
+                return False
+            self._good.add(iteration)
+        return True
