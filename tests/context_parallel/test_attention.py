@@ -38,7 +38,7 @@ from megatron.core.ops.documents import Documents
 from tests.rank_pool import RankPool
 
 KERNELS = [ReferenceAttention(), CpuFlashAttention()]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 Shape = tuple[int, int, int, int, int]
 """Batch, query heads, key-value heads, length, head size."""
 
@@ -54,9 +54,11 @@ def inputs(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return query, key, value, grad
 
 
-def definition(shape: Shape, starts: Tensor | None, seed: int = 0) -> tuple[Tensor, Gradients]:
-    """Output and gradients by autograd on the whole matrix of scores."""
-    query, key, value, grad = inputs(shape, seed)
+def definition(
+    shape: Shape, starts: Tensor | None, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Gradients]:
+    """Output and gradients by autograd on the whole matrix of scores, of inputs that are rounded to ``dtype``."""
+    query, key, value, grad = (tensor.to(dtype).double() for tensor in inputs(shape, seed))
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     repeats = shape[1] // shape[2]
     keys, values = (tensor.repeat_interleave(repeats, dim=1) for tensor in leaves[1:])
@@ -86,8 +88,9 @@ def marked(starts: Tensor | None) -> Documents | None:
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Errors count relative to inputs, which are of the order of 1: differences of them may be much smaller."""
     assert found.shape == expected.shape
-    error = (found.double() - expected).abs().max() / expected.abs().max()
+    error = (found.double() - expected).abs().max() / max(1.0, float(expected.abs().max()))
     assert error < TOLERANCE[dtype], f"off by {error:.1e}"
 
 
@@ -116,7 +119,7 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     cut: float,
 ) -> None:
     shape = (batch, groups * repeats, groups, length, size)
-    expected, expected_grads = definition(shape, None)
+    expected, expected_grads = definition(shape, None, dtype)
     query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
     middle = max(1, min(length - 1, int(cut * length)))
     rows, early, late = slice(None), slice(0, middle), slice(middle, length)
@@ -139,7 +142,7 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_documents_do_not_see_each_other(kernel: AttentionKernel, shape: Shape, dtype: torch.dtype) -> None:
     starts = begins(shape, 1, 4, 5, 7)
-    expected, expected_grads = definition(shape, starts)
+    expected, expected_grads = definition(shape, starts, dtype)
     query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
     attention = LocalAttention(kernel)
     output, kept = attention.forward(query, key, value, marked(starts))
@@ -184,8 +187,8 @@ def test_ranks_that_share_a_sequence_attend_as_one(
     four_ranks: RankPool, ranks: int, kind: ContextParallelType, shape: Shape, places: tuple[int, ...] | None
 ) -> None:
     starts = None if places is None else begins(shape, *places)
-    expected, expected_grads = definition(shape, starts)
     for dtype in (torch.float64, torch.bfloat16):
+        expected, expected_grads = definition(shape, starts, dtype)
         results = four_ranks.run(on_ranks, kind, shape, starts, dtype, world_size=ranks)
         for rank, (output, grads, _) in enumerate(results):
             positions = ContextSplit(rank, ranks).positions(shape[3])
