@@ -1,7 +1,9 @@
 """From a process started by torchrun (or alone) to a rank in the grid."""
 
 import ctypes
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +88,19 @@ def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> 
 
 def _part() -> None:
     if dist.is_initialized():
+        _forget_meshes()
         dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """Let go of what still holds process groups, whose threads would outlive them: one that frees a tensor while the
+    interpreter ends aborts the process."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # DTensor's cache of operations keeps the mesh of each.
+        _clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:

@@ -1,10 +1,12 @@
 """Pretraining from flags to the last checkpoint."""
 
+from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
+from megatron.core.topology import Topology
 from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 from megatron.training.listeners import Evaluation
-from megatron.training.setup import build_trainer, save_directory_locked
-from megatron.training.stop import watch_signals
+from megatron.training.setup import Say, build_trainer, save_directory_locked
+from megatron.training.stop import SignalWatch, watch_signals
 from megatron.training.trainer import Trainer
 
 
@@ -26,14 +28,19 @@ def pretrain(config: RunConfig, process: Process) -> None:
         joined(config.parallel, process, device) as topology,
         save_directory_locked(config.checkpoint, topology.world) as lock,
     ):
-        trainer = build_trainer(config, topology, lock, signals, say)
-        try:
-            if config.validation.skip_train:
-                evaluate_only(trainer)
-            else:
-                say(f"stopped: {trainer.run()}")
-        finally:
-            trainer.close()
+        train(config, topology, lock, signals, say)
+
+
+def train(config: RunConfig, topology: Topology, lock: RunLock | None, signals: SignalWatch, say: Say) -> None:
+    """Build the trainer and run it; it must be gone when the ranks part."""
+    trainer = build_trainer(config, topology, lock, signals, say)
+    try:
+        if config.validation.skip_train:
+            evaluate_only(trainer)
+        else:
+            say(f"stopped: {trainer.run()}")
+    finally:
+        trainer.close()
 
 
 def evaluate_only(trainer: Trainer) -> None:

@@ -193,10 +193,10 @@ class RunState:
         load_checkpoint(saved.root, saved.iteration, tensors | (random_states if with_random else {}))
         if with_random:
             restore_random(random_states, self.rank, self.device)
-        if not with_optimizer:
+        if with_optimizer:
+            self.optimizer.num_steps = saved.state["optimizer_steps"]
+        else:
             self.optimizer.reload_master_weights()
-            return
-        self.optimizer.num_steps = saved.state["optimizer_steps"]
         if self.optimizer.has_master_weights and not saved.state["has_master_weights"]:
             masters = _renamed(optimizer_tensors(self.optimizer), MASTER, "model/")
             load_checkpoint(saved.root, saved.iteration, masters)

@@ -5,12 +5,15 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
     assert_close,
     call_training,
+    checkpoint_of,
     flags_of,
     iterations,
     latest_iteration,
@@ -96,3 +99,21 @@ def test_a_loss_that_is_not_finite_changes_nothing(corpus: Corpus, tmp_path: Pat
 def test_collecting_garbage_by_hand_ends_with_the_run(corpus: Corpus) -> None:
     call_training(flags_of(corpus, manual_gc=True, manual_gc_interval=3, train_iters=3)).succeeded()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("how", ["finetune", "no_load_optim"])
+def test_master_weights_start_from_the_widest_that_a_checkpoint_has(corpus: Corpus, tmp_path: Path, how: str) -> None:
+    """Also where the optimizer's state is left out: in bf16 the model alone would have lost bits."""
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    call_training(flags_of(corpus, save=wide, train_iters=2)).succeeded()
+    changes: dict[str, FlagValue] = {"lr": 0.0, "bf16": True, "train_iters": 1, "override_opt_param_scheduler": True}
+    changes |= {"finetune": True} if how == "finetune" else {"load_optim": False, "train_iters": 3}
+    call_training(flags_of(corpus, load=wide, save=narrow, **changes)).succeeded()
+    before, after = (
+        load_file(checkpoint_of(root, latest_iteration(root)) / "rank_00000.safetensors") for root in (wide, narrow)
+    )
+    weights = {key.removeprefix("model/"): tensor for key, tensor in before.items() if key.startswith("model/")}
+    assert weights
+    for key, tensor in weights.items():
+        assert torch.equal(after[f"optimizer/master/{key}"], tensor), key
+        assert torch.equal(after[f"model/{key}"], tensor.bfloat16()), key
