@@ -106,8 +106,8 @@ def test_master_weights_start_from_the_widest_that_a_checkpoint_has(corpus: Corp
     """Also where the optimizer's state is left out: in bf16 the model alone would have lost bits."""
     wide, narrow = tmp_path / "wide", tmp_path / "narrow"
     call_training(flags_of(corpus, save=wide, train_iters=2)).succeeded()
-    changes: dict[str, FlagValue] = {"lr": 0.0, "bf16": True, "train_iters": 1, "override_opt_param_scheduler": True}
-    changes |= {"finetune": True} if how == "finetune" else {"load_optim": False, "train_iters": 3}
+    changes: dict[str, FlagValue] = {"lr": 0.0, "bf16": True, "lr_decay_iters": 8, "override_opt_param_scheduler": True}
+    changes |= {"finetune": True, "train_iters": 1} if how == "finetune" else {"load_optim": False, "train_iters": 3}
     call_training(flags_of(corpus, load=wide, save=narrow, **changes)).succeeded()
     before, after = (
         load_file(checkpoint_of(root, latest_iteration(root)) / "rank_00000.safetensors") for root in (wide, narrow)
