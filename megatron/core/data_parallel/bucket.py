@@ -200,8 +200,11 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = self._deliveries
         for _, slot, _ in self.view.slots:
             slot.reclaim()
-        self._pending = self._shards.start_reduce_scatter(self._arranged(self._whole).to(self._reduce_dtype))
+        gradients = self._arranged(self._whole).to(self._reduce_dtype)
         self._whole = None
+        # The first microbatch's sum goes to its place without a copy.
+        in_place = not self._is_filled and gradients.dtype == self.view.shard.dtype
+        self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard if in_place else None)
         self._in_flight.add(self)
 
     def _arranged(self, whole: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ class ShardedGradientBucket(GradientBucket):
         self._in_flight.remove(self)
         if self._is_filled:
             self.view.shard.add_(summed)
-        else:
+        elif summed is not self.view.shard:
             self.view.shard.copy_(summed)
         self._is_filled = True
 
@@ -248,5 +251,7 @@ class RowShardedGradientBucket(ShardedGradientBucket):
         self._sizes = [size * shards.size for size in part_sizes]
 
     def _arranged(self, whole: Tensor) -> Tensor:
+        if len(self._sizes) == 1:
+            return whole
         parameters = whole.split(self._sizes)
         return torch.cat([parameter.view(self._shards.size, -1) for parameter in parameters], dim=1).flatten()
