@@ -265,7 +265,7 @@ CONTENDERS = (
     Contender("DP2 FSDP, gathered once", 2, ours(dp=2, strategy="optim_grads_params", reshard=False), 8),
     Contender("TP2", 2, ours(tp=2), 16),
     Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
-    *(Contender(f"CP2 {kind}", 2, ours(cp=2, cp_comm_type=kind), 8) for kind in get_args(ContextParallelType)),
+    *(Contender(f"CP2 {kind}", 2, ours(cp=2, cp_comm_type=kind), 16) for kind in get_args(ContextParallelType)),
     Contender("one rank, 2048 tokens", 1, ours(length=2048), 1),
     *(
         Contender(f"CP2 {kind}, 2048 tokens", 2, ours(cp=2, cp_comm_type=kind, length=2048), 1, "one rank, 2048 tokens")
