@@ -27,7 +27,6 @@ _LAYOUT = {
     "tensor_model_parallel_size": "tensor",
     "context_parallel_size": "context",
     "pipeline_model_parallel_size": "pipeline",
-    "data_parallel_sharding_strategy": "sharding",
 }
 
 
@@ -122,10 +121,20 @@ def written_by(flags: Mapping[str, Any]) -> str:
     """The layout and precision of the run; only a checkpoint that was converted has none."""
     if "parallel" not in flags:
         return "a conversion, not a run"
-    layout = {name: flags["parallel"].get(key) for key, name in _LAYOUT.items()}
+    parallel = flags["parallel"]
+    layout = {name: parallel.get(key) for key, name in _LAYOUT.items()}
+    layout["data-parallel sharding"] = sharding(parallel)
     precision = next((name for name in ("bf16", "fp64") if flags.get("precision", {}).get(name)), "fp32")
     optimizer = flags.get("optimizer", {}).get("optimizer")
     return words({**layout, "precision": precision, "optimizer": optimizer})
+
+
+def sharding(parallel: Mapping[str, Any]) -> str:
+    """The data-parallel strategy under any of its flags."""
+    if parallel.get("use_torch_fsdp2"):
+        return "optim_grads_params"
+    by_default = "optim" if parallel.get("use_distributed_optimizer") else "no_shard"
+    return parallel.get("data_parallel_sharding_strategy") or by_default
 
 
 def words(values: Mapping[str, Any]) -> str:
