@@ -14,12 +14,11 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, WrittenFile, sync_file, write_safetensors
 from megatron.config.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -43,22 +43,6 @@ _BLOCK = 4 << 20  # bytes read at a time
 FORMAT_VERSION = 2
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _REMEDIES = {
     errno.ENOSPC: "free some space or choose another directory",
@@ -96,80 +80,14 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_file(file: IO[bytes]) -> None:
-    # The flush must come first: fsync knows nothing of what Python still holds in its buffer.
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def write_text_durably(path: Path, text: str) -> None:
     """Create ``path`` with ``text`` on stable storage; the caller syncs the directory."""
     with path.open("xb") as file:
         file.write(text.encode())
-        _sync_file(file)
-
-
-# --- safetensors files -------------------------------------------------------------------------------------
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> "WrittenFile":
-    """Create a safetensors file on stable storage.
-
-    Tensors may be views and on any device; one at a time is copied to the host, so that saving a GPU's state
-    takes no second copy of it. Errors are ``OSError``.
-    """
-    # Wider elements first keeps every entry aligned, which a memory-mapped reader needs.
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    digest = xxhash.xxh3_128()
-    # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
-    with path.open("xb") as file, ThreadPoolExecutor(1) as hashing:
-        for content in _contents({name: tensors[name] for name in names}):
-            hashed = hashing.submit(digest.update, content)
-            file.write(content)
-            hashed.result()
-        _sync_file(file)
-        return WrittenFile(path.name, file.tell(), digest.hexdigest())
-
-
-def _contents(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """What a file consists of, part by part."""
-    yield _safetensors_header(tensors)
-    for tensor in tensors.values():
-        yield _bytes_of(tensor)
-
-
-def _safetensors_header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries = {}
-    begin = 0
-    for name, tensor in tensors.items():
-        end = begin + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+        sync_file(file)
 
 
 # --- the manifest ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """A file of a checkpoint, as the rank that wrote it knows it."""
-
-    name: str
-    size: int
-    digest: str
-    """XXH3-128 of its bytes, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +262,7 @@ class SafetensorsWriter(StorageWriter):
         for item in plan.items:
             piece = planner.resolve_data(item)
             assert isinstance(piece, Tensor), item
-            tensors[_key(item.index)] = piece
+            tensors[chunk_key(item.index)] = piece
         future: Future[list[WriteResult]] = Future()
         if not tensors:
             future.set_result([])
@@ -368,13 +286,13 @@ class SafetensorsWriter(StorageWriter):
         self._commit(self.directory)
 
 
-def _key(index: MetadataIndex) -> str:
+def chunk_key(index: MetadataIndex) -> str:
     """The name of a chunk's entry in its file, such as ``layers.0.mlp.linear_fc2.weight@0,512``."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
 def _write_result(index: MetadataIndex, tensors: Mapping[str, Tensor], file: WrittenFile) -> WriteResult:
-    key = _key(index)
+    key = chunk_key(index)
     return WriteResult(index, tensors[key].nbytes, ChunkLocation(file, key))
 
 

@@ -1,6 +1,6 @@
 """Flags for the architecture, and the concrete architecture they resolve to."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from megatron.config.errors import ConfigError
@@ -90,6 +90,8 @@ class ModelConfig:
     """Llama 3.1's scaling of the rotary frequencies."""
     rope_scaling_factor: float = 8.0
     """Factor of --use-rope-scaling (Llama 3.1: 8, Llama 3.2: 32)."""
+    rope_scaling_original_length: int = 8192
+    """Longest sequence before --use-rope-scaling; positions that turn slower than this are stretched."""
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     untie_embeddings_and_output_weights: bool = True
@@ -148,6 +150,7 @@ class ModelConfig:
                 "--num-query-groups": self.num_query_groups,
                 "--kv-channels": self.kv_channels,
                 "--max-position-embeddings": self.max_position_embeddings,
+                "--rope-scaling-original-length": self.rope_scaling_original_length,
                 "--make-vocab-size-divisible-by": self.make_vocab_size_divisible_by,
             },
         )
@@ -197,10 +200,17 @@ class ModelConfig:
             rotary_base=self.rotary_base,
             use_rope_scaling=self.use_rope_scaling,
             rope_scaling_factor=self.rope_scaling_factor,
+            rope_scaling_original_length=self.rope_scaling_original_length,
             norm_epsilon=self.norm_epsilon,
             untie_embeddings_and_output_weights=self.untie_embeddings_and_output_weights,
             init_method_std=self.init_method_std,
         )
+
+    @classmethod
+    def of(cls, architecture: LlamaConfig) -> "ModelConfig":
+        """The flags that resolve to ``architecture`` (but for the vocabulary, which is the tokenizer's)."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in asdict(architecture).items() if name in known})
 
     def _key_value_heads(self, heads: int) -> int:
         groups = heads if self.num_query_groups is None else self.num_query_groups

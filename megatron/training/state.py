@@ -20,6 +20,7 @@ from megatron.checkpoint.checkpointing import (
     verify_share,
 )
 from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.names import MASTER, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import CheckpointError
@@ -30,8 +31,6 @@ from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.launch import on_first_rank, together
-
-MASTER = "optimizer/master/"
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def model_tensors(weights: Iterable[StoredWeight], with_copies: bool = True) -> 
     """The weights that a rank stores by global name; ``with_copies``, also the head's copy of a tied weight, which is
     loaded but not saved."""
     return {
-        f"model/{weight.info.name}": BoxedTensor.from_flat_range(weight.info, weight.tensor, weight.start)
+        f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(weight.info, weight.tensor, weight.start)
         for weight in weights
         if with_copies or weight.info.tied_end != "head"
     }
@@ -198,7 +197,7 @@ class RunState:
         else:
             self.optimizer.reload_master_weights()
         if self.optimizer.has_master_weights and not saved.state["has_master_weights"]:
-            masters = _renamed(optimizer_tensors(self.optimizer), MASTER, "model/")
+            masters = _renamed(optimizer_tensors(self.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters)
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
@@ -206,7 +205,9 @@ class RunState:
         states = optimizer_tensors(self.optimizer)
         if not with_optimizer:
             return weights
-        trained_with, wanted = saved.state["flags"]["optimizer"]["optimizer"], self.flags["optimizer"]["optimizer"]
+        wanted = self.flags["optimizer"]["optimizer"]
+        # Weights that no run of ours trained know of no optimizer.
+        trained_with = saved.state["flags"].get("optimizer", {}).get("optimizer", wanted)
         if trained_with != wanted:
             raise CheckpointError(
                 f"The checkpoint under {saved.root} was trained with --optimizer {trained_with}, not {wanted}: give "
@@ -218,10 +219,27 @@ class RunState:
             )
         # Where one run has master weights and the other's model is as wide, the wider of the two is the truth.
         if saved.state["has_master_weights"] and not self.optimizer.has_master_weights:
-            weights = _renamed(weights, "model/", MASTER)
+            weights = _renamed(weights, MODEL, MASTER)
         if not saved.state["has_master_weights"]:
             states = {name: tensor for name, tensor in states.items() if not name.startswith(MASTER)}
         return weights | states
+
+
+def state_of_weights(iteration: int, architecture: LlamaConfig, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint of weights alone that no run of ours trained.
+
+    It has what :meth:`RunState.load` reads, and says of the rest that it is not there: no samples consumed, no step
+    made, no schedule, no master weights. ``flags`` has the groups that are known: of ``model``, ``tokenizer`` and
+    ``precision`` other tools build the model.
+    """
+    return {
+        **asdict(Progress(iteration)),
+        "optimizer_steps": 0,
+        "has_master_weights": False,
+        "schedule": None,
+        "architecture": asdict(architecture),
+        "flags": dict(flags),
+    }
 
 
 def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
@@ -247,9 +265,18 @@ def _check_architecture(wanted: LlamaConfig, run: SavedRun) -> None:
 
 
 def settle_schedule(
-    wanted: LearningRateSchedule, saved: Mapping[str, Any], config: LearningRateConfig
+    wanted: LearningRateSchedule, saved: Mapping[str, Any] | None, config: LearningRateConfig
 ) -> LearningRateSchedule:
-    """The schedule to resume with; raises :class:`CheckpointError` where flags and checkpoint differ undecided."""
+    """The schedule to resume with; raises :class:`CheckpointError` where flags and checkpoint differ undecided.
+
+    A checkpoint of weights alone (:func:`state_of_weights`) has none.
+    """
+    if saved is None:
+        if config.use_checkpoint_opt_param_scheduler:
+            raise CheckpointError(
+                "The checkpoint holds no learning-rate schedule: remove --use-checkpoint-opt-param-scheduler."
+            )
+        return wanted
     if wanted.to_json() == saved or config.override_opt_param_scheduler:
         return wanted
     if config.use_checkpoint_opt_param_scheduler:

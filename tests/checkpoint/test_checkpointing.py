@@ -27,8 +27,9 @@ from megatron.checkpoint.checkpointing import (
     spread_replicas,
 )
 from megatron.checkpoint.directory import find_checkpoint, list_checkpoints, new_saving_directory
+from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import DTYPES, MANIFEST, write_safetensors
+from megatron.checkpoint.storage import MANIFEST
 from megatron.config.errors import CheckpointError
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 

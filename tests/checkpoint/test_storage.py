@@ -18,15 +18,14 @@ from torch import Tensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
 from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.storage import (
-    DTYPES,
     JSON,
     MANIFEST,
     decode_manifest,
     encode_manifest,
     explained,
     read_manifest,
-    write_safetensors,
 )
 from megatron.config.errors import CheckpointError
 

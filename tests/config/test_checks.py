@@ -29,6 +29,7 @@ AT_LEAST_ONE = [
     "--num-query-groups",
     "--kv-channels",
     "--max-position-embeddings",
+    "--rope-scaling-original-length",
     "--make-vocab-size-divisible-by",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",

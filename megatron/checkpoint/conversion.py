@@ -1,0 +1,180 @@
+"""Conversion from and to Hugging Face's files, block by block: memory is that of one block of rows."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+from megatron.checkpoint.hugging_face import EMBEDDING, HEAD, GlobalTensor, LlamaMapping, Section, copies_of_section
+from megatron.checkpoint.hugging_face_config import architecture_of
+from megatron.checkpoint.hugging_face_files import CONFIG, HuggingFaceWeights, read_json_object
+from megatron.checkpoint.names import MASTER, MODEL
+from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.streaming import SavedTensors
+from megatron.config.errors import CheckpointError
+from megatron.config.model import LlamaConfig
+
+BLOCK_BYTES = 64 << 20
+"""What is in memory at a time, unless one row is more."""
+
+_ROWS = 1024  # compared at a time
+
+Advance = Callable[[int], object]
+"""Told how many more bytes are done."""
+
+
+class HuggingFaceImport:
+    """A model in Hugging Face's files, as global tensors of ours that are read chunk by chunk.
+
+    ``dtype`` None keeps each tensor's own. Raises :class:`CheckpointError` for a model that is not a whole plain Llama.
+    """
+
+    def __init__(self, source: Path, dtype: torch.dtype | None, advance: Advance) -> None:
+        self._source = source
+        self._weights = HuggingFaceWeights(source)
+        self.architecture = architecture_of(read_json_object(source / CONFIG), str(source / CONFIG))
+        mapping = LlamaMapping(self.architecture)
+        mapping.check(self._weights.shapes, str(source))
+        self._check_tied_head()
+        self._advance = advance
+        self._tensors = {MODEL + name: tensor for name, tensor in mapping.ours.items()}
+        self._formats = {section.name: self._weights.entry(section.name).dtype for section in mapping.theirs.values()}
+        self.tensors = {name: self._cut(tensor, dtype) for name, tensor in self._tensors.items()}
+        """How each of our tensors is cut in chunks."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the embedding, which stands for all."""
+        return next(iter(self.tensors.values())).properties.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
+
+    def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """The content of a chunk of our tensor ``name``."""
+        dtype = self.tensors[name].properties.dtype
+        block = torch.empty(chunk.sizes, dtype=dtype)
+        for copy in self._tensors[name].copies(tuple(chunk.offsets), tuple(chunk.sizes)):
+            block[copy.place].copy_(self._weights.read(copy.source, copy.source_place))
+            check_range(block[copy.place], self._formats[copy.source], copy.source)
+        self._advance(block.nbytes)
+        return block
+
+    def _cut(self, tensor: GlobalTensor, dtype: torch.dtype | None) -> TensorStorageMetadata:
+        """Chunks of whole rows that lie in one section each; one dtype for all."""
+        if dtype is None:
+            dtype = self._formats[tensor.sections[0].name]
+            for section in tensor.sections[1:]:
+                dtype = torch.promote_types(dtype, self._formats[section.name])
+        chunks = []
+        for section in tensor.sections:
+            for first, rows in blocks(section, dtype):
+                offset = torch.Size((section.first_row + first, *(0 for _ in section.shape[1:])))
+                chunks.append(ChunkStorageMetadata(offset, torch.Size((rows, *section.shape[1:]))))
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
+
+    def _check_tied_head(self) -> None:
+        """A tied head may be stored, but must then be the embedding."""
+        if self.architecture.untie_embeddings_and_output_weights or HEAD not in self._weights.shapes:
+            return
+        rows = self.architecture.vocab_size
+        is_same = self._weights.entry(EMBEDDING) == self._weights.entry(HEAD) and all(
+            torch.equal(self._rows(EMBEDDING, first), self._rows(HEAD, first)) for first in range(0, rows, _ROWS)
+        )
+        if not is_same:
+            raise CheckpointError(
+                f"{self._source / CONFIG} ties the head to the embedding (tie_word_embeddings), but {HEAD} is there "
+                "and differs: set it to false."
+            )
+
+    def _rows(self, table: str, first: int) -> Tensor:
+        return self._weights.read(table, (slice(first, first + _ROWS), slice(None)))
+
+
+class HuggingFaceExport:
+    """The weights of a checkpoint of ours as Hugging Face's tensors, which are made block by block.
+
+    ``dtype`` None keeps the model's own; another one is rounded from the master weights where the checkpoint has them.
+    """
+
+    def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance) -> None:
+        self._saved = saved
+        self._advance = advance
+        self.architecture = saved_architecture(saved.manifest.state)
+        self._sections = LlamaMapping(self.architecture).theirs
+        self._check_complete()
+        self.source = self._choose_source(dtype)
+        """Which copy of the weights is read: ``model/`` or ``optimizer/master/``."""
+        self.entries = {
+            name: Entry(dtype or self._stored(MODEL, section), section.shape)
+            for name, section in self._sections.items()
+        }
+        """Hugging Face's tensors in their order."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the embedding, which stands for all."""
+        return self.entries[EMBEDDING].dtype
+
+    def parts_of(self, name: str) -> Iterator[Tensor]:
+        """The blocks of rows of Hugging Face's tensor ``name``."""
+        section, dtype = self._sections[name], self.entries[name].dtype
+        for first, rows in blocks(section, dtype):
+            # Nothing here holds on to a block: it is gone when the next one is made.
+            yield self._block(section, (first, *(0 for _ in section.shape[1:])), (rows, *section.shape[1:]), dtype)
+
+    def _block(self, section: Section, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        block = torch.empty(shape, dtype=dtype)
+        for copy in copies_of_section(section, offset, shape):
+            self._saved.read_into(block[copy.place], self.source + copy.source, copy.source_place)
+        check_range(block, self._stored(self.source, section), section.name)
+        self._advance(block.nbytes)
+        return block
+
+    def _stored(self, source: str, section: Section) -> torch.dtype:
+        return self._saved.manifest.tensors()[source + section.ours].properties.dtype
+
+    def _choose_source(self, dtype: torch.dtype | None) -> str:
+        sections = self._sections.values()
+        if dtype is None or all(self._stored(MODEL, section) == dtype for section in sections):
+            return MODEL
+        has_masters = all(MASTER + section.ours in self._saved.manifest.tensors() for section in sections)
+        return MASTER if has_masters else MODEL
+
+    def _check_complete(self) -> None:
+        saved = self._saved.manifest.tensors()
+        for name, tensor in LlamaMapping(self.architecture).ours.items():
+            if MODEL + name not in saved or tuple(saved[MODEL + name].size) != tensor.shape:
+                raise CheckpointError(
+                    f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture asks "
+                    "for: convert another checkpoint."
+                )
+
+
+def saved_architecture(state: Mapping[str, object]) -> LlamaConfig:
+    """The architecture that the state of a checkpoint names."""
+    try:
+        return LlamaConfig(**state["architecture"])  # type: ignore[arg-type]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The checkpoint does not say which architecture it is of ({error}): convert one that training saved."
+        ) from error
+
+
+def blocks(section: Section, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of the blocks in which a tensor is converted."""
+    total = section.shape[0]
+    row_bytes = Entry(dtype, (1, *section.shape[1:])).nbytes
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(0, total, step):
+        yield first, min(step, total - first)
+
+
+def check_range(converted: Tensor, source: torch.dtype, name: str) -> None:
+    """Raise :class:`CheckpointError` where fp16 cannot hold the numbers of a wider range that it was made from."""
+    if converted.dtype == torch.float16 != source and not converted.isfinite().all():
+        raise CheckpointError(f"{name} has numbers beyond the range of fp16: choose --dtype bf16 or fp32.")

@@ -1,0 +1,181 @@
+"""Hugging Face's ``config.json`` and our architecture, each from the other.
+
+Read are the spellings of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``); written are
+those of transformers 4, which both versions and other programs read. A field that would change the model and that
+ours does not have is refused by name.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config.errors import CheckpointError
+from megatron.config.model import LlamaConfig
+
+Fields = Mapping[str, Any]
+
+_FIXED: dict[str, tuple[object, str]] = {
+    "hidden_act": ("silu", "only SwiGLU with silu is implemented"),
+    "attention_bias": (False, "linear layers have no bias here"),
+    "mlp_bias": (False, "linear layers have no bias here"),
+    "partial_rotary_factor": (1.0, "whole heads are rotated here"),
+    "quantization_config": (None, "save the model in bf16, fp16 or fp32 without quantization first"),
+    "auto_map": (None, "it asks for code from the model's directory, which is never run"),
+}
+"""What a field must be that cannot be mapped (the value of a field that is absent), and what to say otherwise."""
+
+_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def architecture_of(fields: Fields, where: str) -> LlamaConfig:
+    """The architecture that ``config.json`` describes; ``where`` names the file in a :class:`CheckpointError`.
+
+    Absent fields have the defaults that transformers gives them.
+    """
+    try:
+        return _architecture_of(fields)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}.") from error
+
+
+def _architecture_of(fields: Fields) -> LlamaConfig:
+    _check_kind(fields)
+    hidden, heads = _size(fields, "hidden_size"), _size(fields, "num_attention_heads")
+    groups = _size(fields, "num_key_value_heads", heads)
+    head_size = _size(fields, "head_dim", hidden // heads)
+    if heads % groups:
+        raise ValueError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}: mend the file")
+    if head_size % 2:
+        raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings turn pairs: mend the file")
+    vocab_size = _size(fields, "vocab_size")
+    return LlamaConfig(
+        num_layers=_size(fields, "num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=_size(fields, "intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=head_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        max_position_embeddings=_size(fields, "max_position_embeddings", 2048),
+        **_rotary(fields),
+        norm_epsilon=_number(fields, "rms_norm_eps", 1e-6),
+        untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", False),
+        init_method_std=_number(fields, "initializer_range", 0.02),
+    )
+
+
+def _check_kind(fields: Fields) -> None:
+    """Refuse what is not a Llama, or not a plain one."""
+    if fields.get("model_type") != "llama":
+        raise ValueError(f"model_type is {fields.get('model_type')!r}, but only 'llama' can be converted")
+    architectures = fields.get("architectures")
+    if architectures and "LlamaForCausalLM" not in architectures:
+        raise ValueError(f"architectures is {architectures!r}, but only LlamaForCausalLM can be converted")
+    for name, (wanted, reason) in _FIXED.items():
+        value = fields.get(name)
+        if value is not None and value != wanted:
+            raise ValueError(f"{name} is {value!r}, not {wanted!r}: {reason}; convert another model")
+
+
+def _rotary(fields: Fields) -> dict[str, Any]:
+    """Our rotary fields from either spelling; where both are there, transformers reads the older first."""
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters is {rope!r}, not an object: mend the file")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError("partial_rotary_factor is not 1: whole heads are rotated here; convert another model")
+    base = _number(rope if rope.get("rope_theta") is not None else fields, "rope_theta", 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {"rotary_base": base}
+    if kind != "llama3":
+        raise ValueError(
+            f"rope_type is {kind!r}, but only 'default' and 'llama3' are implemented; convert another model"
+        )
+    for name, constant in _LLAMA3_CONSTANTS.items():
+        if _number(rope, name) != constant:
+            raise ValueError(f"{name} is {rope[name]}, but Llama 3.1's {constant} is built in; convert another model")
+    return {
+        "rotary_base": base,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": _number(rope, "factor"),
+        "rope_scaling_original_length": _size(rope, "original_max_position_embeddings"),
+    }
+
+
+def _size(fields: Fields, name: str, default: int | None = None) -> int:
+    value = _present(fields, name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}, not a positive number: mend the file")
+    return value
+
+
+def _number(fields: Fields, name: str, default: float | None = None) -> float:
+    value = _present(fields, name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a number: mend the file")
+    return float(value)
+
+
+def _flag(fields: Fields, name: str, default: bool) -> bool:
+    value = _present(fields, name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, neither true nor false: mend the file")
+    return value
+
+
+def _present(fields: Fields, name: str, default: float | bool | None) -> Any:
+    value = default if fields.get(name) is None else fields[name]
+    if value is None:
+        raise ValueError(f"{name} is missing: mend the file")
+    return value
+
+
+def config_fields(config: LlamaConfig, dtype: str, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
+    """The content of ``config.json``; ``dtype`` is that of the weights, as transformers calls it.
+
+    Raises :class:`CheckpointError` for a model that transformers would refuse.
+    """
+    if config.hidden_size % config.num_attention_heads:
+        raise CheckpointError(
+            f"transformers refuses a Llama whose hidden size ({config.hidden_size}) is not divisible by its heads "
+            f"({config.num_attention_heads}): such a model cannot be converted."
+        )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.init_method_std,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": _rope_scaling(config),
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "use_cache": True,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": dtype,
+    }
+
+
+def _rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
+    if not config.use_rope_scaling:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": config.rope_scaling_factor,
+        **_LLAMA3_CONSTANTS,
+        "original_max_position_embeddings": config.rope_scaling_original_length,
+    }

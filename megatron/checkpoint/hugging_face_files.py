@@ -1,0 +1,247 @@
+"""A model's directory as Hugging Face lays it out: ``config.json``, safetensors shards with an index, tokenizer.
+
+Only safetensors are opened, never a pickle. A directory is written under a hidden name beside its place, synced, and
+renamed when it is complete.
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.checkpoint.places import Place
+from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned, sync_file
+from megatron.checkpoint.storage import explained, sync_directory, write_text_durably
+from megatron.config.errors import CheckpointError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
+_OPEN_FILES = 4
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises :class:`CheckpointError`."""
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing: give the whole directory of a model.")
+    try:
+        with explained("read", path):
+            content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): fetch the model again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object: fetch the model again.")
+    return content
+
+
+class HuggingFaceWeights:
+    """The tensors under a directory, any part of which can be read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        # A few files stay open and mapped: neighbouring layers share one.
+        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
+        self._file_of = self._find_files()
+        self.shapes = {name: self._shape(name) for name in self._file_of}
+
+    def entry(self, name: str) -> Entry:
+        """Dtype and shape of a tensor, which must hold floating-point numbers of at least 16 bits."""
+        dtype = self._slice(name).get_dtype()
+        if dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{name} in {self._directory} is {dtype}, a quantized or integer format: save the model in bf16, fp16 "
+                "or fp32 first."
+            )
+        return Entry(DTYPES[dtype], self.shapes[name])
+
+    def read(self, name: str, place: Place) -> Tensor:
+        """A part of a tensor, as a view of the mapped file: only what is used of it will be read."""
+        part: Tensor = self._slice(name)[place]
+        return part
+
+    def _find_files(self) -> dict[str, str]:
+        """The file of every tensor."""
+        if (self._directory / SINGLE).exists():
+            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        if not (self._directory / INDEX).exists():
+            raise CheckpointError(_why_nothing(self._directory))
+        weight_map = read_json_object(self._directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self._directory / INDEX} has no weight_map: fetch the model again.")
+        for file in weight_map.values():
+            # A name with a directory in it could lead out of the model's.
+            if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{self._directory / INDEX} names {file!r}, not a safetensors file of this directory: fetch the "
+                    "model again."
+                )
+        return weight_map
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name: str) -> Any:
+        path = self._directory / self._file_of[name]
+        try:
+            return self._open(path.name).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged ({error}): fetch the model again.") from error
+
+    def _open_file(self, name: str) -> Any:
+        path = self._directory / name
+        try:
+            with explained("read", path):
+                return safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is no whole safetensors file ({error}): fetch the model again.") from error
+
+
+def _why_nothing(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory} is not a directory: give the one that holds the model's config.json."
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        return (
+            f"{directory} holds {pickles[0]}, pickled weights, which can execute code and are never opened here: fetch "
+            "the model's safetensors files, or have transformers write them (save_pretrained)."
+        )
+    return f"{directory} holds neither {SINGLE} nor {INDEX}: fetch the model's safetensors files."
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fresh_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory beside ``target``, which becomes ``target`` at the end, or vanishes after an error.
+
+    Raises :class:`CheckpointError` where ``target`` is there already, other than as an empty directory. What an
+    earlier conversion to ``target`` left when it was killed is removed.
+    """
+    check_free(target)
+    with explained("write", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(target)
+        saving = target.with_name(f".{target.name}.saving-{secrets.token_hex(4)}")
+        saving.mkdir()
+    try:
+        yield saving
+        with explained("write", target):
+            sync_directory(saving)
+            os.rename(saving, target)
+            sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(saving, ignore_errors=True)
+        raise
+
+
+def check_free(target: Path) -> None:
+    """Raise :class:`CheckpointError` where something is in the way of a new directory ``target``."""
+    with explained("write", target):
+        in_the_way = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+    if in_the_way:
+        raise CheckpointError(f"{target} is there already and is not overwritten: choose another directory.")
+
+
+def _clear_leftovers(target: Path) -> None:
+    leftover = re.compile(re.escape(f".{target.name}.saving-") + "[0-9a-f]{8}")
+    for path in target.parent.iterdir():
+        if leftover.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_weights(
+    directory: Path,
+    entries: Mapping[str, Entry],
+    parts_of: Callable[[str], Iterable[Tensor]],
+    max_shard_bytes: int,
+) -> None:
+    """Write ``entries`` in shards of at most ``max_shard_bytes`` (or of one tensor), with an index if there are
+    several; ``parts_of`` makes the parts of a tensor one after the other."""
+    shards = list(plan_shards(entries, max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(shard, name)
+        # transformers refuses files that do not say for whom they are.
+        with (
+            explained("write", directory / name),
+            SafetensorsStream(directory / name, aligned(shard), {"format": "pt"}) as stream,
+        ):
+            for tensor in aligned(shard):
+                for part in parts_of(tensor):
+                    stream.write(part)
+                    # Before the next one is made, or two would live at once.
+                    del part
+    if len(shards) > 1:
+        sizes = {
+            "total_size": sum(entry.nbytes for entry in entries.values()),
+            "total_parameters": sum(prod(entry.shape) for entry in entries.values()),
+        }
+        write_json(directory / INDEX, {"metadata": sizes, "weight_map": weight_map})
+
+
+def plan_shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[dict[str, Entry]]:
+    """The tensors of each shard, in their order."""
+    shard: dict[str, Entry] = {}
+    size = 0
+    for name, entry in entries.items():
+        if shard and size + entry.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = entry
+        size += entry.nbytes
+    if shard:
+        yield shard
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object for people to read, on stable storage."""
+    with explained("write", path):
+        write_text_durably(path, json.dumps(content, indent=2) + "\n")
+
+
+def copy_tokenizer(source: Path, directory: Path) -> list[str]:
+    """Copy the tokenizer's files that are under ``source``, a directory or one of the files; their names.
+
+    A file alone becomes ``tokenizer.model``, unless it is a ``tokenizer.json``, which has others beside it.
+    """
+    if source.is_dir() or source.name in TOKENIZER_FILES:
+        beside = source if source.is_dir() else source.parent
+        copied = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()}
+    else:
+        copied = {"tokenizer.model": source} if source.is_file() else {}
+    if copied:
+        with explained("write", directory):
+            directory.mkdir(exist_ok=True)
+            for name, path in copied.items():
+                _copy_durably(path, directory / name)
+            sync_directory(directory)
+    return list(copied)
+
+
+def _copy_durably(source: Path, target: Path) -> None:
+    with source.open("rb") as content, target.open("xb") as copy:
+        shutil.copyfileobj(content, copy)
+        sync_file(copy)

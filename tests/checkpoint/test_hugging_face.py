@@ -1,0 +1,346 @@
+"""The mapping to Hugging Face's tensors and config.json, and what is refused."""
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.hugging_face import Copy, LlamaMapping, copies_of_section
+from megatron.checkpoint.hugging_face_config import architecture_of, config_fields
+from megatron.checkpoint.hugging_face_files import (
+    INDEX,
+    SINGLE,
+    HuggingFaceWeights,
+    copy_tokenizer,
+    fresh_directory,
+    plan_shards,
+)
+from megatron.checkpoint.places import overlap
+from megatron.checkpoint.safetensors_file import Entry
+from megatron.config.errors import CheckpointError
+from megatron.config.model import PRESETS, LlamaConfig, ModelConfig, preset
+
+CONFIG = LlamaConfig(
+    num_layers=2,
+    hidden_size=12,
+    ffn_hidden_size=10,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    vocab_size=17,
+    padded_vocab_size=17,
+    max_position_embeddings=64,
+)
+
+
+def numbered(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Tensors in which every element has a number of its own."""
+    tensors, first = {}, 0
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        tensors[name] = torch.arange(first, first + count).view(shape)
+        first += count
+    return tensors
+
+
+def assembled(copies: Iterable[Copy], sources: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """A rectangle made of ``copies``; what none of them covers stays -1, what two cover is an error."""
+    rectangle = torch.full(shape, -1)
+    for copy in copies:
+        assert bool((rectangle[copy.place] == -1).all())
+        rectangle[copy.place] = sources[copy.source][copy.source_place]
+    return rectangle
+
+
+def theirs() -> dict[str, Tensor]:
+    return numbered({name: section.shape for name, section in LlamaMapping(CONFIG).theirs.items()})
+
+
+def ours() -> dict[str, Tensor]:
+    """Whole tensors by plain tensor operations, as tests/model/test_transformers_parity.py has them."""
+
+    def pairs(weight: Tensor) -> Tensor:
+        heads = weight.view(-1, 2, CONFIG.kv_channels // 2, weight.shape[-1])
+        return heads.transpose(1, 2).reshape(weight.shape)
+
+    state = theirs()
+    tensors = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for number in range(CONFIG.num_layers):
+        there, here = f"model.layers.{number}", f"layers.{number}"
+        query, key, value = (state[f"{there}.self_attn.{kind}_proj.weight"] for kind in "qkv")
+        gate, up, down = (state[f"{there}.mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+        tensors |= {
+            f"{here}.self_attention.linear_qkv.weight": torch.cat((pairs(query), pairs(key), value)),
+            f"{here}.self_attention.linear_proj.weight": state[f"{there}.self_attn.o_proj.weight"],
+            f"{here}.mlp.linear_fc1.weight": torch.cat((gate, up)),
+            f"{here}.mlp.linear_fc2.weight": down,
+            f"{here}.input_layernorm.weight": state[f"{there}.input_layernorm.weight"],
+            f"{here}.pre_mlp_layernorm.weight": state[f"{there}.post_attention_layernorm.weight"],
+        }
+    return tensors
+
+
+def part(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
+
+
+def test_whole_tensors_are_what_plain_operations_make_of_them() -> None:
+    mapping, wanted = LlamaMapping(CONFIG), ours()
+    assert mapping.ours.keys() == wanted.keys()
+    for name, tensor in mapping.ours.items():
+        found = assembled(tensor.copies((0,) * len(tensor.shape), tensor.shape), theirs(), tensor.shape)
+        assert torch.equal(found, wanted[name]), name
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_rectangle_comes_from_the_other_side(data: st.DataObject) -> None:
+    mapping = LlamaMapping(CONFIG)
+    to_ours = data.draw(st.booleans())
+    name = data.draw(st.sampled_from(sorted(mapping.ours if to_ours else mapping.theirs)))
+    whole = mapping.ours[name].shape if to_ours else mapping.theirs[name].shape
+    offset = tuple(data.draw(st.integers(0, size - 1)) for size in whole)
+    shape = tuple(data.draw(st.integers(1, size - start)) for start, size in zip(offset, whole))
+    if to_ours:
+        found = assembled(mapping.ours[name].copies(offset, shape), theirs(), shape)
+        wanted = part(ours()[name], offset, shape)
+    else:
+        found = assembled(copies_of_section(mapping.theirs[name], offset, shape), ours(), shape)
+        wanted = part(theirs()[name], offset, shape)
+    assert torch.equal(found, wanted)
+
+
+@given(st.integers(0, 9), st.integers(0, 20), st.integers(1, 3), st.integers(0, 9), st.integers(0, 20))
+def test_overlap_is_what_two_ranges_share(start: int, length: int, step: int, first: int, size: int) -> None:
+    wanted = slice(start, start + length, step)
+    taken, inside = overlap(wanted, first, size)
+    elements = list(range(wanted.start, wanted.stop, step))
+    assert elements[taken] == [element for element in elements if first <= element < first + size]
+    assert list(range(first, first + size))[inside] == elements[taken]
+
+
+def test_a_tied_model_has_no_head_on_either_side() -> None:
+    mapping = LlamaMapping(replace(CONFIG, untie_embeddings_and_output_weights=False))
+    assert "output_layer.weight" not in mapping.ours
+    assert "lm_head.weight" not in mapping.theirs
+
+
+def test_the_parameters_of_llama3_8b_are_all_there() -> None:
+    config = preset("llama3-8b").resolve(128256, 1, 8192)
+    sections = LlamaMapping(config).theirs.values()
+    assert sum(torch.Size(section.shape).numel() for section in sections) == config.num_parameters()
+
+
+# --- which tensors are accepted ------------------------------------------------------------------------------
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {name: section.shape for name, section in LlamaMapping(CONFIG).theirs.items()}
+
+
+def test_missing_surplus_and_misshapen_tensors_are_named() -> None:
+    mapping = LlamaMapping(CONFIG)
+    mapping.check(shapes() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,)}, "DIR")
+    lacking = {name: shape for name, shape in shapes().items() if name != "model.norm.weight"}
+    with pytest.raises(CheckpointError, match=r"DIR lacks model\.norm\.weight"):
+        mapping.check(lacking, "DIR")
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias, for which a Llama has no place"):
+        mapping.check(shapes() | {"model.layers.0.self_attn.q_proj.bias": (24,)}, "DIR")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight in DIR has shape \[13\].* \[12\]"):
+        mapping.check(shapes() | {"model.norm.weight": (13,)}, "DIR")
+
+
+def test_a_head_beside_a_tie_is_no_surplus() -> None:
+    LlamaMapping(replace(CONFIG, untie_embeddings_and_output_weights=False)).check(shapes(), "DIR")
+
+
+# --- config.json ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_config_json(name: str) -> None:
+    config = preset(name).resolve(128256, 1, 1)
+    config = replace(config, padded_vocab_size=config.vocab_size)
+    fields = json.loads(json.dumps(config_fields(config, "bfloat16", 1, 2)))
+    assert architecture_of(fields, "config.json") == config
+    assert (fields["bos_token_id"], fields["eos_token_id"], fields["torch_dtype"]) == (1, 2, "bfloat16")
+
+
+def test_flags_made_of_an_architecture_resolve_to_it() -> None:
+    assert ModelConfig.of(CONFIG).resolve(17, 1, 1) == replace(CONFIG, padded_vocab_size=128)
+
+
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def fields_with(**changes: Any) -> dict[str, Any]:
+    """Plain fields with some changed, or (None) null."""
+    return {name: value for name, value in config_fields(CONFIG, "float32").items() if "rope" not in name} | changes
+
+
+@pytest.mark.parametrize(
+    ("spelling", "base", "factor"),
+    [
+        ({"rope_theta": 7.0, "rope_scaling": None}, 7.0, None),
+        ({}, 10000.0, None),
+        ({"rope_theta": 7.0, "rope_scaling": {"type": "llama3", **LLAMA3}}, 7.0, 32.0),
+        ({"rope_theta": 7.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 7.0, 32.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7, **LLAMA3}}, 7.0, 32.0),
+    ],
+)
+def test_both_spellings_of_rotary_embeddings(spelling: dict[str, Any], base: float, factor: float | None) -> None:
+    config = architecture_of(fields_with(**spelling), "config.json")
+    assert (config.rotary_base, config.use_rope_scaling) == (base, factor is not None)
+    if factor is not None:
+        assert (config.rope_scaling_factor, config.rope_scaling_original_length) == (factor, 512)
+
+
+def test_absent_fields_have_the_defaults_of_transformers() -> None:
+    given = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = architecture_of({**given, "num_attention_heads": 4, "vocab_size": 9}, "config.json")
+    assert (config.num_query_groups, config.kv_channels, config.rotary_base) == (4, 4, 10000.0)
+    assert (config.norm_epsilon, config.max_position_embeddings) == (1e-6, 2048)
+    assert config.untie_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "code.py"}}, "auto_map"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor is 2.0"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": [1]}, "rope_parameters is"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"num_key_value_heads": 3}, "not divisible by num_key_value_heads 3"),
+        ({"head_dim": 5}, "head_dim 5 is odd"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+    ],
+)
+def test_what_would_be_another_model_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        architecture_of(fields_with(**changes), "DIR/config.json")
+    assert words in str(refusal.value) and str(refusal.value).startswith("DIR/config.json: ")
+
+
+def test_what_transformers_refuses_is_not_written() -> None:
+    with pytest.raises(CheckpointError, match=r"not divisible by its heads \(5\)"):
+        config_fields(replace(CONFIG, num_attention_heads=5), "float32")
+
+
+# --- files ---------------------------------------------------------------------------------------------------
+
+
+class Bomb:
+    """A pickle that leaves a mark when it is opened."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", [SINGLE, "pytorch_model.bin"])
+def test_a_pickle_is_refused_under_any_name_and_never_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    with pytest.raises(CheckpointError, match=name):
+        HuggingFaceWeights(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_pickle_named_as_a_shard_is_never_opened(tmp_path: Path) -> None:
+    shard = "model-00001-of-00001.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    (tmp_path / shard).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    with pytest.raises(CheckpointError, match=f"{shard} is no whole safetensors file"):
+        HuggingFaceWeights(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("index", ["[", "[]", "{}", '{"weight_map": {"a": "../a.safetensors"}}', '{"weight_map": 1}'])
+def test_a_bad_index_is_refused_by_name(tmp_path: Path, index: str) -> None:
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        HuggingFaceWeights(tmp_path)
+
+
+def test_a_shard_cut_short_or_without_its_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(100)}, tmp_path / "part.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"b": "part.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"part\.safetensors is damaged"):
+        HuggingFaceWeights(tmp_path)
+    os.truncate(tmp_path / "part.safetensors", 200)
+    with pytest.raises(CheckpointError, match=r"part\.safetensors is no whole"):
+        HuggingFaceWeights(tmp_path)
+
+
+def test_quantized_numbers_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(100, dtype=torch.int8)}, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"a in .* is I8, a quantized"):
+        HuggingFaceWeights(tmp_path).entry("a")
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
+def test_shards_keep_the_order_and_the_limit(sizes: list[int], limit: int) -> None:
+    entries = {f"tensor {number}": Entry(torch.uint8, (size,)) for number, size in enumerate(sizes)}
+    shards = list(plan_shards(entries, limit))
+    assert [name for shard in shards for name in shard] == list(entries)
+    assert all(shard for shard in shards)
+    assert all(len(shard) == 1 or sum(entry.nbytes for entry in shard.values()) <= limit for shard in shards)
+
+
+def test_a_directory_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with pytest.raises(KeyboardInterrupt), fresh_directory(target) as saving:
+        (saving / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    killed = tmp_path / ".model.saving-01234567"
+    killed.mkdir()
+    target.mkdir()
+    with fresh_directory(target) as saving:
+        (saving / "whole").write_text("whole")
+        assert list(target.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(CheckpointError, match="is there already and is not overwritten"), fresh_directory(target):
+        pass
+    assert (target / "whole").read_text() == "whole"
+
+
+def test_tokenizer_files_are_found_from_a_file_or_a_directory(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "secret.txt", "llama.model"):
+        (source / name).write_text(name)
+    both = ["tokenizer.json", "tokenizer_config.json"]
+    assert copy_tokenizer(source, tmp_path / "a") == both
+    assert copy_tokenizer(source / "tokenizer.json", tmp_path / "b") == both
+    assert copy_tokenizer(source / "llama.model", tmp_path / "c") == ["tokenizer.model"]
+    assert copy_tokenizer(source / "absent.model", tmp_path / "d") == []
+    assert (tmp_path / "c" / "tokenizer.model").read_text() == "llama.model"
+    assert not (tmp_path / "d").exists()

@@ -1,0 +1,421 @@
+"""From Hugging Face into training and back: every bit, the same logits, bounded memory, and never half a result."""
+
+import json
+import os
+import pickle
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.checkpoint import conversion
+from megatron.checkpoint.checkpointing import load_checkpoint, read_state
+from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.safetensors_file import SafetensorsStream
+from megatron.config.data import TokenizerConfig
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.config.model import LlamaConfig
+from megatron.core.model.layer import BuildContext
+from megatron.core.model.llama import LlamaModel
+from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.parameter import info_of
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import single_process
+from megatron.data.tokenizers import build_tokenizer
+from tests.checkpoint.test_hugging_face import Bomb
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    bytes_under,
+    call_training,
+    checkpoint_of,
+    flags_of,
+    run_tool,
+    tiny_corpus,
+)
+from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
+from tools import convert_checkpoint, generate_text, inspect_checkpoint
+from tools.convert_checkpoint import DtypeName, FromHuggingFace, ToHuggingFace
+
+transformers: Any = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+VOCABULARY = 61
+SCALED_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that all three regimes of the scaling occur within the sequence.
+    "original_max_position_embeddings": 16,
+}
+
+
+def their_model(tied: bool) -> Any:
+    """Tied with plain rotary embeddings; untied with fewer key-value heads, wide heads and scaled ones."""
+    torch.manual_seed(3)
+    rope = {"rope_type": "default", "rope_theta": 50000.0} if tied else SCALED_ROPE
+    settings = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4 if tied else 2,
+        head_dim=8 if tied else 16,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
+    return model
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied, scaled rope", "tied"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """A small model of transformers."""
+    return their_model(request.param)
+
+
+@pytest.fixture
+def hf(model: Any, tmp_path: Path) -> Path:
+    """Its files, in several shards."""
+    model.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    return tmp_path / "hf"
+
+
+def from_hf(source: Path, save: Path, dtype: DtypeName = "keep", iteration: int = 0) -> str:
+    return convert_checkpoint.convert(FromHuggingFace(str(source), str(save), dtype, iteration))
+
+
+def to_hf(load: Path, target: Path, **flags: Any) -> str:
+    return convert_checkpoint.convert(ToHuggingFace(str(load), str(target), **flags))
+
+
+def weights_under(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory of Hugging Face's."""
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_weights(found: Path, wanted: Path) -> None:
+    left, right = weights_under(found), weights_under(wanted)
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert left[name].dtype == tensor.dtype and torch.equal(left[name], tensor), name
+
+
+def continued(advice: str, save: Path, **flags: FlagValue) -> list[str]:
+    """The command that the tool advised, for a step on mock data that changes no weight."""
+    words = shlex.split(advice.splitlines()[-1].partition("pretrain_llama.py ")[2])
+    step = "--mock-data --seq-length 32 --micro-batch-size 2 --global-batch-size 2 --num-workers 0 --device cpu --lr 0"
+    return [*words, *step.split(), "--train-iters", "1", "--vocab-size", str(VOCABULARY), "--save", str(save)]
+
+
+# --- there and back ------------------------------------------------------------------------------------------
+
+
+def test_back_again_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "shards", max_shard_size="40KB")
+    to_hf(tmp_path / "ours", tmp_path / "single")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert [path.name for path in (tmp_path / "single").glob("model*")] == ["model.safetensors"]
+    for back in ("shards", "single"):
+        assert_same_weights(tmp_path / back, hf)
+
+
+def test_transformers_loads_the_result_as_it_is(model: Any, hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back", max_shard_size="40000")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_our_logits_are_those_of_transformers(model: Any, hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours")
+    tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
+    with torch.no_grad(), fp32_means_fp64():
+        wide = transformers.LlamaForCausalLM(model.config).double()
+        wide.load_state_dict(model.state_dict())
+        wanted = wide(tokens).logits
+    with torch.no_grad():
+        found = our_model(tmp_path / "ours").logits(tokens).transpose(0, 1)
+    assert relative_error(found, wanted) < 1e-9
+
+
+def our_model(root: Path) -> LlamaModel:
+    """The converted model in fp64, with the architecture that the checkpoint tells."""
+    architecture = LlamaConfig(**read_state(root, 0)["architecture"])
+    kernel = choose_attention_kernel("auto", CPU, torch.float64)
+    parallel = TensorParallel(single_process().tensor_parallel)
+    model = LlamaModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel))
+    load_checkpoint(root, 0, {f"model/{info_of(weight).name}": weight.detach() for weight in model.parameters()})
+    return model
+
+
+def test_training_starts_from_the_converted_weights_with_the_advised_flags(hf: Path, tmp_path: Path) -> None:
+    advice = from_hf(hf, tmp_path / "ours")
+    call_training(continued(advice, tmp_path / "run")).succeeded()
+    assert find_checkpoint(tmp_path / "run") == 1
+    to_hf(tmp_path / "run", tmp_path / "back")
+    assert_same_weights(tmp_path / "back", hf)
+
+
+def test_training_can_count_on_from_the_iteration_given(hf: Path, tmp_path: Path) -> None:
+    advice = from_hf(hf, tmp_path / "ours", iteration=7)
+    flags = [word for word in continued(advice, tmp_path / "run") if word != "--finetune"]
+    flags[flags.index("--train-iters") + 1] = "8"
+    call_training([*flags, "--no-load-optim", "--no-load-rng"]).succeeded()
+    to_hf(tmp_path / "run", tmp_path / "back", ckpt_step=8)
+    assert_same_weights(tmp_path / "back", hf)
+    refused = call_training(flags)
+    assert refused.errors and "holds no optimizer state: add --no-load-optim" in refused.errors[0]
+    refused = call_training([*flags, "--no-load-optim", "--use-checkpoint-opt-param-scheduler"])
+    assert refused.errors and "holds no learning-rate schedule" in refused.errors[0]
+
+
+# --- number formats and tokenizers -----------------------------------------------------------------------------
+
+
+def test_master_weights_are_what_other_formats_come_from(tmp_path_factory: Any, tmp_path: Path) -> None:
+    """And the tokenizer goes along, so that the result can be converted again and write text."""
+    corpus: Corpus = tiny_corpus(tmp_path_factory.getbasetemp())
+    call_training(flags_of(corpus, bf16=True, train_iters=2, save=tmp_path / "run")).succeeded()
+    dtypes: tuple[DtypeName, ...] = ("keep", "fp32", "fp16")
+    for dtype in dtypes:
+        to_hf(tmp_path / "run", tmp_path / dtype, dtype=dtype)
+    kept, wide, half = (weights_under(tmp_path / dtype) for dtype in dtypes)
+    for name, master in wide.items():
+        assert (kept[name].dtype, master.dtype, half[name].dtype) == (torch.bfloat16, torch.float32, torch.float16)
+        assert torch.equal(kept[name], master.bfloat16()) and torch.equal(half[name], master.half()), name
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in wide.values())
+    assert json.loads((tmp_path / "keep" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    from_hf(tmp_path / "keep", tmp_path / "ours")
+    state = read_state(tmp_path / "ours", 0)
+    tokenizer = build_tokenizer(TokenizerConfig(**state["flags"]["tokenizer"]))
+    assert tokenizer.eod == json.loads((tmp_path / "keep" / "config.json").read_text())["eos_token_id"]
+    assert tokenizer.vocab_size == state["architecture"]["vocab_size"]
+    request = generate_text.GenerateConfig(str(tmp_path / "ours"), "def ", max_new_tokens=2, temperature=0.0)
+    assert "".join(generate_text.generate(request)).startswith("def ")
+
+
+def test_a_dtype_can_be_chosen_on_the_way_in(hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours", "bf16")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    found, wanted = weights_under(tmp_path / "back"), weights_under(hf)
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+
+
+def test_numbers_beyond_fp16_are_refused_in_both_directions(tmp_path: Path) -> None:
+    model = their_model(tied=True)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = 1e6
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has numbers beyond the range of fp16"):
+        from_hf(tmp_path / "hf", tmp_path / "ours", "fp16")
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight has numbers beyond the range of fp16"):
+        to_hf(tmp_path / "ours", tmp_path / "back", dtype="fp16")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    their_model(tied=False).save_pretrained(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is there and differs"):
+        from_hf(tmp_path / "hf", tmp_path / "ours")
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+class Allocations:
+    """Counts the bytes of the blocks that are alive."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: list[Any] = []
+        self.peak = self.total = 0
+        create = torch.empty
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            block = create(*args, **kwargs)
+            reference = torch.multiprocessing.reductions.StorageWeakRef(block.untyped_storage())
+            self.alive = [(one, size) for one, size in self.alive if not one.expired()] + [(reference, block.nbytes)]
+            self.peak = max(self.peak, sum(size for _, size in self.alive))
+            self.total += block.nbytes
+            return block
+
+        monkeypatch.setattr(torch, "empty", counted)
+
+
+def test_one_block_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    their_model(tied=False).save_pretrained(tmp_path / "hf")
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", 1024)
+    allocations = Allocations(monkeypatch)
+    from_hf(tmp_path / "hf", tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_weights(tmp_path / "back", tmp_path / "hf")
+    assert allocations.peak <= 1024
+    assert allocations.total > 200_000  # both directions went through what is counted
+
+
+# --- what must not be ----------------------------------------------------------------------------------------
+
+
+def test_a_pickle_among_the_shards_is_never_executed(hf: Path, tmp_path: Path) -> None:
+    shard = sorted(hf.glob("*.safetensors"))[1]
+    shard.write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    with pytest.raises(CheckpointError, match=f"{shard.name} is no whole safetensors file"):
+        from_hf(hf, tmp_path / "ours")
+    assert not (tmp_path / "mark").exists()
+    assert find_checkpoint(tmp_path / "ours") is None
+
+
+@pytest.mark.parametrize("how", ["interrupted", "killed"])
+@pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
+def test_half_a_conversion_leaves_nothing_that_loads_and_can_be_repeated(
+    direction: str, how: str, tmp_path: Path
+) -> None:
+    their_model(tied=True).save_pretrained(tmp_path / "hf")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    if direction == "to-hf":
+        from_hf(tmp_path / "hf", ours)
+    run: Callable[[], object] = (
+        (lambda: from_hf(tmp_path / "hf", ours)) if direction == "from-hf" else (lambda: to_hf(ours, back))
+    )
+    if how == "killed":
+        in_child_killed_after(5, run)
+    else:
+        with pytest.raises(KeyboardInterrupt), stopping_after(5, interrupt):
+            run()
+    target = ours if direction == "from-hf" else back
+    assert not back.exists()
+    assert direction == "to-hf" or find_checkpoint(ours) is None
+    assert how == "killed" or not list(target.parent.glob(".back*")) + list(ours.glob(".iter*"))
+    run()
+    assert not list(target.parent.glob(".back*")) + list(ours.glob(".iter*"))
+    if direction == "from-hf":
+        to_hf(ours, back)
+    assert_same_weights(back, tmp_path / "hf")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def stopping_after(count: int, stop: Callable[[], object]) -> Any:
+    """Stop at one of the writes."""
+    write, left = SafetensorsStream.write, [count]
+
+    def counted(stream: SafetensorsStream, part: Tensor) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            stop()
+        write(stream, part)
+
+    return mock.patch.object(SafetensorsStream, "write", counted)
+
+
+def in_child_killed_after(count: int, run: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with stopping_after(count, lambda: os._exit(9)):
+                run()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def test_nothing_is_overwritten(hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours")
+    before = bytes_under(tmp_path)
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+        from_hf(hf, tmp_path / "ours", iteration=3)
+    with pytest.raises(CheckpointError, match="is there already and is not overwritten"):
+        to_hf(tmp_path / "ours", hf)
+    assert bytes_under(tmp_path) == before
+
+
+def test_a_damaged_checkpoint_is_not_converted(hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours")
+    (weights,) = checkpoint_of(tmp_path / "ours", 0).glob("weights_*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 4
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"weights_00000\.safetensors is damaged"):
+        to_hf(tmp_path / "ours", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ToHuggingFace("a", "b", max_shard_size="5 apples"), "--max-shard-size 5 apples is no size"),
+        (ToHuggingFace("a", "b", max_shard_size="0"), "--max-shard-size 0 is no size"),
+        (FromHuggingFace("a", "b", iteration=-1), "--iteration -1 must"),
+    ],
+)
+def test_bad_flags_are_refused(config: FromHuggingFace | ToHuggingFace, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        convert_checkpoint.convert(config)
+
+
+def test_sizes_of_shards() -> None:
+    sizes = {"5GB": 5 * 10**9, "2GiB": 2**31, "1.5 MB": 1_500_000, "123": 123}
+    assert {text: ToHuggingFace("a", "b", max_shard_size=text).max_shard_bytes for text in sizes} == sizes
+
+
+def test_a_presets_name_is_advised() -> None:
+    assert convert_checkpoint.model_flags(
+        LlamaConfig(32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192, rotary_base=500000.0)
+    ) == ["--model", "llama3-8b"]
+
+
+# --- the commands ----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_as_they_are_typed(tmp_path: Path) -> None:
+    their_model(tied=True).save_pretrained(tmp_path / "hf")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    run_tool("tools/convert_checkpoint.py", "from-hf", "--hf", tmp_path / "hf", "--save", ours)
+    run_tool("tools/convert_checkpoint.py", "to-hf", "--load", ours, "--hf", back, "--max-shard-size", "5GB")
+    assert_same_weights(back, tmp_path / "hf")
+    found = json.loads(run_tool("tools/inspect_checkpoint.py", "--load", ours, "--verify", "--json"))
+    assert (found["iteration"], found["damage"]) == (0, [])
+    table = found["tensors"]["model/layers.1.mlp.linear_fc1.weight"]
+    assert (table["dtype"], table["shape"]) == ("float32", [112, 32])
+    assert sum(tensor["bytes"] for tensor in found["tensors"].values()) <= found["bytes"]
+
+
+def test_inspection_tells_the_layout_and_names_what_is_damaged(tmp_path: Path, capsys: Any) -> None:
+    flags = (
+        "--model tiny --num-layers 1 --mock-data --vocab-size 61 --seq-length 32 --micro-batch-size 1 "
+        "--global-batch-size 1 --num-workers 0 --device cpu --lr 1e-3 --train-iters 1 --bf16"
+    )
+    call_training([*flags.split(), "--save", str(tmp_path)]).succeeded()
+    (tmp_path / "iter_0000001" / "rank_00000.safetensors").write_bytes(b"short")
+    with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path), "--verify"]):
+        assert inspect_checkpoint.main() == 1
+    printed = capsys.readouterr().out
+    assert "tensor 1" in printed and "precision bf16" in printed and "optimizer adam" in printed
+    assert "optimizer/master: " in printed and "random: " in printed
+    assert "rank_00000.safetensors has 5 bytes" in printed
+    with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path / "nowhere")]):
+        assert inspect_checkpoint.main() == 1
+    assert "holds no checkpoint" in capsys.readouterr().err

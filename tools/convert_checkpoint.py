@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""Convert a model between Hugging Face's files and a checkpoint that training loads.
+
+Both directions copy block by block, so memory does not grow with the model; the result appears under its name only
+when it is complete.
+"""
+
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError, report
+from megatron.config.model import PRESETS, LlamaConfig, ModelConfig, preset
+from megatron.config.optimizer import PrecisionConfig
+from megatron.config.ranges import require_at_least
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.checkpoint.conversion import HuggingFaceExport, HuggingFaceImport
+    from megatron.checkpoint.streaming import SavedTensors
+
+TOKENIZER = "tokenizer"  # its directory in a converted checkpoint
+
+DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class FromHuggingFace:
+    """Hugging Face's safetensors and config.json to a checkpoint of weights, for --load DIR --finetune."""
+
+    hf: str
+    """Directory with config.json and the safetensors; tokenizer files there are copied along."""
+    save: str
+    """Directory for the checkpoint, which must hold none yet."""
+    dtype: DtypeName = "keep"
+    """Numbers to store: keep stores each tensor as it is. Training converts what it loads to its own precision."""
+    iteration: int = 0
+    """Iteration under which the checkpoint is saved."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        require_at_least(0, {"--iteration": self.iteration})
+
+
+@dataclass(frozen=True)
+class ToHuggingFace:
+    """A checkpoint to safetensors and config.json that transformers loads as they are."""
+
+    load: str
+    """Directory of checkpoints."""
+    hf: str
+    """Directory to make; it must not exist yet, or be empty."""
+    ckpt_step: int | None = None
+    """Iteration to convert instead of the latest."""
+    dtype: DtypeName = "keep"
+    """Numbers to write: keep writes the model's weights as they are. Another format than the model's own is rounded
+    from the optimizer's fp32 master weights where the checkpoint has them: --dtype fp32 then gives these exactly."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file, in bytes or as 500MB, 5GB, 2GiB; a larger tensor has a file of its own."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        require_at_least(0, {"--ckpt-step": self.ckpt_step})
+        self.max_shard_bytes  # noqa: B018
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """``--max-shard-size`` in bytes."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", self.max_shard_size.strip().upper())
+        if match is None or float(match[1]) == 0:
+            raise ConfigError(f"--max-shard-size {self.max_shard_size} is no size: write it as 500MB, 5GB or in bytes.")
+        return max(1, int(float(match[1]) * _UNITS[match[2] or ""]))
+
+
+Command = (
+    Annotated[FromHuggingFace, tyro.conf.subcommand("from-hf")]
+    | Annotated[ToHuggingFace, tyro.conf.subcommand("to-hf")]
+)
+
+
+class Progress:
+    """A bar on standard error that counts bytes."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(unit="B", unit_scale=True, desc="converting", disable=None)
+
+    def expect(self, total: int) -> None:
+        """Say how many bytes there will be."""
+        self._bar.reset(total)
+
+    def advance(self, count: int) -> None:
+        """Count bytes."""
+        self._bar.update(count)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar for the time of a conversion."""
+    progress = Progress()
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def torch_dtype(name: DtypeName) -> "torch.dtype | None":
+    """The number format; None keeps that of the source."""
+    import torch
+
+    return {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+
+
+# --- from Hugging Face ---------------------------------------------------------------------------------------
+
+
+def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
+    """Convert; what to tell the user."""
+    from megatron.checkpoint.conversion import HuggingFaceImport
+    from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.hugging_face_files import copy_tokenizer
+    from megatron.checkpoint.streaming import save_streaming
+    from megatron.training.state import state_of_weights
+
+    source, root = Path(config.hf), Path(config.save)
+    check_unused(root)
+    model = HuggingFaceImport(source, torch_dtype(config.dtype), progress.advance)
+    tokenizer = tokenizer_flags(source, iteration_directory(root, config.iteration).resolve() / TOKENIZER)
+    progress.expect(model.nbytes)
+    save_streaming(
+        root,
+        config.iteration,
+        model.tensors,
+        model.read,
+        state_of_weights(config.iteration, model.architecture, known_flags(model, tokenizer)),
+        furnish=lambda saving: copy_tokenizer(source, saving / TOKENIZER),
+    )
+    flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *given_flags(tokenizer)]
+    return (
+        f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
+        f"train on with: pretrain_llama.py {shlex.join(flags)}"
+    )
+
+
+def check_unused(root: Path) -> None:
+    """Raise :class:`CheckpointError` where ``root`` holds checkpoints, which the new one would supersede."""
+    from megatron.checkpoint.directory import find_checkpoint
+
+    if find_checkpoint(root) is not None:
+        raise CheckpointError(f"--save {root} holds checkpoints already: choose an empty directory.")
+
+
+def known_flags(model: "HuggingFaceImport", tokenizer: TokenizerConfig) -> dict[str, Any]:
+    """The groups of flags that weights alone tell."""
+    import torch
+
+    precision = PrecisionConfig(bf16=model.dtype == torch.bfloat16)
+    return {
+        "model": asdict(ModelConfig.of(model.architecture)),
+        "tokenizer": asdict(tokenizer),
+        "precision": asdict(precision),
+    }
+
+
+def tokenizer_flags(source: Path, copied: Path) -> TokenizerConfig:
+    """The flags for the tokenizer in ``source``, whose copy will be under ``copied``."""
+    if (source / "tokenizer.json").is_file():
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(copied))
+    model = source / "tokenizer.model"
+    if not model.is_file():
+        return TokenizerConfig()
+    with model.open("rb") as content:
+        # Llama 3's file is lines of a token in base64 and its rank; Llama 2's is binary.
+        is_text = re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", content.readline(1000)) is not None
+    return TokenizerConfig(
+        tokenizer_type="TikTokenizer" if is_text else "SentencePieceTokenizer",
+        tokenizer_model=str(copied / model.name),
+    )
+
+
+def model_flags(architecture: LlamaConfig) -> list[str]:
+    """The shortest flags that give the architecture: a preset's name, or every size."""
+    wanted = ModelConfig.of(architecture)
+    for name in PRESETS:
+        resolved = preset(name).resolve(architecture.vocab_size, 1, 1)
+        if ModelConfig.of(resolved) == wanted:
+            return ["--model", name]
+    return given_flags(wanted)
+
+
+def given_flags(group: ModelConfig | TokenizerConfig) -> list[str]:
+    """The flags of a group that are not at their default."""
+    words = []
+    for field in fields(group):
+        value, flag = getattr(group, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+# --- to Hugging Face -----------------------------------------------------------------------------------------
+
+
+def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
+    """Convert; what to tell the user."""
+    from megatron.checkpoint.checkpointing import verify_share
+    from megatron.checkpoint.conversion import HuggingFaceExport
+    from megatron.checkpoint.directory import find_checkpoint
+    from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
+    from megatron.checkpoint.streaming import SavedTensors
+
+    root, target = Path(config.load), Path(config.hf)
+    iteration = find_checkpoint(root, config.ckpt_step)
+    if iteration is None:
+        raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
+    check_free(target)
+    verify_share(root, iteration, rank=0, size=1)
+    saved = SavedTensors(root, iteration)
+    model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance)
+    progress.expect(sum(entry.nbytes for entry in model.entries.values()))
+    with fresh_directory(target) as saving:
+        write_weights(saving, model.entries, model.parts_of, config.max_shard_bytes)
+        notes = write_description(saving, saved, model)
+    return "\n".join([f"wrote iteration {iteration} of {root} to {target}, from {model.source}*", *notes])
+
+
+def write_description(saving: Path, saved: "SavedTensors", model: "HuggingFaceExport") -> list[str]:
+    """Write config.json and the tokenizer's files; what to tell the user about them."""
+    from megatron.checkpoint.hugging_face_config import config_fields
+    from megatron.checkpoint.hugging_face_files import CONFIG, copy_tokenizer, write_json
+    from megatron.data.tokenizers import build_tokenizer
+
+    flags = TokenizerConfig(**saved.manifest.state.get("flags", {}).get("tokenizer", {}))
+    bos = eos = None
+    missing = "" if flags.tokenizer_type else "The checkpoint does not name one."
+    try:
+        if not missing:
+            tokenizer = build_tokenizer(flags)
+            bos, eos = tokenizer.bos, tokenizer.eod
+        if flags.tokenizer_model is not None:
+            copy_tokenizer(Path(flags.tokenizer_model), saving)
+    except (ConfigError, DataError) as error:
+        missing = str(error)
+    dtype = str(model.dtype).removeprefix("torch.")
+    write_json(saving / CONFIG, config_fields(model.architecture, dtype, bos, eos))
+    return [f"without a tokenizer, and without special tokens in config.json: {missing}"] if missing else []
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def convert(config: FromHuggingFace | ToHuggingFace) -> str:
+    """Run a subcommand; what to tell the user."""
+    config.check()
+    with progress_bar() as progress:
+        if isinstance(config, FromHuggingFace):
+            return from_hugging_face(config, progress)
+        return to_hugging_face(config, progress)
+
+
+def main() -> int:
+    """Run the tool; the exit code."""
+    config = tyro.cli(Command, description=__doc__)
+    # A terminated conversion, too, removes what it has written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        print(convert(config))
+    except UserError as error:
+        report(error, rank=0)
+        return 1
+    except KeyboardInterrupt:
+        print("ERROR: interrupted; nothing has been written.", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
