@@ -52,17 +52,9 @@ class AttentionKernel(Protocol):
         """Attend to all keys; if ``is_causal``, with as many keys as queries, to those up to a query's own place."""
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor | None,
-        kept: tuple[Any, ...],
-        is_causal: bool,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
-        """Gradients of query, key and value; ``output`` and ``log_sum_exp`` may be those over more keys than these."""
+        """Gradients of query, key and value; output and log-sum-exp in ``attended`` may be those over more keys."""
 
 
 class ReferenceAttention:
@@ -92,23 +84,17 @@ class ReferenceAttention:
         return PartialAttention(output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor | None,
-        kept: tuple[Any, ...],
-        is_causal: bool,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
         """The derivative of the softmax, written out."""
-        assert log_sum_exp is not None
+        assert attended.log_sum_exp is not None
         wide_query, wide_key, wide_value = _grouped(query, key, value)
         groups = (key.shape[1], -1)
-        wide_grad, wide_output = (tensor.to(wide_query.dtype).unflatten(1, groups) for tensor in (grad, output))
+        wide_grad, wide_output = (
+            tensor.to(wide_query.dtype).unflatten(1, groups) for tensor in (grad, attended.output)
+        )
         scores = self._scores(wide_query, wide_key, is_causal)
-        probabilities = (scores - log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
+        probabilities = (scores - attended.log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
         grad_probabilities = wide_grad @ wide_value.transpose(-1, -2).unsqueeze(2)
         along = (wide_grad * wide_output).sum(dim=-1, keepdim=True)
         grad_scores = probabilities * (grad_probabilities - along) / math.sqrt(query.shape[-1])
@@ -140,19 +126,11 @@ class CpuFlashAttention:
         return PartialAttention(*attend(query, key, value, 0.0, is_causal))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor | None,
-        kept: tuple[Any, ...],
-        is_causal: bool,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
         """Scores are computed again, block by block."""
         grads: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, log_sum_exp, 0.0, is_causal
+            grad, query, key, value, attended.output, attended.log_sum_exp, 0.0, is_causal
         )
         return grads
 
@@ -174,26 +152,18 @@ class CudaFlashAttention:
         return PartialAttention(output, log_sum_exp, tuple(kept[:6]))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor | None,
-        kept: tuple[Any, ...],
-        is_causal: bool,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
         """Scores are computed again, block by block."""
-        starts_query, starts_key, longest_query, longest_key, seed, offset = kept
-        assert log_sum_exp is not None
+        starts_query, starts_key, longest_query, longest_key, seed, offset = attended.kept
+        assert attended.log_sum_exp is not None
         grads: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad,
             query,
             key,
             value,
-            output,
-            log_sum_exp.contiguous(),
+            attended.output,
+            attended.log_sum_exp.contiguous(),
             starts_query,
             starts_key,
             longest_query,
@@ -223,26 +193,18 @@ class CudnnAttention:
         return PartialAttention(output, log_sum_exp.view(query.shape[:3]), tuple(kept[:6]))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor | None,
-        kept: tuple[Any, ...],
-        is_causal: bool,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
         """Scores are computed again, block by block."""
-        starts_query, starts_key, longest_query, longest_key, seed, offset = kept
-        assert log_sum_exp is not None
+        starts_query, starts_key, longest_query, longest_key, seed, offset = attended.kept
+        assert attended.log_sum_exp is not None
         grads: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad,
             query,
             key,
             value,
-            output,
-            log_sum_exp.contiguous().unsqueeze(-1),
+            attended.output,
+            attended.log_sum_exp.contiguous().unsqueeze(-1),
             seed,
             offset,
             None,
@@ -278,18 +240,11 @@ class TorchAttention:
         return PartialAttention(output.detach(), None, (output, q, k, v))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor | None,
-        kept: tuple[Any, ...],
-        is_causal: bool,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
         """By autograd on the kept graph."""
-        grads = torch.autograd.grad(kept[0], kept[1:], grad)
+        output, *inputs = attended.kept
+        grads = torch.autograd.grad(output, inputs, grad)
         return grads[0], grads[1], grads[2]
 
 
@@ -388,9 +343,7 @@ class TiledGradients:
                 self._query[queries],
                 key[keys],
                 value[keys],
-                self._output[queries],
-                self._log_sum_exp[queries],
-                next(self._kept),
+                PartialAttention(self._output[queries], self._log_sum_exp[queries], next(self._kept)),
                 tile.is_causal,
             )
             self.query[queries].add_(parts[0])
@@ -432,7 +385,7 @@ class LocalAttention:
         """One causal tile, or one for each document."""
         if documents is None or not documents.masks_attention:
             whole = self.kernel.forward(query, key, value, is_causal=True)
-            return whole.output, (whole.log_sum_exp, whole.kept)
+            return whole.output, (whole,)
         tiled = TiledAttention(self.kernel, query)
         tiled.add(_document_tiles(documents, query.shape[2]), key, value, is_first=True)
         return tiled.output.to(query.dtype), (tiled.log_sum_exp, tiled.kept)
@@ -448,9 +401,9 @@ class LocalAttention:
         kept: tuple[Any, ...],
     ) -> Gradients:
         """The same tiles."""
-        log_sum_exp, rest = kept
         if documents is None or not documents.masks_attention:
-            return self.kernel.backward(grad, query, key, value, output, log_sum_exp, rest, is_causal=True)
+            return self.kernel.backward(grad, query, key, value, kept[0], is_causal=True)
+        log_sum_exp, rest = kept
         gradients = TiledGradients(self.kernel, grad, query, output, log_sum_exp, rest)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))
         gradients.add(_document_tiles(documents, query.shape[2]), key, value, grad_key, grad_value)
