@@ -1,6 +1,6 @@
 """Conversion from and to Hugging Face's files, block by block: memory is that of one block of rows."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.config.errors import CheckpointError
 from megatron.config.model import LlamaConfig
+from megatron.core.parameter import ParameterInfo, flat_range_boxes
 
 BLOCK_BYTES = 64 << 20
 """What is in memory at a time, unless one row is more."""
@@ -34,7 +35,7 @@ class HuggingFaceImport:
     def __init__(self, source: Path, dtype: torch.dtype | None, advance: Advance) -> None:
         self._source = source
         self._weights = HuggingFaceWeights(source)
-        self.architecture = architecture_of(read_json_object(source / CONFIG), str(source / CONFIG))
+        self.architecture = hugging_face_architecture(source)
         mapping = LlamaMapping(self.architecture)
         mapping.check(self._weights.shapes, str(source))
         self._check_tied_head()
@@ -153,6 +154,25 @@ class HuggingFaceExport:
                     f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture asks "
                     "for: convert another checkpoint."
                 )
+
+
+@torch.no_grad()
+def fill_from_hugging_face(source: Path, targets: Iterable[tuple[ParameterInfo, int, Tensor]]) -> None:
+    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, with the weights of a model in Hugging
+    Face's files, of which only what they need is read; numbers are converted to their formats."""
+    weights = HuggingFaceWeights(source)
+    mapping = LlamaMapping(hugging_face_architecture(source))
+    mapping.check(weights.shapes, str(source))
+    for info, start, flat in targets:
+        for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
+            block = flat[begin - start : end - start].view(box.shape)
+            for copy in mapping.ours[info.name].copies(box.global_offset, box.shape):
+                block[copy.place].copy_(weights.read(copy.source, copy.source_place))
+
+
+def hugging_face_architecture(source: Path) -> LlamaConfig:
+    """The architecture of a model in Hugging Face's files."""
+    return architecture_of(read_json_object(source / CONFIG), str(source / CONFIG))
 
 
 def saved_architecture(state: Mapping[str, object]) -> LlamaConfig:

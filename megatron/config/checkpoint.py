@@ -23,6 +23,9 @@ class CheckpointConfig:
     --save-retain-last."""
     load: str | None = None
     """Directory to resume from; starts afresh when it holds no checkpoint yet."""
+    load_hf: str | None = None
+    """Directory of a Hugging Face Llama whose weights to start from where --load holds no checkpoint yet; each rank
+    reads its own part."""
     ckpt_step: int | None = None
     """Load this iteration instead of the latest."""
     checkpoint_fallback: bool = True

@@ -100,7 +100,7 @@ def build_trainer(
         device=topology.device,
         flags=dataclasses.asdict(config),
     )
-    resume(state, saved, config, say)
+    resume(state, saved, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, model, state, batches, train_iters, say)
@@ -254,12 +254,16 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
     )
 
 
-def resume(state: RunState, saved: SavedRun | None, config: RunConfig, say: Say) -> None:
-    """Load the checkpoint that was found for ``--load``, if any."""
-    if config.checkpoint.load is None:
-        return
+def resume(state: RunState, saved: SavedRun | None, config: RunConfig, world: Communicator, say: Say) -> None:
+    """Load the checkpoint that was found for ``--load``, if any, else the model of ``--load-hf``."""
+    source = config.checkpoint.load_hf
     if saved is None:
-        say(f"{config.checkpoint.load} holds no checkpoint yet: starting from random weights")
+        start = "random weights" if source is None else f"the weights of {source}"
+        if config.checkpoint.load is not None:
+            say(f"{config.checkpoint.load} holds no checkpoint yet: starting from {start}")
+        if source is not None:
+            state.load_hugging_face(Path(source), world)
+            say(f"loaded the weights of {source}")
         return
     state.load(saved, config.checkpoint, weights_only=config.checkpoint.finetune or config.validation.skip_train)
     say(f"loaded checkpoint {config.checkpoint.load}, continuing after iteration {state.progress.iteration}")

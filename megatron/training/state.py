@@ -19,6 +19,7 @@ from megatron.checkpoint.checkpointing import (
     save_checkpoint,
     verify_share,
 )
+from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
 from megatron.checkpoint.directory import find_checkpoint
 from megatron.checkpoint.names import MASTER, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
@@ -182,7 +183,7 @@ class RunState:
 
     def load(self, saved: SavedRun, config: CheckpointConfig, weights_only: bool) -> None:
         """Take over what ``saved`` holds; all ranks call it. ``weights_only`` starts everything else afresh."""
-        _check_architecture(self.architecture, saved)
+        _check_architecture(self.architecture, saved.state["architecture"], f"The checkpoint under {saved.root}")
         if not weights_only:
             self.schedule = settle_schedule(self.schedule, saved.state["schedule"], self.learning_rate)
         with_optimizer = config.load_optim and not weights_only
@@ -199,6 +200,19 @@ class RunState:
         if self.optimizer.has_master_weights and not saved.state["has_master_weights"]:
             masters = _renamed(optimizer_tensors(self.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters)
+
+    def load_hugging_face(self, source: Path, world: Communicator) -> None:
+        """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
+
+        def fill() -> None:
+            _check_architecture(self.architecture, asdict(hugging_face_architecture(source)), f"The model in {source}")
+            weights = [(stored.info, stored.start, stored.tensor) for stored in self.data_parallel.stored_weights]
+            masters = [
+                (state.info, state.start, state.tensor) for state in self.optimizer.state() if state.kind == "master"
+            ]
+            fill_from_hugging_face(source, weights + masters)
+
+        together(world, fill)
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.data_parallel.stored_weights)
@@ -247,9 +261,8 @@ def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Ten
     return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}
 
 
-def _check_architecture(wanted: LlamaConfig, run: SavedRun) -> None:
-    """Raise :class:`CheckpointError` naming every flag whose value differs from the checkpoint's."""
-    saved = run.state["architecture"]
+def _check_architecture(wanted: LlamaConfig, saved: Mapping[str, Any], where: str) -> None:
+    """Raise :class:`CheckpointError` naming every flag whose value differs from ``saved``, which is ``where``."""
     # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
@@ -259,8 +272,7 @@ def _check_architecture(wanted: LlamaConfig, run: SavedRun) -> None:
     ]
     if different:
         raise CheckpointError(
-            f"The checkpoint under {run.root} is of another model: {'; '.join(different)}. Give the flags it was "
-            "trained with, or another --load."
+            f"{where} has another architecture: {'; '.join(different)}. Give the flags it was trained with, or load another."
         )
 
 

@@ -209,7 +209,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
     "garbled tokenizer": (garbled_tokenizer, ("tokenizer.model is not a SentencePiece model", "--tokenizer-model")),
     "checkpoint of another model": (
         flags(num_layers=3, ffn_hidden_size=96),
-        ("another model", "--num-layers is 3 here and 2 there", "--ffn-hidden-size is 96 here and 64 there"),
+        ("another architecture", "--num-layers is 3 here and 2 there", "--ffn-hidden-size is 96 here and 64 there"),
     ),
     "checkpoint of another schedule": (flags(lr=1e-3), ("peak 0.001", "--override-opt-param-scheduler")),
     "checkpoint that does not exist": (flags(ckpt_step=3), ("iteration 3", f"it has: {DONE}")),

@@ -36,7 +36,9 @@ from tests.end_to_end.run_process import (
     call_training,
     checkpoint_of,
     flags_of,
+    losses,
     run_tool,
+    run_training,
     tiny_corpus,
 )
 from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
@@ -419,3 +421,55 @@ def test_inspection_tells_the_layout_and_names_what_is_damaged(tmp_path: Path, c
     with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path / "nowhere")]):
         assert inspect_checkpoint.main() == 1
     assert "holds no checkpoint" in capsys.readouterr().err
+
+
+# --- straight into a run -------------------------------------------------------------------------------------
+
+
+def metrics_of(flags: list[str], path: Path, processes: int = 1) -> list[float]:
+    """The losses of a run."""
+    command = [*flags, "--metrics-jsonl", str(path)]
+    (call_training(command) if processes == 1 else run_training(command, processes=processes)).succeeded()
+    return losses(path)
+
+
+@pytest.mark.parametrize("precision", ["--fp64", "--bf16"])
+def test_a_run_that_starts_from_their_files_is_one_that_starts_from_the_converted_checkpoint(
+    hf: Path, tmp_path: Path, precision: str
+) -> None:
+    advice = from_hf(hf, tmp_path / "ours")
+    common = [*continued(advice, tmp_path / "saved"), "--lr", "1e-2", "--train-iters", "3", precision]
+    expected = metrics_of(common, tmp_path / "expected.jsonl")
+    direct = [word for word in common if word not in ("--finetune", "--load", str(tmp_path / "ours"))]
+    direct += ["--load-hf", str(hf), "--save", str(tmp_path / "other")]
+    assert metrics_of(direct, tmp_path / "direct.jsonl") == expected
+    # Where there is a checkpoint already, it goes first.
+    again = [*direct, "--load", str(tmp_path / "other"), "--train-iters", "4", "--override-opt-param-scheduler"]
+    assert metrics_of(again, tmp_path / "direct.jsonl")[:3] == expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--use-torch-fsdp2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+    ],
+)
+def test_each_rank_reads_its_own_part(hf: Path, tmp_path: Path, layout: str) -> None:
+    advice = from_hf(hf, tmp_path / "ours")
+    common = [*continued(advice, tmp_path / "saved"), "--lr", "1e-2", "--train-iters", "2", "--fp64"]
+    common += ["--micro-batch-size", "1"]
+    expected = metrics_of(common, tmp_path / "expected.jsonl")
+    direct = [word for word in common if word not in ("--finetune", "--load", str(tmp_path / "ours"))]
+    direct += ["--load-hf", str(hf), "--save", str(tmp_path / "other"), *layout.split()]
+    assert metrics_of(direct, tmp_path / "direct.jsonl", processes=2) == pytest.approx(expected, rel=1e-9)
+
+
+def test_another_architecture_than_the_flags_is_told_flag_by_flag(hf: Path, tmp_path: Path) -> None:
+    advice = from_hf(hf, tmp_path / "ours")
+    common = continued(advice, tmp_path / "saved")
+    direct = [word for word in common if word not in ("--finetune", "--load", str(tmp_path / "ours"))]
+    outcome = call_training([*direct, "--load-hf", str(hf), "--num-layers", "3", "--ffn-hidden-size", "64"])
+    (sentence,) = outcome.errors
+    assert "--num-layers is 3 here and 2 there" in sentence and "--ffn-hidden-size is 64 here and 56 there" in sentence
