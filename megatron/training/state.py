@@ -272,7 +272,8 @@ def _check_architecture(wanted: LlamaConfig, saved: Mapping[str, Any], where: st
     ]
     if different:
         raise CheckpointError(
-            f"{where} has another architecture: {'; '.join(different)}. Give the flags it was trained with, or load another."
+            f"{where} has another architecture: {'; '.join(different)}. Give the flags it was trained with, or load "
+            "another."
         )
 
 
