@@ -505,12 +505,12 @@ from megatron.core.model import llama
 forward, passes = llama.LlamaChunk.forward, 0
 
 
-def crash(chunk, inputs):
+def crash(chunk, *inputs):
     global passes
     passes += 1
     if os.environ["RANK"] == "0" and passes == 20:
         raise RuntimeError("a mistake of ours")
-    return forward(chunk, inputs)
+    return forward(chunk, *inputs)
 
 
 llama.LlamaChunk.forward = crash
