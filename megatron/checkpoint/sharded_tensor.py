@@ -64,13 +64,6 @@ class BoxedTensor(Tensor):
         return cls.from_pieces(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
 
     @classmethod
-    def from_parameter(cls, info: ParameterInfo, local_tensor: Tensor) -> "BoxedTensor":
-        """From a parameter, or a tensor of the same local shape such as its fp32 copy."""
-        assert tuple(local_tensor.shape) == info.local_shape, (info, local_tensor.shape)
-        pieces = [(box.global_offset, box.view(local_tensor)) for box in info.boxes]
-        return cls.from_pieces(info.global_shape, local_tensor.dtype, pieces)
-
-    @classmethod
     def from_flat_range(cls, info: ParameterInfo, flat_tensor: Tensor, start: int) -> "BoxedTensor":
         """From a 1-D tensor with elements ``[start, start + numel)`` of the flattened local parameter."""
         assert flat_tensor.dim() == 1, (info.name, flat_tensor.shape)

@@ -78,7 +78,7 @@ def test_pieces_of_a_flat_range_are_views_at_their_global_place(kind: str) -> No
 def test_a_parameter_keeps_its_memory_and_its_gradient_flag(kind: str) -> None:
     info, local = rank_part(kind, 0)
     parameter = torch.nn.Parameter(local.clone())
-    boxed = BoxedTensor.from_parameter(info, parameter)
+    boxed = BoxedTensor.from_flat_range(info, parameter.view(-1), 0)
     for _, piece in boxed.pieces:
         piece.zero_()
     assert parameter.requires_grad

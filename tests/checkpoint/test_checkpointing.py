@@ -92,7 +92,7 @@ def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tup
             expected = local.contiguous() if kind == "model" else local.flatten()[start:stop]
             memory = torch.full_like(expected, -1)
             if kind == "model":
-                boxed = BoxedTensor.from_parameter(info, memory)
+                boxed = BoxedTensor.from_flat_range(info, memory.view(-1), 0)
             else:
                 boxed = BoxedTensor.from_flat_range(info, memory, start)
             held[f"{kind}.{info.name}"] = (boxed, memory, expected)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from megatron.core.ops.attention import (
     CudnnAttention,
     Gradients,
     LocalAttention,
+    PartialAttention,
     ReferenceAttention,
     Tile,
     TiledAttention,
@@ -209,6 +210,31 @@ def test_ranks_that_share_a_sequence_attend_as_one(
 def test_what_is_sent(four_ranks: RankPool, kind: ContextParallelType, expected: list[str]) -> None:
     for _, _, kinds in four_ranks.run(on_ranks, kind, (1, 4, 4, 16, 2), None, torch.float64):
         assert sorted(kinds) == sorted(expected)
+
+
+def order_of_events(kind: ContextParallelType) -> list[str]:
+    """Collectives and tiles of a forward pass, as they start."""
+    ranks = Communicator(range(4), dist.get_rank(), "cp")
+    events: list[str] = []
+    ranks.observer = lambda record: events.append(record.kind)
+    kernel = CpuFlashAttention()
+    forward = kernel.forward
+
+    def noted(*arguments: Any, **options: Any) -> PartialAttention:
+        events.append("attend")
+        return forward(*arguments, **options)
+
+    kernel.forward = noted  # type: ignore[method-assign]
+    query, key, value, _ = (tensor[:, :, :4] for tensor in inputs((1, 4, 4, 16, 2)))
+    ContextParallel(ranks, (kind,)).attention(0, kernel).forward(query, key, value, None)
+    return events
+
+
+def test_what_travels_does_so_behind_the_computation(four_ranks: RankPool) -> None:
+    for events in four_ranks.run(order_of_events, "p2p"):
+        assert events == ["shift", "attend"] * 3 + ["attend"]
+    for events in four_ranks.run(order_of_events, "allgather"):
+        assert events[:3] == ["all_gather", "attend", "attend"]
 
 
 @pytest.mark.parametrize("kernel", [CudaFlashAttention(), CudnnAttention()], ids=lambda kernel: kernel.name)

@@ -16,6 +16,8 @@ from megatron.core.ops.attention import (
     AttentionKernel,
     AttentionShape,
     CpuFlashAttention,
+    CudaFlashAttention,
+    CudnnAttention,
     LocalAttention,
     ReferenceAttention,
     TorchAttention,
@@ -335,6 +337,22 @@ def test_the_attention_backend_chooses_the_kernel(backend: str, expected: type) 
 
 def test_the_cpu_kernel_is_not_chosen_for_a_gpu() -> None:
     assert type(choose_attention_kernel("auto", torch.device("cuda"), torch.bfloat16)) is TorchAttention
+    assert type(choose_attention_kernel("flash", torch.device("cuda"), torch.bfloat16)) is CudaFlashAttention
+    assert type(choose_attention_kernel("fused", torch.device("cuda"), torch.bfloat16)) is CudnnAttention
+    assert type(choose_attention_kernel("fused", torch.device("cuda"), torch.float32)) is TorchAttention
+
+
+def test_only_kernels_whose_results_can_be_merged_are_chosen_where_they_must_be() -> None:
+    def chosen(backend: str, device: str, dtype: torch.dtype) -> type:
+        return type(choose_attention_kernel(backend, torch.device(device), dtype, needs_log_sum_exp=True))
+
+    assert chosen("auto", "cpu", torch.float32) is CpuFlashAttention
+    assert chosen("auto", "cuda", torch.bfloat16) is CudaFlashAttention
+    assert chosen("fused", "cuda", torch.bfloat16) is CudnnAttention
+    assert chosen("auto", "cuda", torch.float32) is ReferenceAttention
+
+
+def test_the_cpu_kernel_does_not_run_on_a_gpu() -> None:
     assert not CpuFlashAttention().supports(torch.device("cuda"), torch.bfloat16)
 
 

@@ -167,13 +167,45 @@ def test_a_step_sends_what_a_ring_must(four_ranks: RankPool, strategy: ShardingS
         assert sent == pytest.approx(times * (RANKS - 1) / RANKS, rel=0.02)
 
 
-def test_fsdp_sends_no_more_than_zero_1_where_memory_allows(four_ranks: RankPool) -> None:
-    """Gathered once and reduced once in a step of four microbatches."""
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("defer", [False, True])
+def test_fsdp_sends_less_where_memory_allows(four_ranks: RankPool, reshard: bool, defer: bool) -> None:
+    """Of four microbatches, all are gathered for (twice, but for the embedding) or one, and all are reduced or one."""
     layout = Layout(
-        dp=RANKS, strategy="optim_grads_params", microbatches=4, reshard_after_forward=False, defer_grad_reduce=True
+        dp=RANKS, strategy="optim_grads_params", microbatches=4, reshard_after_forward=reshard, defer_grad_reduce=defer
     )
-    for sent, _ in four_ranks.run(numbers_sent_per_parameter, layout):
-        assert sent == pytest.approx(2 * (RANKS - 1) / RANKS, rel=0.02)
+    for sent, embedding in four_ranks.run(numbers_sent_per_parameter, layout):
+        times = (4 * (2 - embedding) if reshard else 1) + (1 if defer else 4)
+        assert sent == pytest.approx(times * (RANKS - 1) / RANKS, rel=0.02)
+
+
+def gathers_by_then(ahead: bool) -> list[int]:
+    """All-gathers that have started by the time each unit runs, and by the time each goes back."""
+    layout = Layout(dp=RANKS, strategy="optim_grads_params", overlap_param_gather=ahead)
+    topology = Topology(grid_of(layout), dist.get_rank(), CPU)
+    executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
+    (chunk,) = executor.chunks
+    assert isinstance(chunk, LlamaChunk)
+    started: list[CollectiveRecord] = []
+    seen: list[int] = []
+    sharing_of(topology, layout.strategy)[0].observer = lambda record: (
+        started.append(record) if record.kind == "all_gather" else None
+    )
+    for unit in chunk.units:
+        unit.register_forward_pre_hook(lambda *_: seen.append(len(started)))
+        unit.register_full_backward_pre_hook(lambda *_: seen.append(len(started)))
+    data_parallel.start_gradients(1)
+    executor.train(microbatches(0, layout, topology.data_parallel.rank), 1, 1.0)
+    data_parallel.finish_gradients()
+    return seen
+
+
+def test_weights_are_gathered_a_unit_ahead_where_asked(four_ranks: RankPool) -> None:
+    """Embedding, two layers, head. A unit that goes back looks before its own weights are asked for."""
+    for seen in four_ranks.run(gathers_by_then, False):
+        assert seen == [1, 2, 3, 4, 4, 5, 6, 7]
+    for seen in four_ranks.run(gathers_by_then, True):
+        assert seen == [2, 3, 4, 4, 5, 6, 7, 7]
 
 
 def test_sharded_gradients_are_sent_with_every_microbatch(four_ranks: RankPool) -> None:

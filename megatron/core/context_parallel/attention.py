@@ -24,15 +24,24 @@ from megatron.core.ops.attention import (
     TiledAttention,
     TiledGradients,
 )
-from megatron.core.ops.documents import Documents, attention_spans
+from megatron.core.ops.documents import Documents, Span, attention_spans
 
 
-class RingAttention:
-    """Keys and values move on while the rank attends to those that it has; in backward their gradients follow them."""
+class _AttentionOverRanks:
+    """What the ways have in common in which a rank's queries attend to all keys."""
 
     def __init__(self, kernel: AttentionKernel, ranks: Communicator) -> None:
         self._kernel, self._ranks = kernel, ranks
         self._split = ContextSplit(ranks.rank, ranks.size)
+
+    def _whole(self, query: Tensor, documents: Documents | None) -> tuple[list[Span], int]:
+        """What attention goes over, and the length of the whole sequence."""
+        length = query.shape[2] * self._ranks.size
+        return attention_spans(documents, length), length
+
+
+class RingAttention(_AttentionOverRanks):
+    """Keys and values move on while the rank attends to those that it has; in backward their gradients follow them."""
 
     def _sources(self) -> list[int]:
         """Whose keys are here, step after step."""
@@ -45,8 +54,7 @@ class RingAttention:
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """One step for each rank of the ring."""
-        length = query.shape[2] * self._ranks.size
-        spans = attention_spans(documents, length)
+        spans, length = self._whole(query, documents)
         tiled = TiledAttention(self._kernel, query)
         key_value = torch.stack((key, value))
         for step, source in enumerate(self._sources()):
@@ -69,8 +77,7 @@ class RingAttention:
     ) -> Gradients:
         """The same steps; what a rank contributes to the gradients of keys is added when they come by."""
         log_sum_exp, rest = kept
-        length = query.shape[2] * self._ranks.size
-        spans = attention_spans(documents, length)
+        spans, length = self._whole(query, documents)
         gradients = TiledGradients(self._kernel, grad, query, output, log_sum_exp, rest)
         key_value = torch.stack((key, value))
         following: Pending | None = None
@@ -88,12 +95,8 @@ class RingAttention:
         return gradients.query, grad_key, grad_value
 
 
-class GatheredAttention:
+class GatheredAttention(_AttentionOverRanks):
     """All keys and values on every rank, gathered while it attends to its own chunks."""
-
-    def __init__(self, kernel: AttentionKernel, ranks: Communicator) -> None:
-        self._kernel, self._ranks = kernel, ranks
-        self._split = ContextSplit(ranks.rank, ranks.size)
 
     def _start_gather(self, key: Tensor, value: Tensor) -> Pending:
         """``[b, groups, s, d]`` of this rank to ``[ranks * s, 2, b, groups, d]``."""
@@ -107,8 +110,7 @@ class GatheredAttention:
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """The diagonal, then all that lies before it."""
-        length = query.shape[2] * self._ranks.size
-        spans = attention_spans(documents, length)
+        spans, length = self._whole(query, documents)
         tiled = TiledAttention(self._kernel, query)
         gathering = self._start_gather(key, value)
         tiled.add(diagonal_tiles(self._split, spans, length), key, value, is_first=True)
@@ -127,8 +129,7 @@ class GatheredAttention:
     ) -> Gradients:
         """Gathers again, and adds up every rank's gradients of all keys and values."""
         log_sum_exp, rest = kept
-        length = query.shape[2] * self._ranks.size
-        spans = attention_spans(documents, length)
+        spans, length = self._whole(query, documents)
         gradients = TiledGradients(self._kernel, grad, query, output, log_sum_exp, rest)
         gathering = self._start_gather(key, value)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))

@@ -81,7 +81,7 @@ class DataParallel(ABC):
         self,
         formats: NumberFormats,
         topology: Topology,
-        sharing: "Sharing",
+        sharing: Sharing,
         pieces: Sequence[Piece],
         buckets: Sequence[GradientBucket],
     ) -> None:

@@ -27,13 +27,15 @@ class RotaryTables:
     def __call__(self, length: int, documents: Documents | None = None) -> Tensor:
         """``[length, 1, 1, head size / 2]``, complex, for this rank's ``length`` positions of a sequence; where they
         count from the beginning of ``documents``, ``[length, b, 1, head size / 2]``."""
-        split = self._context.context_parallel.split
-        positions = split.positions(length * split.size)
         if documents is not None and documents.resets_positions:
-            return self._rotations(documents.positions()[positions])
+            return self._rotations(documents.positions()[self._positions(length)])
         if self._table is None or self._table.shape[0] != length:
-            self._table = self._rotations(positions)
+            self._table = self._rotations(self._positions(length))
         return self._table
+
+    def _positions(self, length: int) -> Tensor:
+        split = self._context.context_parallel.split
+        return split.positions(length * split.size)
 
     def _rotations(self, positions: Tensor) -> Tensor:
         config = self._config

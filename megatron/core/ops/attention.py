@@ -44,6 +44,7 @@ class AttentionKernel(Protocol):
 
     name: str
     tells_log_sum_exp: bool
+    """Whether what it returns can be merged with attention to other keys."""
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernel runs there."""
@@ -257,12 +258,19 @@ def choose_attention_kernel(
     """
     if backend in ("unfused", "local"):
         return ReferenceAttention()
-    mergeable: list[AttentionKernel] = [CpuFlashAttention(), CudaFlashAttention(), ReferenceAttention()]
-    if backend == "fused":
-        mergeable.insert(0, CudnnAttention())
-    whole: list[AttentionKernel] = [CpuFlashAttention(), TorchAttention()]
-    kernels = mergeable if needs_log_sum_exp else whole
-    return next(kernel for kernel in kernels if kernel.supports(device, dtype))
+    asked_for: dict[str, list[AttentionKernel]] = {"flash": [CudaFlashAttention()], "fused": [CudnnAttention()]}
+    kernels = [
+        *asked_for.get(backend, []),
+        CpuFlashAttention(),
+        TorchAttention(),
+        CudaFlashAttention(),
+        ReferenceAttention(),
+    ]
+    return next(
+        kernel
+        for kernel in kernels
+        if kernel.supports(device, dtype) and (kernel.tells_log_sum_exp or not needs_log_sum_exp)
+    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,8 +28,12 @@ class Documents:
     resets_positions: bool
     """Whether positions count from the beginning of the document."""
 
-    def spans(self) -> Iterator[Span]:
+    @cached_property
+    def spans(self) -> list[Span]:
         """The documents, row by row."""
+        return list(self._spans())
+
+    def _spans(self) -> Iterator[Span]:
         length = self.starts.shape[1]
         for row, flags in enumerate(self.starts):
             starts = flags.nonzero().flatten().tolist()
@@ -47,4 +52,4 @@ def attention_spans(documents: Documents | None, length: int) -> list[Span]:
     """What attention goes over: documents, or rows of ``length`` as a whole."""
     if documents is None or not documents.masks_attention:
         return [Span(slice(None), 0, length)]
-    return list(documents.spans())
+    return documents.spans
