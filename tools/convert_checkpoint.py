@@ -162,7 +162,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
 
 def check_unused(root: Path) -> None:
     """Raise :class:`CheckpointError` where ``root`` holds checkpoints, which the new one would supersede."""
-    from megatron.checkpoint.directory import find_checkpoint
+    from megatron.checkpoint.finding import find_checkpoint
 
     if find_checkpoint(root) is not None:
         raise CheckpointError(f"--save {root} holds checkpoints already: choose an empty directory.")
@@ -227,7 +227,7 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; what to tell the user."""
     from megatron.checkpoint.checkpointing import verify_share
     from megatron.checkpoint.conversion import HuggingFaceExport
-    from megatron.checkpoint.directory import find_checkpoint
+    from megatron.checkpoint.finding import find_checkpoint
     from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
     from megatron.checkpoint.streaming import SavedTensors
 

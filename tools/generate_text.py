@@ -106,7 +106,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     import torch
 
     from megatron.checkpoint.checkpointing import load_checkpoint, read_state
-    from megatron.checkpoint.directory import find_checkpoint
+    from megatron.checkpoint.finding import find_checkpoint
     from megatron.config.data import TokenizerConfig
     from megatron.config.model import LlamaConfig
     from megatron.config.stages import split_nearly_evenly

@@ -20,8 +20,8 @@ from megatron.config.errors import CheckpointError, UserError, report
 from megatron.config.ranges import require_at_least
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.safetensors_file import WrittenFile
-    from megatron.checkpoint.storage import Manifest
+    from megatron.checkpoint.files import WrittenFile
+    from megatron.checkpoint.manifest import Manifest
 
 _LAYOUT = {
     "tensor_model_parallel_size": "tensor",
@@ -50,8 +50,9 @@ class InspectConfig:
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
     """All that the tool tells."""
-    from megatron.checkpoint.directory import find_checkpoint, list_checkpoints, locate_checkpoint
-    from megatron.checkpoint.storage import read_manifest
+    from megatron.checkpoint.directory import locate_checkpoint
+    from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
+    from megatron.checkpoint.manifest import read_manifest
 
     root = Path(config.load)
     iteration = find_checkpoint(root, config.ckpt_step)
@@ -87,7 +88,7 @@ def describe_tensors(manifest: "Manifest") -> dict[str, dict[str, Any]]:
 
 def find_damage(directory: Path, files: "list[WrittenFile]") -> list[str]:
     """What is wrong with each file that is not as it was written."""
-    from megatron.checkpoint.storage import verify_file
+    from megatron.checkpoint.files import verify_file
 
     damage = []
     for file in files:

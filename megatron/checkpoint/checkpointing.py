@@ -30,15 +30,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from megatron.checkpoint.directory import (
-    commit,
-    iteration_directory,
-    locate_checkpoint,
-    new_saving_directory,
-    remove_checkpoint,
-)
+from megatron.checkpoint.directory import iteration_directory, locate_checkpoint
+from megatron.checkpoint.files import verify_file
+from megatron.checkpoint.manifest import JSON, read_manifest
 from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import JSON, SafetensorsReader, SafetensorsWriter, read_manifest, verify_file
+from megatron.checkpoint.storage import DirectSaving, SafetensorsReader, SafetensorsWriter, Saving
 from megatron.config.errors import CheckpointError
 
 # A replicated piece is shared out among its holders in slices of about this size.
@@ -51,8 +47,11 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, JSON],
     process_group: dist.ProcessGroup | None = None,
+    saving: Saving | None = None,
 ) -> Path:
     """Save as the checkpoint of ``iteration`` under ``root`` and return its directory; a collective call.
+
+    With a ``saving`` in the background it is not there yet, but the tensors may change.
 
     ``tensors`` holds this rank's part by global name: a :class:`BoxedTensor`, a DTensor, or a plain tensor
     that every rank with that name holds alike. Ranks may have different names. Pieces that several ranks hold
@@ -64,23 +63,18 @@ def save_checkpoint(
     A failure anywhere raises :class:`CheckpointError` (a mistake of ours: ``RuntimeError`` with all tracebacks)
     on all ranks and leaves what was there before.
     """
-    writer = SafetensorsWriter(
-        state,
-        begin=partial(new_saving_directory, root, iteration),
-        commit=partial(commit, root=root, iteration=iteration),
-    )
+    saving = saving or DirectSaving(root, iteration)
     try:
         with _same_error_on_all_ranks(process_group):
             _save_state_dict(
                 dict(tensors),
-                writer,
+                SafetensorsWriter(state, saving),
                 process_group=process_group,
                 no_dist=not _is_distributed(),
                 planner=_SavePlanner(),
             )
     except BaseException:
-        if writer.directory is not None:
-            remove_checkpoint(writer.directory)
+        saving.abandon()
         raise
     return iteration_directory(root, iteration)
 

@@ -19,9 +19,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
 from megatron.checkpoint.places import Place
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned, sync_file
-from megatron.checkpoint.storage import explained, sync_directory, write_text_durably
+from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned
 from megatron.config.errors import CheckpointError
 
 CONFIG = "config.json"

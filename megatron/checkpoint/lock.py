@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.storage import explained
+from megatron.checkpoint.files import explained
 from megatron.config.errors import CheckpointError
 
 LOCK = ".run.lock"

@@ -22,6 +22,10 @@ class Retention:
     verify: Callable[[int], None]
     _good: set[int] = field(default_factory=set)
 
+    def confirm(self, iteration: int) -> None:
+        """The checkpoint of ``iteration`` has been verified already."""
+        self._good.add(iteration)
+
     def superfluous(self, iterations: Sequence[int]) -> list[int]:
         """Those of ``iterations``, ascending, that may be deleted."""
         missing = self.last or 1

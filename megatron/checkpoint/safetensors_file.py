@@ -1,17 +1,16 @@
-"""Safetensors files: written part by part to stable storage, with a digest taken meanwhile."""
+"""Safetensors files: written part by part to stable storage, or laid into memory as a whole."""
 
 import json
-import os
+import mmap
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
-import xxhash
 from torch import Tensor
+
+from megatron.checkpoint.files import DigestedFile, WrittenFile
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -28,16 +27,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """A file of a checkpoint, as the rank that wrote it knows it."""
-
-    name: str
-    size: int
-    digest: str
-    """XXH3-128 of its bytes, in hexadecimal."""
 
 
 class Entry(NamedTuple):
@@ -65,43 +54,35 @@ class SafetensorsStream:
     ``OSError``.
     """
 
-    written: WrittenFile
-    """The file, once it is complete."""
-
     def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
-        self._path = path
         self._header = _header(entries, metadata)
         self._size = len(self._header) + sum(entry.nbytes for entry in entries.values())
-        self._digest = xxhash.xxh3_128()
+        self._file = DigestedFile(path)
 
     def __enter__(self) -> Self:
         """Create the file, which must not be there yet."""
-        self._file = self._path.open("xb")
-        self._hashing = ThreadPoolExecutor(1)
+        self._file.__enter__()
         try:
-            self._write(self._header)
+            self._file.write(self._header)
         except BaseException as error:
-            self.__exit__(type(error))
+            self._file.__exit__(type(error))
             raise
         return self
 
     def write(self, part: Tensor) -> None:
         """Write the next part, which may be a view and on any device."""
-        self._write(_bytes_of(part))
-
-    def _write(self, content: bytes | memoryview) -> None:
-        # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
-        hashed = self._hashing.submit(self._digest.update, content)
-        self._file.write(content)
-        hashed.result()
+        self._file.write(_bytes_of(part))
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         """Sync and close the file; after an exception only close it."""
-        with self._file, self._hashing:
-            if exception_type is None:
-                assert self._file.tell() == self._size, (self._path, self._file.tell(), self._size)
-                sync_file(self._file)
-                self.written = WrittenFile(self._path.name, self._size, self._digest.hexdigest())
+        self._file.__exit__(exception_type)
+        if exception_type is None:
+            assert self.written.size == self._size, (self.written, self._size)
+
+    @property
+    def written(self) -> WrittenFile:
+        """The file, once it is complete."""
+        return self._file.written
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
@@ -110,18 +91,35 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     Tensors may be views and on any device; one at a time is copied to the host, so that saving a GPU's state
     takes no second copy of it. Errors are ``OSError``.
     """
-    entries = aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    entries = _entries_of(tensors)
     with SafetensorsStream(path, entries) as stream:
         for name in entries:
             stream.write(tensors[name])
     return stream.written
 
 
-def sync_file(file: IO[bytes]) -> None:
-    """Bring what was written to ``file`` to stable storage."""
-    # The flush must come first: fsync knows nothing of what Python still holds in its buffer.
-    file.flush()
-    os.fsync(file.fileno())
+class SafetensorsImage:
+    """The bytes that :func:`write_safetensors` would write, for the memory of another process."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._entries = _entries_of(tensors)
+        self._header = _header(self._entries, None)
+        self.size = len(self._header) + sum(entry.nbytes for entry in self._entries.values())
+
+    def copy_into(self, memory: mmap.mmap) -> None:
+        """Lay them at the beginning of ``memory``; each tensor is copied once, from whatever device."""
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.size)
+        position = len(self._header)
+        whole[:position] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
+        for name, entry in self._entries.items():
+            place = whole[position : position + entry.nbytes]
+            place.view(entry.dtype).view(entry.shape).copy_(self._tensors[name].detach())
+            position += entry.nbytes
+
+
+def _entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    return aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> bytes:

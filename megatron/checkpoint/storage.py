@@ -10,226 +10,82 @@
 """
 
 import dataclasses
-import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
-import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, WrittenFile, sync_file, write_safetensors
+from megatron.checkpoint.directory import commit, new_saving_directory, remove_checkpoint
+from megatron.checkpoint.files import WrittenFile, check_file, explained, sync_directory
+from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_manifest
+from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.config.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-_BLOCK = 4 << 20  # bytes read at a time
-FORMAT_VERSION = 2
 
-JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
+class Saving(Protocol):
+    """One save, as it comes to disk: at once (:class:`DirectSaving`) or in the background."""
 
-_REMEDIES = {
-    errno.ENOSPC: "free some space or choose another directory",
-    errno.EDQUOT: "free some space or choose another directory",
-    errno.EACCES: "give this user access to it or choose another directory",
-    errno.EPERM: "give this user access to it or choose another directory",
-    errno.EROFS: "choose a directory that can be written",
-    errno.ENOENT: "every rank must see the whole checkpoint, so use a file system that all nodes share",
-    errno.EEXIST: "something else has this name, so move it away",
-    errno.EISDIR: "something else has this name, so move it away",
-    errno.ENOTDIR: "a part of this path is a file, so choose another directory",
-}
+    def begin(self) -> Path:
+        """On the coordinator, before anything is written: make a directory for it."""
+        ...
 
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+        """On a rank that has some: write its tensors."""
+        ...
 
-@contextmanager
-def explained(action: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into a :class:`CheckpointError` that says what failed, where, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the file system")
-        raise CheckpointError(f"Cannot {action} {path} ({error.strerror or error}): {remedy}.") from error
+    def commit(self, directory: Path, manifest: Manifest) -> None:
+        """On the coordinator, after all ranks: make it visible."""
+        ...
+
+    def abandon(self) -> None:
+        """On every rank, after a failure: leave nothing behind."""
+        ...
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a directory: they order its changes themselves.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
+class DirectSaving:
+    """Everything is on stable storage when a call returns."""
 
+    def __init__(self, root: Path, iteration: int) -> None:
+        self._root, self._iteration = root, iteration
+        self._directory: Path | None = None
 
-def write_text_durably(path: Path, text: str) -> None:
-    """Create ``path`` with ``text`` on stable storage; the caller syncs the directory."""
-    with path.open("xb") as file:
-        file.write(text.encode())
-        sync_file(file)
+    def begin(self) -> Path:
+        """Make a hidden directory."""
+        self._directory = new_saving_directory(self._root, self._iteration)
+        return self._directory
 
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+        """Write the file and sync it."""
+        with explained("write", path):
+            file = write_safetensors(path, tensors)
+            sync_directory(path.parent)
+        return file
 
-# --- the manifest ------------------------------------------------------------------------------------------
+    def commit(self, directory: Path, manifest: Manifest) -> None:
+        """Write the manifest and rename the directory."""
+        commit(directory, self._root, self._iteration, encode_manifest(manifest))
 
-
-@dataclass(frozen=True)
-class ChunkLocation:
-    """Where the bytes of one chunk of a global tensor are."""
-
-    file: WrittenFile
-    key: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds."""
-
-    metadata: Metadata
-    """DCP's: the global tensors and their chunks; ``storage_data`` has the location of each chunk."""
-    state: dict[str, Any]
-    """What is not a tensor, as JSON gives it back."""
-
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The global tensors by name."""
-        return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
-
-    def files(self) -> set[WrittenFile]:
-        """The files that hold the tensors."""
-        return {
-            location.file for location in cast(dict[MetadataIndex, ChunkLocation], self.metadata.storage_data).values()
-        }
-
-    def location(self, index: MetadataIndex) -> ChunkLocation:
-        """Where the chunk at ``index`` lies."""
-        location: ChunkLocation = self.metadata.storage_data[index]
-        return location
-
-
-def encode_manifest(manifest: Manifest) -> str:
-    """The text of ``manifest.json``."""
-    files: dict[str, dict[str, int | str]] = {}
-    tensors = {}
-    for name, tensor in manifest.tensors().items():
-        chunks = []
-        for chunk in tensor.chunks:
-            location = manifest.location(MetadataIndex(name, chunk.offsets))
-            files[location.file.name] = {"bytes": location.file.size, "xxh3_128": location.file.digest}
-            place = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
-            chunks.append({**place, "file": location.file.name, "key": location.key})
-        dtype = DTYPE_NAMES[tensor.properties.dtype]
-        tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-    content = {"format_version": FORMAT_VERSION, "state": manifest.state, "files": files, "tensors": tensors}
-    text = json.dumps(content)
-    return f"{_manifest_head(text)}{text}}}"
-
-
-def _manifest_head(text: str) -> str:
-    """What stands before the ``text`` of a manifest's content."""
-    return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(text.encode())}", "manifest": '
-
-
-def decode_manifest(text: str) -> Manifest:
-    """The inverse of :func:`encode_manifest`; a text that is not a manifest is a ``ValueError``."""
-    try:
-        document = json.loads(text)["manifest"]
-        if document["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format version {document['format_version']}; this code reads {FORMAT_VERSION}")
-        head_length = len(_manifest_head(""))
-        if text[:head_length] != _manifest_head(text[head_length:-1]):
-            raise ValueError("its digest is not that of its content")
-        if not isinstance(document["state"], dict):
-            raise ValueError("its state is not an object")
-        files = {name: _decode_file(name, record) for name, record in document["files"].items()}
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
-        for name, record in document["tensors"].items():
-            _decode_tensor(name, record, files, metadata)
-    except (KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"{type(error).__name__} {error}") from error
-    return Manifest(metadata, document["state"])
-
-
-def _decode_file(name: str, record: dict[str, Any]) -> WrittenFile:
-    # A name with a directory in it could make the reader leave the checkpoint.
-    if name != os.path.basename(name) or name in ("", ".", ".."):
-        raise ValueError(f"bad file name {name!r}")
-    return WrittenFile(name, int(record["bytes"]), str(record["xxh3_128"]))
-
-
-def _decode_tensor(name: str, record: dict[str, Any], files: Mapping[str, WrittenFile], metadata: Metadata) -> None:
-    size = torch.Size(record["shape"])
-    chunks = []
-    for entry in record["chunks"]:
-        chunk = ChunkStorageMetadata(torch.Size(entry["offset"]), torch.Size(entry["shape"]))
-        chunks.append(chunk)
-        location = ChunkLocation(files[entry["file"]], str(entry["key"]))
-        metadata.storage_data[MetadataIndex(name, chunk.offsets)] = location
-    if not _chunks_fill(chunks, size):
-        raise ValueError(f"the chunks of {name} do not fill its shape {list(size)}")
-    properties = TensorProperties(dtype=DTYPES[record["dtype"]])
-    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
-
-
-def _chunks_fill(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether all chunks lie inside ``size`` and have its number of elements together."""
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-            return False
-        for start, length, limit in zip(chunk.offsets, chunk.sizes, size):
-            if start < 0 or length < 0 or start + length > limit:
-                return False
-    return sum(prod(chunk.sizes) for chunk in chunks) == prod(size)
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read ``directory/manifest.json``; raises :class:`CheckpointError` when it is missing or damaged."""
-    path = directory / MANIFEST
-    with explained("read", path):
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{directory} is not a checkpoint (it has no {MANIFEST}): load another one."
-            ) from None
-    try:
-        return decode_manifest(content.decode())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged ({error}): load another checkpoint.") from error
-
-
-# --- DCP's two sides ---------------------------------------------------------------------------------------
+    def abandon(self) -> None:
+        """Remove the directory where it was made."""
+        if self._directory is not None:
+            remove_checkpoint(self._directory)
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes a checkpoint into one directory.
+    """Hands what DCP decided to a :class:`Saving`; ``state`` is the coordinator's."""
 
-    On the coordinator, ``begin`` makes the directory before anything is written, and ``commit`` is called
-    with it once every file and the manifest are on stable storage. ``state`` is the coordinator's.
-    """
-
-    def __init__(self, state: Mapping[str, JSON], begin: Callable[[], Path], commit: Callable[[Path], object]) -> None:
+    def __init__(self, state: Mapping[str, JSON], saving: Saving) -> None:
         self._state = state
-        self._begin = begin
-        self._commit = commit
-        self.directory: Path | None = None
-        """The coordinator's: the directory that ``begin`` made."""
+        self._saving = saving
+        self._directory = Path()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -250,14 +106,14 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: make the directory and tell every rank its file there."""
-        self.directory = self._begin()
+        self._directory = self._saving.begin()
         return [
-            dataclasses.replace(plan, storage_data=self.directory / f"rank_{rank:05d}.safetensors")
+            dataclasses.replace(plan, storage_data=self._directory / file_of_rank(rank))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces into its file (none for no pieces) and sync it."""
+        """Write this rank's pieces into its file (none for no pieces)."""
         tensors: dict[str, Tensor] = {}
         for item in plan.items:
             piece = planner.resolve_data(item)
@@ -267,23 +123,20 @@ class SafetensorsWriter(StorageWriter):
         if not tensors:
             future.set_result([])
             return future
-        path: Path = plan.storage_data
-        with explained("write", path):
-            file = write_safetensors(path, tensors)
-            sync_directory(path.parent)
+        file = self._saving.write(plan.storage_data, tensors)
         future.set_result([_write_result(item.index, tensors, file) for item in plan.items])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written: write the manifest, then commit."""
-        assert self.directory is not None
+        """On the coordinator, when all ranks have written: commit."""
         locations = {result.index: result.storage_data for rank in results for result in rank}
         metadata = dataclasses.replace(metadata, storage_data=locations)
-        path = self.directory / MANIFEST
-        with explained("write", path):
-            write_text_durably(path, encode_manifest(Manifest(metadata, dict(self._state))))
-            sync_directory(self.directory)
-        self._commit(self.directory)
+        self._saving.commit(self._directory, Manifest(metadata, dict(self._state)))
+
+
+def file_of_rank(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank_{rank:05d}.safetensors"
 
 
 def chunk_key(index: MetadataIndex) -> str:
@@ -373,29 +226,3 @@ class SafetensorsReader(StorageReader):
         target = planner.resolve_tensor(item).detach()
         target.copy_(piece)
         planner.commit_tensor(item, target)
-
-
-def check_file(directory: Path, file: WrittenFile) -> None:
-    """Raise :class:`CheckpointError` when ``file`` is missing from ``directory`` or has another size."""
-    path = directory / file.name
-    with explained("read", path):
-        size = path.stat().st_size
-    if size != file.size:
-        raise CheckpointError(f"{path} has {size:,} bytes but was written with {file.size:,}: load another checkpoint.")
-
-
-def verify_file(directory: Path, file: WrittenFile) -> None:
-    """Raise :class:`CheckpointError` when ``file`` is missing from ``directory``, or has other bytes than were
-    written."""
-    check_file(directory, file)
-    path = directory / file.name
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_BLOCK))
-    with explained("read", path), path.open("rb", buffering=0) as content:
-        while length := content.readinto(buffer):
-            digest.update(buffer[:length])
-    if digest.hexdigest() != file.digest:
-        raise CheckpointError(
-            f"{path} is damaged (its digest is {digest.hexdigest()} but was {file.digest} when it was written): load "
-            "another checkpoint."
-        )

@@ -21,21 +21,11 @@ from megatron.checkpoint.directory import (
     new_saving_directory,
     remove_checkpoint,
 )
+from megatron.checkpoint.files import check_file, explained
+from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_manifest
 from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned
-from megatron.checkpoint.storage import (
-    JSON,
-    MANIFEST,
-    ChunkLocation,
-    Manifest,
-    check_file,
-    chunk_key,
-    encode_manifest,
-    explained,
-    read_manifest,
-    sync_directory,
-    write_text_durably,
-)
+from megatron.checkpoint.storage import chunk_key
 from megatron.config.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
@@ -76,10 +66,8 @@ def save_streaming(
             for number, chunks in enumerate(_files(tensors, file_bytes)):
                 locations |= _write_file(saving / f"weights_{number:05d}.safetensors", chunks, read)
             furnish(saving)
-            metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
-            write_text_durably(saving / MANIFEST, encode_manifest(Manifest(metadata, dict(state))))
-            sync_directory(saving)
-        commit(saving, root, iteration)
+        metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
+        commit(saving, root, iteration, encode_manifest(Manifest(metadata, dict(state))))
     except BaseException:
         remove_checkpoint(saving)
         raise

@@ -16,6 +16,15 @@ class CheckpointConfig:
     save_interval: str | None = None
     """Iterations between checkpoints (with --save: also one at the end and at a graceful stop). 500@0,2000@1000 saves
     at every 500th iteration up to 1000, then at every 2000th."""
+    async_save: bool = False
+    """Training waits only until the state is copied to host memory; a process beside each rank writes it, and at most
+    one save is under way. The one at the end of a run is waited for."""
+    async_save_timeout: int = 600
+    """Seconds without progress after which a background writer is killed and its save reported as failed. One failure
+    is a warning, two in a row end the run."""
+    redundant_save: str | None = None
+    """Second directory, best on another storage, to which every finished checkpoint is copied in the background; with
+    --load equal to --save, both are searched."""
     save_retain_last: int | None = None
     """Delete checkpoints older than the newest this many, once these have been read back and found good."""
     save_retain_interval: int | None = None
@@ -50,6 +59,13 @@ class CheckpointConfig:
         return None if self.save_interval is None else IntervalSchedule.parse("--save-interval", self.save_interval)
 
     @property
+    def load_roots(self) -> tuple[str, ...]:
+        """Where to look for a checkpoint, the first first; the redundant copies are of what this run saves."""
+        if self.load is None:
+            return ()
+        return (self.load, self.redundant_save) if self.redundant_save and self.load == self.save else (self.load,)
+
+    @property
     def deletes(self) -> bool:
         """Whether old checkpoints are deleted."""
         return self.save_retain_last is not None or self.save_retain_interval is not None
@@ -60,12 +76,19 @@ class CheckpointConfig:
             "--save-retain-last": self.save_retain_last,
             "--save-retain-interval": self.save_retain_interval,
         }
-        require_at_least(1, retained)
+        require_at_least(1, {**retained, "--async-save-timeout": self.async_save_timeout})
         if self.save_interval is not None:
             IntervalSchedule.parse("--save-interval", self.save_interval)
-        for flag, value in (("--save-interval", self.save_interval), *retained.items()):
-            if value is not None and self.save is None:
+        for flag, is_given in (
+            ("--save-interval", self.save_interval is not None),
+            ("--async-save", self.async_save),
+            ("--redundant-save", self.redundant_save is not None),
+            *((flag, value is not None) for flag, value in retained.items()),
+        ):
+            if is_given and self.save is None:
                 raise ConfigError(f"{flag} needs --save with a directory.")
+        if self.redundant_save is not None and self.redundant_save == self.save:
+            raise ConfigError(f"--redundant-save {self.redundant_save} is --save itself: name another directory.")
         for flag, is_given in (
             ("--ckpt-step", self.ckpt_step is not None),
             ("--finetune", self.finetune),

@@ -124,7 +124,7 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--full-validation",
         "--multiple-validation-sets",
     ),
-    "checkpoints have one format, are saved synchronously and load in any layout: remove it.": (
+    "checkpoints have one format and load in any layout; --async-save alone decides how they are saved: remove it.": (
         "--pretrained-checkpoint",
         "--use-checkpoint-args",
         "--ckpt-format",
@@ -132,7 +132,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--ckpt-convert-format",
         "--no-ckpt-fully-parallel-save",
         "--ckpt-fully-parallel-load",
-        "--async-save",
         "--use-persistent-ckpt-worker",
         "--async-strategy",
         "--ckpt-assume-constant-structure",

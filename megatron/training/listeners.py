@@ -2,32 +2,19 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from megatron.checkpoint.checkpointing import verify_share
-from megatron.checkpoint.directory import (
-    iteration_directory,
-    list_checkpoints,
-    locate_checkpoint,
-    remove_checkpoint,
-)
-from megatron.checkpoint.lock import RunLock
-from megatron.checkpoint.retention import Retention
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.intervals import IntervalSchedule
 from megatron.config.logging import LoggingConfig
-from megatron.core.communication import Communicator
 from megatron.data.loader import Microbatch
 from megatron.training.flops import achieved_tflops, mfu
-from megatron.training.launch import on_first_rank, together
 from megatron.training.metrics import EvaluationRecord, IterationRecord
+from megatron.training.saver import Saver
 from megatron.training.step import evaluate
 from megatron.training.timers import combine, format_timer_report
 from megatron.training.trainer import IterationResult, Listener, Trainer, next_microbatch
@@ -134,57 +121,34 @@ class Evaluation(Listener):
             writer.write_evaluation(record)
 
 
+@dataclass
 class Checkpoints(Listener):
-    """Saves at the iterations of ``--save-interval`` and whenever the loop ends, and deletes what is not to be kept.
+    """Saves at the iterations of ``--save-interval`` and whenever the loop ends."""
 
-    ``lock`` is that of the directory, on the rank that holds it.
-    """
-
-    def __init__(
-        self, config: CheckpointConfig, world: Communicator, lock: RunLock | None, say: Callable[[str], None]
-    ) -> None:
-        self.config, self.say = config, say
-        self._world, self._lock = world, lock
-        self._schedule = config.save_schedule
-        self._retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
-        self._last_saved = -1
+    saver: Saver
+    schedule: IntervalSchedule | None
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         """Save when it is time."""
-        if self._schedule is not None and self._schedule.is_due(trainer.state.progress.iteration):
-            self._save(trainer)
+        self.saver.poll()
+        if self.schedule is not None and self.schedule.is_due(trainer.state.progress.iteration):
+            self._save(trainer, wait=False)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        """Save what is not saved yet."""
-        if trainer.state.progress.iteration != self._last_saved:
-            self._save(trainer)
+        """Save what is not saved yet, and wait for everything."""
+        self.saver.finish()
+        if trainer.state.progress.iteration != self.saver.last_saved:
+            self._save(trainer, wait=True)
+        self.saver.finish_copies()
 
-    def _save(self, trainer: Trainer) -> None:
-        if self.config.save is None:
-            return
-        on_first_rank(self._world, self._check_lock)
+    def _save(self, trainer: Trainer, wait: bool) -> None:
         with trainer.timers("save-checkpoint"):
             trainer.data_parallel.wait_for_parameters()
-            path = trainer.state.save(self.config)
-        self._last_saved = trainer.state.progress.iteration
-        self.say(f"saved checkpoint {path}")
-        if self.config.deletes:
-            self._delete_old(path.parent)
+            self.saver.save(trainer.state, wait)
 
-    def _check_lock(self) -> None:
-        if self._lock is not None:
-            self._lock.check()
-
-    def _verify(self, iteration: int) -> None:
-        root = Path(self.config.save or "")
-        together(self._world, partial(verify_share, root, iteration, self._world.rank, self._world.size))
-
-    def _delete_old(self, root: Path) -> None:
-        superfluous = self._retention.superfluous(on_first_rank(self._world, lambda: list_checkpoints(root)))
-        if self._world.rank == 0:
-            for iteration in superfluous:
-                remove_checkpoint(locate_checkpoint(root, iteration))
-                self.say(f"deleted checkpoint {iteration_directory(root, iteration)}")
+    def close(self) -> None:
+        """End what runs in the background."""
+        self.saver.close()
 
 
 class GarbageCollection(Listener):

@@ -1,11 +1,13 @@
 """Pretraining from flags to the last checkpoint."""
 
+from collections.abc import Sequence
+
 from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
 from megatron.core.topology import Topology
 from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 from megatron.training.listeners import Evaluation
-from megatron.training.setup import Say, build_trainer, save_directory_locked
+from megatron.training.setup import Say, build_trainer, save_directories_locked
 from megatron.training.stop import SignalWatch, watch_signals
 from megatron.training.trainer import Trainer
 
@@ -26,14 +28,14 @@ def pretrain(config: RunConfig, process: Process) -> None:
     with (
         watch_signals(config.training) as signals,
         joined(config.parallel, process, device) as topology,
-        save_directory_locked(config.checkpoint, topology.world) as lock,
+        save_directories_locked(config.checkpoint, topology.world) as locks,
     ):
-        train(config, topology, lock, signals, say)
+        train(config, topology, locks, signals, say)
 
 
-def train(config: RunConfig, topology: Topology, lock: RunLock | None, signals: SignalWatch, say: Say) -> None:
+def train(config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say) -> None:
     """Build the trainer and run it; it must be gone when the ranks part."""
-    trainer = build_trainer(config, topology, lock, signals, say)
+    trainer = build_trainer(config, topology, locks, signals, say)
     try:
         if config.validation.skip_train:
             evaluate_only(trainer)

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from megatron.training.launch import on_first_rank, together
 from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
 from megatron.training.metrics import MetricsWriter
 from megatron.training.pipeline_profile import PipelineProfile, check_trace_path
+from megatron.training.saver import Saver
 from megatron.training.state import Progress, RunState, SavedRun, find_saved_run, seed_random
 from megatron.training.stop import SignalWatch, StopConditions
 from megatron.training.timers import Timers
@@ -52,27 +53,28 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def save_directory_locked(config: CheckpointConfig, world: Communicator) -> Iterator[RunLock | None]:
-    """Keep other runs from saving under ``--save``; the lock is the first rank's."""
+def save_directories_locked(config: CheckpointConfig, world: Communicator) -> Iterator[Sequence[RunLock]]:
+    """Keep other runs from saving where this one does; the locks are the first rank's."""
     locks: list[RunLock] = []
 
     def acquire() -> None:
-        if config.save is not None:
-            check_save_directory(Path(config.save))
-            locks.append(RunLock(Path(config.save)))
+        for flag, directory in (("--save", config.save), ("--redundant-save", config.redundant_save)):
+            if directory is not None:
+                check_save_directory(flag, Path(directory))
+                locks.append(RunLock(Path(directory)))
 
-    on_first_rank(world, acquire)
     try:
-        yield locks[0] if locks else None
+        on_first_rank(world, acquire)
+        yield locks
     finally:
         for lock in locks:
             lock.release()
 
 
 def build_trainer(
-    config: RunConfig, topology: Topology, lock: RunLock | None, signals: SignalWatch, say: Say
+    config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say
 ) -> Trainer:
-    """The whole run of this rank, from flags to a trainer that is ready to go; ``lock`` is that of ``--save``.
+    """The whole run of this rank, from flags to a trainer that is ready to go; ``locks`` are those of ``--save``.
 
     Raises :class:`~megatron.config.errors.UserError`, on every rank alike.
     """
@@ -123,7 +125,7 @@ def build_trainer(
             first_iteration=state.progress.iteration,
         ),
         timers=Timers(config.logging.timing_log_level, synchronizer(topology.device)),
-        listeners=build_listeners(config, topology, model.config, data, batches, train_iters, lock, say),
+        listeners=build_listeners(config, topology, model.config, data, batches, train_iters, locks, say),
         writers=writers,
         seq_length=config.seq_length,
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
@@ -131,15 +133,15 @@ def build_trainer(
     )
 
 
-def check_save_directory(directory: Path) -> None:
-    """Find out now, not at the first save, whether ``--save`` can be written to."""
+def check_save_directory(flag: str, directory: Path) -> None:
+    """Find out now, not at the first save, whether the directory of ``flag`` can be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
         raise ConfigError(
-            f"--save {directory} cannot be written to ({error.strerror}): name another directory, or make it writable."
+            f"{flag} {directory} cannot be written to ({error.strerror}): name another directory, or make it writable."
         ) from error
 
 
@@ -266,7 +268,7 @@ def resume(state: RunState, saved: SavedRun | None, config: RunConfig, world: Co
             say(f"loaded the weights of {source}")
         return
     state.load(saved, config.checkpoint, weights_only=config.checkpoint.finetune or config.validation.skip_train)
-    say(f"loaded checkpoint {config.checkpoint.load}, continuing after iteration {state.progress.iteration}")
+    say(f"loaded checkpoint {saved.root}, continuing after iteration {state.progress.iteration}")
 
 
 def open_writers(config: RunConfig, topology: Topology, iteration: int, train_iters: int) -> list[MetricsWriter]:
@@ -294,7 +296,7 @@ def build_listeners(
     data: Data,
     batches: BatchSchedule,
     train_iters: int,
-    lock: RunLock | None,
+    locks: Sequence[RunLock],
     say: Say,
 ) -> list[Listener]:
     """Listeners in the order in which they hear of an event: checkpoints last, since evaluation may take long."""
@@ -318,8 +320,10 @@ def build_listeners(
         data.validation,
         data.test,
     )
-    checkpoints = Checkpoints(config.checkpoint, topology.world, lock, say)
-    listeners: list[Listener] = [metrics, evaluation, checkpoints]
+    listeners: list[Listener] = [metrics, evaluation]
+    if config.checkpoint.save is not None:
+        saver = Saver(config.checkpoint, topology.world, locks, say)
+        listeners.append(Checkpoints(saver, config.checkpoint.save_schedule))
     if config.training.manual_gc:
         intervals = config.training.manual_gc_interval, config.validation.eval_interval
         listeners.append(GarbageCollection(*intervals, config.checkpoint.save_schedule))

@@ -20,9 +20,10 @@ from megatron.checkpoint.checkpointing import (
     verify_share,
 )
 from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
-from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.names import MASTER, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.storage import Saving
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import CheckpointError
 from megatron.config.model import LlamaConfig
@@ -119,11 +120,11 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
     """The checkpoint that ``--load`` means, or None where there is nothing to load; all ranks call it."""
     if config.load is None:
         return None
-    bad: dict[int, CheckpointError] = {}
+    bad: dict[tuple[Path, int], CheckpointError] = {}
     while True:
         try:
             # One rank looks, so that all load the same checkpoint and the file system is asked once.
-            found = on_first_rank(world, lambda: _look_up(Path(config.load or ""), config, bad))
+            found = on_first_rank(world, lambda: _look_up(config, bad))
         except CheckpointError as nothing_left:
             # What is wrong with the latest tells more.
             raise next(iter(bad.values()), nothing_left) from None
@@ -137,15 +138,34 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
                 raise
             if world.rank == 0:
                 _logger.warning("Passing over the checkpoint of iteration %d: %s", found.iteration, error)
-            bad[found.iteration] = error
+            bad[found.root, found.iteration] = error
 
 
-def _look_up(root: Path, config: CheckpointConfig, known_bad: Collection[int]) -> SavedRun | None:
-    iteration = find_checkpoint(root, config.ckpt_step, known_bad, config.checkpoint_fallback)
-    if iteration is None:
+def _look_up(config: CheckpointConfig, known_bad: Collection[tuple[Path, int]]) -> SavedRun | None:
+    """The newest of what is left in the directories to load from, in the first of those that have it."""
+    found: tuple[int, Path] | None = None
+    errors: list[CheckpointError] = []
+    for root in map(Path, config.load_roots):
+        bad = [iteration for place, iteration in known_bad if place == root]
+        try:
+            iteration = find_checkpoint(root, config.ckpt_step, bad, config.checkpoint_fallback)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if iteration is not None and (found is None or iteration > found[0]):
+            found = iteration, root
+    if found is None:
+        if errors:
+            raise errors[0]
         if config.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {root} holds no checkpoint: check the path, or start without --load.")
+            where = " and ".join(config.load_roots)
+            raise CheckpointError(f"--load {where} holds no checkpoint: check the path, or start without --load.")
         return None
+    for defect in errors:
+        if not config.checkpoint_fallback:
+            raise defect
+        _logger.warning("Loading from %s: %s", found[1], defect)
+    iteration, root = found
     return SavedRun(root, iteration, read_tensor_shapes(root, iteration), read_state(root, iteration))
 
 
@@ -163,8 +183,8 @@ class RunState:
     device: torch.device
     flags: Mapping[str, Any]
 
-    def save(self, config: CheckpointConfig) -> Path:
-        """Save under ``--save``; all ranks call it."""
+    def save(self, config: CheckpointConfig, saving: Saving | None = None) -> Path:
+        """Save under ``--save``, at once or as ``saving`` does it; all ranks call it."""
         assert config.save is not None
         tensors = model_tensors(self.data_parallel.stored_weights, with_copies=False)
         if config.save_optim:
@@ -179,7 +199,7 @@ class RunState:
             "architecture": asdict(self.architecture),
             "flags": dict(self.flags),
         }
-        return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state)
+        return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state, saving=saving)
 
     def load(self, saved: SavedRun, config: CheckpointConfig, weights_only: bool) -> None:
         """Take over what ``saved`` holds; all ranks call it. ``weights_only`` starts everything else afresh."""

@@ -40,6 +40,9 @@ class Listener:
     def on_end(self, trainer: "Trainer", reason: str) -> None:
         """When the loop has trained and is over, for whatever ``reason``."""
 
+    def close(self) -> None:
+        """Let go of everything, however the run ended; no collective."""
+
 
 @dataclass
 class Trainer:
@@ -106,7 +109,9 @@ class Trainer:
         return IterationResult(outcome, learning_rate, batch_size, time.perf_counter() - started)
 
     def close(self) -> None:
-        """Finish the writers and the loaders; call it however the run ended."""
+        """Finish the listeners, the loaders and the writers; call it however the run ended."""
+        for listener in self.listeners:
+            listener.close()
         self.data.close()
         for writer in self.writers:
             writer.close()

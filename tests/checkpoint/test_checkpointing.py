@@ -26,10 +26,10 @@ from megatron.checkpoint.checkpointing import (
     save_checkpoint,
     spread_replicas,
 )
-from megatron.checkpoint.directory import find_checkpoint, list_checkpoints, new_saving_directory
+from megatron.checkpoint.directory import MANIFEST, new_saving_directory
+from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import MANIFEST
 from megatron.config.errors import CheckpointError
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 
@@ -159,7 +159,7 @@ def save_where_one_rank_cannot_write(root: Path, rank: int) -> str:
         return directory
 
     tensors = {f"of/rank_{rank}": torch.zeros(3)}
-    with mock.patch("megatron.checkpoint.checkpointing.new_saving_directory", spoiled):
+    with mock.patch("megatron.checkpoint.storage.new_saving_directory", spoiled):
         return sentence(lambda: save_checkpoint(root, 200, tensors, {}))
 
 

@@ -9,16 +9,16 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.directory import (
+    MANIFEST,
     TRACKER,
     commit,
-    find_checkpoint,
     iteration_directory,
-    list_checkpoints,
     locate_checkpoint,
     new_saving_directory,
     remove_checkpoint,
 )
-from megatron.checkpoint.storage import MANIFEST, Manifest, encode_manifest, read_manifest
+from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
+from megatron.checkpoint.manifest import Manifest, encode_manifest, read_manifest
 from megatron.config.errors import CheckpointError
 
 
@@ -26,8 +26,7 @@ def write(root: Path, iteration: int, label: str = "") -> None:
     """Save a checkpoint without tensors, whose state is ``label``."""
     saving = new_saving_directory(root, iteration)
     (saving / "rank_00000.safetensors").write_text(label)
-    (saving / MANIFEST).write_text(encode_manifest(Manifest(Metadata({}), {"label": label})))
-    commit(saving, root, iteration)
+    commit(saving, root, iteration, encode_manifest(Manifest(Metadata({}), {"label": label})))
 
 
 def label(root: Path, iteration: int) -> str:

@@ -17,16 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
-from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.directory import MANIFEST
+from megatron.checkpoint.files import explained
+from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
-from megatron.checkpoint.storage import (
-    JSON,
-    MANIFEST,
-    decode_manifest,
-    encode_manifest,
-    explained,
-    read_manifest,
-)
 from megatron.config.errors import CheckpointError
 
 

@@ -50,6 +50,7 @@ AT_LEAST_ONE = [
     "--eval-interval",
     "--save-retain-last",
     "--save-retain-interval",
+    "--async-save-timeout",
     "--log-interval",
     "--tensorboard-log-interval",
     "--profile-pipeline-iteration",
@@ -481,8 +482,10 @@ BAD: list[Row] = [
     # Checkpoints and logging.
     *(
         (f"{GOOD} --{flag} 10", 1, f"--{flag} needs --save")
-        for flag in ("save-interval", "save-retain-last", "save-retain-interval")
+        for flag in ("save-interval", "save-retain-last", "save-retain-interval", "redundant-save")
     ),
+    (f"{GOOD} --async-save", 1, "--async-save needs --save"),
+    (f"{GOOD} --save run --redundant-save run", 1, "--redundant-save run is --save itself"),
     *(
         (
             f"{GOOD} --save run --save-interval {wrong}",

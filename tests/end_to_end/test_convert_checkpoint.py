@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint import conversion
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state
-from megatron.checkpoint.directory import find_checkpoint
+from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsStream
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import CheckpointError, ConfigError

@@ -1,0 +1,85 @@
+"""Which checkpoints there are, and which one to load."""
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from megatron.checkpoint.directory import MANIFEST, TRACKER, exists, locate_checkpoint, saved_iterations
+from megatron.checkpoint.manifest import read_manifest
+from megatron.config.errors import CheckpointError
+
+_logger = logging.getLogger(__name__)
+
+
+def list_checkpoints(root: Path) -> list[int]:
+    """The iterations whose checkpoint has a readable manifest, in ascending order."""
+    return [iteration for iteration in saved_iterations(root) if _defect(root, iteration) is None]
+
+
+def find_checkpoint(
+    root: Path, step: int | None = None, known_bad: Collection[int] = (), fall_back: bool = True
+) -> int | None:
+    """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
+
+    Iterations ``known_bad`` are passed over. Without ``fall_back`` none is: the highest must be readable.
+
+    After a return to an older checkpoint, those of the abandoned continuation do not count: they are above the
+    tracker's iteration but were written before the tracker.
+
+    None when ``root`` does not exist or nothing was ever saved there. Raises :class:`CheckpointError` when
+    ``step`` is not there, and when nothing readable is left of what was saved: a damaged directory must not
+    look like a fresh start. Ask on one rank and tell the others, so that all load the same.
+    """
+    if step is not None:
+        return _requested(root, step)
+    iterations = saved_iterations(root)
+    for iteration in reversed(_without_abandoned(root, iterations)):
+        if iteration in known_bad:
+            continue
+        defect = _defect(root, iteration)
+        if defect is None:
+            return iteration
+        if not fall_back:
+            raise defect
+        _logger.warning("Passing over the checkpoint of iteration %d: %s", iteration, defect)
+    if iterations or exists(root / TRACKER):
+        raise CheckpointError(
+            f"{root} was saved to but holds no readable checkpoint: restore one there, or choose another "
+            "directory to start afresh."
+        )
+    return None
+
+
+def _without_abandoned(root: Path, iterations: list[int]) -> list[int]:
+    """``iterations`` without those that the run left behind when it went back to an older one."""
+    try:
+        tracked, tracked_at = int((root / TRACKER).read_text()), (root / TRACKER).stat().st_mtime_ns
+        saved = {number: (locate_checkpoint(root, number) / MANIFEST).stat().st_mtime_ns for number in iterations}
+    except (OSError, ValueError):
+        return iterations
+    if tracked not in saved:
+        return iterations
+    kept = [number for number in iterations if number <= tracked or saved[number] >= tracked_at]
+    if kept != iterations:
+        left = ", ".join(str(number) for number in iterations if number not in kept)
+        _logger.warning("Iterations %s were abandoned for an older checkpoint; going on from %d", left, kept[-1])
+    return kept
+
+
+def _requested(root: Path, step: int) -> int:
+    if step not in saved_iterations(root):
+        there = ", ".join(map(str, list_checkpoints(root))) or "none"
+        raise CheckpointError(f"{root} has no checkpoint of iteration {step}; it has: {there}.")
+    defect = _defect(root, step)
+    if defect is not None:
+        raise defect
+    return step
+
+
+def _defect(root: Path, iteration: int) -> CheckpointError | None:
+    """Why the manifest of ``iteration`` cannot be read; None when it can."""
+    try:
+        read_manifest(locate_checkpoint(root, iteration))
+    except CheckpointError as error:
+        return error
+    return None

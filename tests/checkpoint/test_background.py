@@ -1,0 +1,271 @@
+"""Saves behind the training's back: the same bytes as others, and writers that die, stall or fail."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint.background import BackgroundCopy, BackgroundProcess, BackgroundSaving
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
+from megatron.checkpoint.directory import MANIFEST, iteration_directory
+from megatron.checkpoint.files import WrittenFile
+from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.manifest import ChunkLocation, Manifest, read_manifest
+from megatron.checkpoint.storage import file_of_rank
+from tests.end_to_end.run_process import REPOSITORY, wait_until
+
+TIMEOUT = 60.0
+
+
+def tensors(scale: int = 1) -> dict[str, Tensor]:
+    """Of several widths and shapes, one of them a view that is not contiguous, one empty."""
+    numbers = torch.arange(scale * 240, dtype=torch.float64)
+    return {
+        "bytes": numbers.to(torch.uint8)[:13],
+        "halves": numbers.to(torch.bfloat16).view(-1, 6).T,
+        "wide": numbers.view(2, -1),
+        "step": torch.tensor(7),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+@pytest.fixture
+def process() -> Iterator[BackgroundProcess]:
+    """A rank's background process."""
+    process = BackgroundProcess(TIMEOUT)
+    yield process
+    process.close()
+
+
+def save(root: Path, iteration: int, process: BackgroundProcess, content: dict[str, Tensor]) -> BackgroundSaving:
+    saving = BackgroundSaving(root, iteration, process, read_back=True)
+    save_checkpoint(root, iteration, content, {"iteration": iteration}, saving=saving)
+    return saving
+
+
+def finish(saving: BackgroundSaving) -> str | None:
+    return saving.finish_own() or saving.finish()
+
+
+def left_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("."))
+
+
+def test_the_files_are_those_of_a_direct_save(tmp_path: Path, process: BackgroundProcess) -> None:
+    # The second is larger than the memory of the first, the third smaller.
+    for iteration, scale in ((1, 1), (2, 50), (3, 2)):
+        assert finish(save(tmp_path / "background", iteration, process, tensors(scale))) is None
+        save_checkpoint(tmp_path / "direct", iteration, tensors(scale), {"iteration": iteration})
+        ours, theirs = (iteration_directory(tmp_path / root, iteration) for root in ("background", "direct"))
+        assert sorted(os.listdir(ours)) == sorted(os.listdir(theirs)) == [MANIFEST, file_of_rank(0)]
+        for name in os.listdir(ours):
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    assert left_in(tmp_path / "background") == []
+    assert (tmp_path / "background" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, process: BackgroundProcess) -> None:
+    value = torch.ones(1_000_000)
+    saving = save(tmp_path, 1, process, {"x": value})
+    value.zero_()
+    assert finish(saving) is None
+    load_checkpoint(tmp_path, 1, {"x": value})
+    assert (value == 1).all()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, zombies not counted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
+    """A process that was started and does not run."""
+    process = BackgroundProcess(timeout)
+    process.submit({"kind": "copy", "source": "/proc", "name": "none", "target": "/proc"})
+    assert process.pid is not None
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 10)
+    process._waiting = []
+    return process, pid
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(lambda pid: os.kill(pid, signal.SIGKILL), "has died"), (lambda pid: None, r"no progress for 1 s \(--async-save")],
+    ids=["killed", "stopped"],
+)
+def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
+    tmp_path: Path, end: Callable[[int], None], told: str
+) -> None:
+    save_checkpoint(tmp_path, 1, tensors(), {})
+    process, pid = stopped_process(1.0)
+    saving = save(tmp_path, 2, process, tensors())
+    assert saving.poll() is None and not saving.is_over
+    end(pid)
+    started = time.monotonic()
+    failure = finish(saving)
+    assert failure is not None and re.search(told, failure), failure
+    assert time.monotonic() - started < 5
+    assert not is_alive(pid)
+    saving.abandon()
+    assert list_checkpoints(tmp_path) == [1] and left_in(tmp_path) == []
+    assert finish(save(tmp_path, 3, process, tensors())) is None
+    assert list_checkpoints(tmp_path) == [1, 3]
+    process.close()
+
+
+def test_an_error_of_the_file_system_is_told_with_the_file(tmp_path: Path, process: BackgroundProcess) -> None:
+    saving = BackgroundSaving(tmp_path, 1, process)
+    directory = saving.begin()
+    (directory / file_of_rank(0)).mkdir()
+    saving.write(directory / file_of_rank(0), tensors())
+    failure = saving.finish_own()
+    assert failure is not None and f"Cannot write {directory / file_of_rank(0)} (File exists)" in failure
+    assert saving.is_over and saving.poll() == failure
+    saving.abandon()
+    assert left_in(tmp_path) == []
+    assert finish(save(tmp_path, 2, process, tensors())) is None
+
+
+def test_a_writer_dies_with_its_rank_even_while_it_is_stopped(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "from megatron.checkpoint.background import BackgroundProcess\n"
+        "process = BackgroundProcess(60)\n"
+        "process.submit({'kind': 'copy', 'source': '/proc', 'name': 'none', 'target': '/proc'})\n"
+        "time.sleep(0.5)\n"
+        "os.kill(process.pid, signal.SIGSTOP)\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    assert rank.stdout is not None
+    pid = int(rank.stdout.readline())
+    assert is_alive(pid)
+    rank.kill()
+    rank.wait()
+    wait_until(lambda: not is_alive(pid), 5)
+
+
+# --- two ranks, played by one process ----------------------------------------------------------------------
+
+
+class Ranks:
+    """Two ranks that save one tensor each, without collectives."""
+
+    def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
+        self.root = root
+        self.processes = [BackgroundProcess(timeout) for _ in range(2)]
+        self.savings = [BackgroundSaving(root, 1, process) for process in self.processes]
+        self.directory = self.savings[0].begin()
+
+    def write(self, rank: int) -> WrittenFile:
+        return self.savings[rank].write(self.directory / file_of_rank(rank), {self.key(rank): torch.full((4,), rank)})
+
+    @staticmethod
+    def key(rank: int) -> str:
+        return f"of_{rank}@0"
+
+    def commit(self) -> None:
+        properties = TensorProperties(dtype=torch.int64)
+        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            f"of_{rank}": TensorStorageMetadata(properties, torch.Size([4]), [chunk]) for rank in range(2)
+        }
+        places = {
+            MetadataIndex(f"of_{rank}", torch.Size([0])): ChunkLocation(
+                WrittenFile(file_of_rank(rank), 0, ""), self.key(rank)
+            )
+            for rank in range(2)
+        }
+        self.savings[0].commit(self.directory, Manifest(Metadata(described, storage_data=places), {}))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+
+
+def test_the_commit_waits_for_the_file_of_every_rank(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, timeout=0.3)
+    ranks.write(0)
+    ranks.commit()
+    time.sleep(1.0)
+    # Longer than the limit: but it is the other rank that makes no progress.
+    assert ranks.savings[0].poll() is None and not ranks.savings[0].is_over
+    assert list_checkpoints(tmp_path) == []
+    ranks.write(1)
+    assert ranks.savings[1].finish_own() is None
+    assert ranks.savings[0].finish() is None
+    verify_share(tmp_path, 1, 0, 1)
+    loaded = torch.zeros(4, dtype=torch.int64)
+    load_checkpoint(tmp_path, 1, {"of_1": loaded})
+    assert (loaded == 1).all()
+    ranks.close()
+
+
+def test_what_another_rank_never_writes_is_given_up_without_a_trace(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    ranks.write(0)
+    ranks.commit()
+    assert ranks.savings[0].finish_own() is None
+    ranks.savings[0].abandon()
+    assert list(tmp_path.iterdir()) == []
+    ranks.close()
+
+
+# --- copies ------------------------------------------------------------------------------------------------
+
+
+def copy(source: Path, target: Path, process: BackgroundProcess) -> BackgroundCopy:
+    copying = BackgroundCopy(target, 1, process)
+    copying.start(source, file_of_rank(0), copying.begin())
+    return copying
+
+
+def test_a_copy_waits_for_its_original_and_is_the_same(tmp_path: Path, process: BackgroundProcess) -> None:
+    source, target = tmp_path / "first", tmp_path / "second"
+    copying = copy(iteration_directory(source, 1), target, process)
+    time.sleep(0.3)
+    assert not copying.is_over
+    save_checkpoint(source, 1, tensors(), {"a": 1})
+    assert copying.finish_own() is None and copying.finish() is None
+    one, other = iteration_directory(source, 1), iteration_directory(target, 1)
+    assert {path.name: path.read_bytes() for path in one.iterdir()} == {
+        path.name: path.read_bytes() for path in other.iterdir()
+    }
+    assert left_in(target) == []
+
+
+def test_what_has_changed_since_it_was_written_is_not_copied(tmp_path: Path, process: BackgroundProcess) -> None:
+    save_checkpoint(tmp_path / "first", 1, tensors(), {})
+    source = iteration_directory(tmp_path / "first", 1)
+    content = bytearray((source / file_of_rank(0)).read_bytes())
+    content[-3] ^= 1
+    (source / file_of_rank(0)).write_bytes(content)
+    copying = copy(source, tmp_path / "second", process)
+    assert copying.finish_own() is None
+    failure = copying.finish()
+    assert failure is not None and "rank_00000.safetensors has changed since it was written" in failure
+    copying.abandon()
+    assert list((tmp_path / "second").iterdir()) == []
+    assert read_manifest(source).files()

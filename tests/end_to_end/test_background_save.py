@@ -1,0 +1,182 @@
+"""Runs that save in the background and to a second directory."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.background_main import OUTCOMES
+from megatron.checkpoint.directory import new_saving_directory
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    RunningTraining,
+    assert_same_tensors,
+    call_training,
+    checkpoint_of,
+    computed,
+    descendants,
+    flags_of,
+    iterations,
+    latest_iteration,
+    run_training,
+    tiny_corpus,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The session's corpus."""
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
+    """A run of four iterations that saves after each."""
+    settings: dict[str, FlagValue | Path] = {
+        "bf16": True,
+        "global_batch_size": 4,
+        "train_iters": 4,
+        "lr_decay_iters": 4,
+        "save": run / "first",
+        "load": run / "first",
+        "save_interval": 1,
+        "metrics_jsonl": run / "metrics.jsonl",
+    }
+    return flags_of(corpus, **{**settings, **changes})
+
+
+def kept(root: Path) -> list[int]:
+    """The checkpoints under a directory, in which nothing else may be left."""
+    assert not [name for name in os.listdir(root) if name.startswith(".")], os.listdir(root)
+    return sorted(int(name.removeprefix("iter_")) for name in os.listdir(root) if name.startswith("iter_"))
+
+
+def test_two_ranks_save_behind_the_training_what_they_would_have_saved_and_mirror_it(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    layout: dict[str, FlagValue | Path] = {
+        "tensor_model_parallel_size": 1,
+        "use_distributed_optimizer": True,
+        "save_retain_last": 2,
+    }
+    direct, behind = tmp_path / "direct", tmp_path / "behind"
+    run_training(command(corpus, direct, **layout), processes=2).succeeded()
+    outcome = run_training(
+        command(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), processes=2
+    ).succeeded()
+    assert computed(behind / "metrics.jsonl") == computed(direct / "metrics.jsonl")
+    assert outcome.stdout.count("> saved checkpoint") == 4
+    assert kept(behind / "first") == kept(direct / "first") == [3, 4]
+    # A copy may be left out while the one before is under way, but not the last.
+    assert kept(behind / "second")[-1] == 4 and len(kept(behind / "second")) <= 2
+    for copy in ("first", "second"):
+        assert_same_tensors(checkpoint_of(behind / copy, 4), checkpoint_of(direct / "first", 4), ("model/", "opt", "r"))
+    shutil.rmtree(behind / "first")
+    outcome = run_training(
+        command(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), processes=2
+    ).succeeded()
+    assert f"loaded checkpoint {behind / 'second'}" in outcome.stdout and "after iteration 4" in outcome.stdout
+    assert kept(behind / "first") == [5]
+
+
+def test_a_copy_stands_in_for_a_damaged_original(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    both: dict[str, FlagValue | Path] = {"redundant_save": tmp_path / "second"}
+    call_training(command(corpus, tmp_path, save_interval=4, **both)).succeeded()
+    shard = checkpoint_of(tmp_path / "first", 4) / "rank_00000.safetensors"
+    os.truncate(shard, 1000)
+    refused = call_training(command(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
+    assert refused.exit_code != 0 and "has 1,000 bytes" in refused.stderr
+    outcome = call_training(command(corpus, tmp_path, train_iters=5, **both)).succeeded()
+    assert "continuing after iteration 4" in outcome.stdout
+    assert "has 1,000 bytes" in caplog.text
+    assert shard.stat().st_size == 1000
+    # What is started from is not this run's, so neither are its copies.
+    elsewhere = call_training(command(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
+    assert "starting from random weights" in elsewhere.succeeded().stdout
+
+
+def test_a_copy_that_cannot_be_made_is_a_warning(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "second").mkdir()
+
+    def full(root: Path, iteration: int) -> Path:
+        directory = new_saving_directory(root, iteration)
+        (directory / "rank_00000.safetensors").mkdir()
+        return directory
+
+    monkeypatch.setattr("megatron.checkpoint.background.new_saving_directory", full)
+    call_training(command(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
+    assert kept(tmp_path / "first") == [1, 2, 3, 4]
+    assert kept(tmp_path / "second") == []
+    assert "iteration 4 is not mirrored: rank 0: Cannot copy" in caplog.text
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_one_failure_is_a_warning_and_two_in_a_row_end_the_run(
+    corpus: Corpus, tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def sometimes_spoiled(root: Path, iteration: int) -> Path:
+        directory = new_saving_directory(root, iteration)
+        if 2 <= iteration < 2 + failures:
+            (directory / "rank_00000.safetensors").mkdir()
+        return directory
+
+    monkeypatch.setattr("megatron.checkpoint.background.new_saving_directory", sometimes_spoiled)
+    outcome = call_training(command(corpus, tmp_path, async_save=True, train_iters=5, lr_decay_iters=5))
+    assert "Iteration 2 is not saved, training goes on: rank 0: Cannot write" in caplog.text
+    if failures == 1:
+        outcome.succeeded()
+        assert kept(tmp_path / "first") == [1, 3, 4, 5]
+    else:
+        assert outcome.exit_code != 0
+        (sentence,) = outcome.errors
+        assert "Iteration 3 is not saved, nor was the one before it: rank 0: Cannot write" in sentence
+        assert list((tmp_path / "first").glob("iter_*")) == [checkpoint_of(tmp_path / "first", 1)]
+
+
+def test_the_last_save_is_repeated_where_the_background_failed(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoiled(root: Path, iteration: int) -> Path:
+        directory = new_saving_directory(root, iteration)
+        (directory / "rank_00000.safetensors").mkdir()
+        return directory
+
+    monkeypatch.setattr("megatron.checkpoint.background.new_saving_directory", spoiled)
+    outcome = call_training(command(corpus, tmp_path, async_save=True, save_interval=4)).succeeded()
+    assert "Iteration 4 is not saved" in caplog.text
+    assert outcome.stdout.count("saved checkpoint") == 1
+    assert kept(tmp_path / "first") == [4]
+
+
+def test_a_killed_run_leaves_no_process_and_goes_on_from_what_was_complete(corpus: Corpus, tmp_path: Path) -> None:
+    def flags(**changes: FlagValue | Path) -> list[str]:
+        both: dict[str, FlagValue | Path] = {"redundant_save": tmp_path / "second", "async_save": True}
+        return command(corpus, tmp_path, **{**both, "lr_decay_iters": 10, **changes})
+
+    run = RunningTraining(flags(train_iters=1000))
+    run.wait_for_records(tmp_path / "metrics.jsonl", 5)
+    helpers = descendants(run.process.pid)
+    assert len(helpers) == 2, "a writer and a copier"
+    # The writer does not run when its rank dies: it cannot notice by itself.
+    os.kill(helpers[0], signal.SIGSTOP)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in helpers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    complete = max(int(path.name[5:]) for path in (tmp_path / "first").glob("iter_*"))
+    assert complete >= 3
+    last = len(iterations(tmp_path / "metrics.jsonl"))
+    outcome = call_training(flags(train_iters=last + 2)).succeeded()
+    assert f"continuing after iteration {complete}" in outcome.stdout
+    assert latest_iteration(tmp_path / "first") == last + 2
+    assert kept(tmp_path / "first")[-1] == kept(tmp_path / "second")[-1] == last + 2
+    assert not list((tmp_path / "first").rglob(OUTCOMES))
