@@ -43,6 +43,9 @@ class SharedMemory:
         """At least ``size`` bytes."""
         if self._map is None or len(self._map) < size:
             os.ftruncate(self.descriptor, size)
+            if hasattr(os, "posix_fallocate"):
+                # At once is twice as quick as page by page, and memory that is not there is an error, not a crash.
+                os.posix_fallocate(self.descriptor, 0, size)
             self._map = mmap.mmap(self.descriptor, size)
         return self._map
 

@@ -222,14 +222,31 @@ def topology_of(grid: RankGrid, rank: int, world: object) -> Topology:
     return Topology(grid, rank, CPU)
 
 
-def train(task: Task, layout: Layout) -> Trace:
-    """Train the task's steps on this rank."""
+def place_in(layout: Layout) -> Topology:
+    """This rank's place in the grid of a layout."""
     is_joined = torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.group.WORLD) if is_joined else (0, None)
-    topology = topology_of(grid_of(layout), rank, world)
-    executor, data_parallel, optimizer = build(task, layout, topology)
+    return topology_of(grid_of(layout), rank, world)
+
+
+def train(task: Task, layout: Layout) -> Trace:
+    """Train the task's steps on this rank."""
+    topology = place_in(layout)
+    return make_steps(task, layout, topology, *build(task, layout, topology), range(task.steps))
+
+
+def make_steps(
+    task: Task,
+    layout: Layout,
+    topology: Topology,
+    executor: PipelineExecutor,
+    data_parallel: DataParallel,
+    optimizer: RecordingOptimizer,
+    steps: range,
+) -> Trace:
+    """Train the steps with these numbers on this rank."""
     trace = optimizer.trace = Trace()
-    for step in range(task.steps):
+    for step in steps:
         outcome = train_step(
             executor,
             data_parallel,

@@ -1,0 +1,132 @@
+"""Saved in one layout, continued in another: every bit comes back, and the run goes on as if nothing had happened."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.streaming import SavedTensors
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.training.state import model_tensors, optimizer_tensors
+from tests.parallel.layout_run import (
+    DEEP_MODEL,
+    DEEP_TIED_MODEL,
+    Layout,
+    LocalTensor,
+    Task,
+    assemble,
+    build,
+    make_steps,
+    place_in,
+    train,
+)
+from tests.rank_pool import RankPool
+
+SAVED, STEPS = 4, 8
+TOLERANCE = 1e-9
+ADAM = OptimizerConfig(weight_decay=0.1, clip_grad=0.05)
+UNTIED = Task(ADAM, model=DEEP_MODEL, steps=STEPS)
+TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp4-sp": Layout(4, sequence_parallel=True),
+    "dp4": Layout(dp=4, microbatches=2),
+    "pp4": Layout(pp=4, microbatches=4),
+    "fsdp4": Layout(dp=4, strategy="optim_grads_params"),
+    "tp2-dp2-zero1": Layout(2, 2, strategy="optim", bucket_size=3000),
+    "pp2-vp4-tp2": Layout(2, pp=2, schedule="interleaved", chunks=4, microbatches=4, sequence_parallel=True),
+    "cp2-fsdp2": Layout(dp=2, cp=2, strategy="optim_grads_params"),
+    "zbv2-dp2-zero2": Layout(dp=2, pp=2, schedule="zb-v", strategy="optim_grads", microbatches=4),
+    "dp4-zero1-2": Layout(dp=4, strategy="optim", instances=2),
+    "pp2-fsdp2": Layout(dp=2, pp=2, strategy="optim_grads_params", microbatches=2),
+    "cp2-tp2": Layout(2, cp=2, sequence_parallel=True, cp_comm_type=("allgather",)),
+    "uneven pp3": Layout(pp=3, split="Et|tttttt|tL", microbatches=2, schedule="zb-h1"),
+}
+NAMES = list(LAYOUTS)
+PAIRS = [(UNTIED, one, NAMES[(place + step) % len(NAMES)]) for step in (1, 5) for place, one in enumerate(NAMES)]
+PAIRS += [(TIED, one, other) for one, other in (("one", "pp2-fsdp2"), ("pp2-fsdp2", "uneven pp3"), ("pp4", "tp4-sp"))]
+
+
+def tensors_of(data_parallel: DataParallel, optimizer: Optimizer, with_copies: bool) -> dict[str, torch.Tensor]:
+    return model_tensors(data_parallel.stored_weights, with_copies) | optimizer_tensors(optimizer, with_copies)
+
+
+def save_in(task: Task, layout: Layout, root: Path) -> None:
+    """On every rank: train the first steps and save."""
+    topology = place_in(layout)
+    executor, data_parallel, optimizer = build(task, layout, topology)
+    make_steps(task, layout, topology, executor, data_parallel, optimizer, range(SAVED))
+    save_checkpoint(root, SAVED, tensors_of(data_parallel, optimizer, False), {"steps": optimizer.num_steps})
+
+
+def continue_in(
+    task: Task, layout: Layout, root: Path
+) -> tuple[list[str], list[float], list[float], list[LocalTensor]]:
+    """On every rank: load, and train the other steps.
+
+    Returns what differs from the file after loading, the losses, the norms, and the last weights.
+    """
+    topology = place_in(layout)
+    executor, data_parallel, optimizer = build(task, layout, topology)
+    tensors = tensors_of(data_parallel, optimizer, True)
+    optimizer.num_steps = load_checkpoint(root, SAVED, tensors)["steps"]
+    different = differences(root, tensors)
+    trace = make_steps(task, layout, topology, executor, data_parallel, optimizer, range(SAVED, STEPS))
+    return different, trace.losses, trace.grad_norms, trace.weights[-1]
+
+
+def differences(root: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose pieces are not what the file holds, read in another way."""
+    saved = SavedTensors(root, SAVED)
+    wrong = []
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, BoxedTensor)
+        for offset, piece in tensor.pieces:
+            wanted = torch.full_like(piece, torch.nan)
+            saved.read_into(wanted, name, tuple(slice(at, at + size) for at, size in zip(offset, piece.shape)))
+            if not torch.equal(piece, wanted):
+                wrong.append(name)
+    return wrong
+
+
+@cache
+def uninterrupted(task: Task) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """One process from start to end."""
+    trace = train(task, Layout())
+    return trace.losses[SAVED:], trace.grad_norms[SAVED:], assemble(trace.weights[-1])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each layout saves, once."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("task", "saved", "loaded"),
+    PAIRS,
+    ids=[f"{one} to {other}{', tied' * (task is TIED)}" for task, one, other in PAIRS],
+)
+def test_a_run_goes_from_layout_to_layout(
+    four_ranks: RankPool, checkpoints: Path, task: Task, saved: str, loaded: str
+) -> None:
+    root = checkpoints / f"{saved}{'-tied' * (task is TIED)}"
+    one, other = LAYOUTS[saved], LAYOUTS[loaded]
+    if not root.exists():
+        four_ranks.run(save_in, task, one, root, world_size=one.world_size)
+    outcomes = four_ranks.run(continue_in, task, other, root, world_size=other.world_size)
+    losses, grad_norms, weights = uninterrupted(task)
+    for different, found_losses, found_norms, _ in outcomes:
+        assert different == []
+        assert found_losses == pytest.approx(losses, rel=TOLERANCE)
+        assert found_norms == pytest.approx(grad_norms, rel=TOLERANCE)
+    found = assemble([part for *_, parts in outcomes for part in parts])
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=TOLERANCE, atol=1e-11, msg=name)
