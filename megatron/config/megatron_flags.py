@@ -126,7 +126,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
     ),
     "checkpoints have one format, are saved synchronously and load in any layout: remove it.": (
         "--pretrained-checkpoint",
-        "--use-checkpoint-args",
         "--ckpt-format",
         "--auto-detect-ckpt-format",
         "--ckpt-convert-format",

@@ -123,7 +123,7 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
     while True:
         try:
             # One rank looks, so that all load the same checkpoint and the file system is asked once.
-            found = on_first_rank(world, lambda: _look_up(Path(config.load or ""), config, bad))
+            found = on_first_rank(world, lambda: look_up_saved_run(config, bad))
         except CheckpointError as nothing_left:
             # What is wrong with the latest tells more.
             raise next(iter(bad.values()), nothing_left) from None
@@ -140,7 +140,13 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
             bad[found.iteration] = error
 
 
-def _look_up(root: Path, config: CheckpointConfig, known_bad: Collection[int]) -> SavedRun | None:
+def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[int] = ()) -> SavedRun | None:
+    """As :func:`find_saved_run`, but on one rank alone and by the manifest alone: no other file is looked at.
+
+    Iterations ``known_bad`` are passed over.
+    """
+    assert config.load is not None
+    root = Path(config.load)
     iteration = find_checkpoint(root, config.ckpt_step, known_bad, config.checkpoint_fallback)
     if iteration is None:
         if config.exit_on_missing_checkpoint:
@@ -183,7 +189,8 @@ class RunState:
 
     def load(self, saved: SavedRun, config: CheckpointConfig, weights_only: bool) -> None:
         """Take over what ``saved`` holds; all ranks call it. ``weights_only`` starts everything else afresh."""
-        _check_architecture(self.architecture, saved.state["architecture"], f"The checkpoint under {saved.root}")
+        wanted = asdict(self.architecture)
+        check_architecture(wanted, saved.state["architecture"], f"The checkpoint under {saved.root}")
         if not weights_only:
             self.schedule = settle_schedule(self.schedule, saved.state["schedule"], self.learning_rate)
         with_optimizer = config.load_optim and not weights_only
@@ -205,7 +212,8 @@ class RunState:
         """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
 
         def fill() -> None:
-            _check_architecture(self.architecture, asdict(hugging_face_architecture(source)), f"The model in {source}")
+            theirs = asdict(hugging_face_architecture(source))
+            check_architecture(asdict(self.architecture), theirs, f"The model in {source}")
             weights = [(stored.info, stored.start, stored.tensor) for stored in self.data_parallel.stored_weights]
             masters = [
                 (state.info, state.start, state.tensor) for state in self.optimizer.state() if state.kind == "master"
@@ -261,20 +269,22 @@ def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Ten
     return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}
 
 
-def _check_architecture(wanted: LlamaConfig, saved: Mapping[str, Any], where: str) -> None:
+def check_architecture(
+    wanted: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    where: str,
+    remedy: str = "give the flags it was trained with",
+) -> None:
     """Raise :class:`CheckpointError` naming every flag whose value differs from ``saved``, which is ``where``."""
     # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
         f"--{name.replace('_', '-')} is {value} here and {saved[name]} there"
-        for name, value in asdict(wanted).items()
+        for name, value in wanted.items()
         if name not in free and saved[name] != value
     ]
     if different:
-        raise CheckpointError(
-            f"{where} has another architecture: {'; '.join(different)}. Give the flags it was trained with, or load "
-            "another."
-        )
+        raise CheckpointError(f"{where} has another architecture ({'; '.join(different)}): {remedy}, or load another.")
 
 
 def settle_schedule(
