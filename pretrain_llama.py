@@ -4,6 +4,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.errors import UserError, report
@@ -19,7 +20,8 @@ def main(arguments: Sequence[str]) -> int:
         from megatron.training.launch import Process
         from megatron.training.pretrain import pretrain
 
-        pretrain(config, Process.from_environment(os.environ))
+        flags_over = partial(parse_command_line, arguments)
+        pretrain(config, Process.from_environment(os.environ), flags_over)
     except UserError as error:
         report(error, rank)
         return 1

@@ -181,7 +181,7 @@ def saved_architecture(state: Mapping[str, object]) -> LlamaConfig:
         return LlamaConfig(**state["architecture"])  # type: ignore[arg-type]
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"The checkpoint does not say which architecture it is of ({error}): convert one that training saved."
+            f"The checkpoint does not say which architecture it is of ({error}): choose one that training saved."
         ) from error
 
 

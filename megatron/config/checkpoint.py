@@ -52,6 +52,9 @@ class CheckpointConfig:
     """Load the random-number state."""
     finetune: bool = False
     """Load the weights only and start at iteration 0."""
+    use_checkpoint_args: bool = False
+    """Take the architecture from the checkpoint that --load finds: its flags need not be given, and one that is given
+    and differs is refused. Where there is no checkpoint yet (with --load-hf, too), the flags must give it."""
 
     @property
     def save_schedule(self) -> IntervalSchedule | None:
@@ -92,6 +95,7 @@ class CheckpointConfig:
         for flag, is_given in (
             ("--ckpt-step", self.ckpt_step is not None),
             ("--finetune", self.finetune),
+            ("--use-checkpoint-args", self.use_checkpoint_args),
             ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
             ("--no-checkpoint-fallback", not self.checkpoint_fallback),
         ):

@@ -22,8 +22,12 @@ Several: torchrun --nproc-per-node N pretrain_llama.py FLAGS
 A first run: bash examples/quickstart.sh"""
 
 
-def parse_command_line(arguments: Sequence[str], *, print_messages: bool = True) -> RunConfig:
+def parse_command_line(
+    arguments: Sequence[str], model_defaults: ModelConfig | None = None, *, print_messages: bool = True
+) -> RunConfig:
     """The flags in ``arguments``; a preset named by ``--model`` sets the defaults of its group.
+
+    ``model_defaults`` are those of this group where no preset is named.
 
     Prints help (where ``print_messages`` is true: only one rank should speak) and raises :class:`SystemExit` on
     ``--help``. Raises :class:`ConfigError` on a value that a flag cannot take, and on a flag that does not exist,
@@ -35,7 +39,7 @@ def parse_command_line(arguments: Sequence[str], *, print_messages: bool = True)
             config, unknown = tyro.cli(
                 RunConfig,
                 args=list(arguments),
-                default=RunConfig(model=_preset_of(arguments)),
+                default=RunConfig(model=_preset_of(arguments) or model_defaults or ModelConfig()),
                 description=DESCRIPTION,
                 prog="pretrain_llama.py",
                 config=(tyro.conf.OmitArgPrefixes,),
@@ -63,7 +67,7 @@ def _sentence_in(box: str) -> str:
     return f"{' '.join(words).rstrip('.') or box.strip()}; see --help."
 
 
-def _preset_of(arguments: Sequence[str]) -> ModelConfig:
+def _preset_of(arguments: Sequence[str]) -> ModelConfig | None:
     name = None
     for flag, value in zip(arguments, [*arguments[1:], ""]):
         if flag == "--model":
@@ -71,7 +75,7 @@ def _preset_of(arguments: Sequence[str]) -> ModelConfig:
         elif flag.startswith("--model="):
             name = flag.partition("=")[2]
     # An unknown name is left to the parser, which lists the known ones.
-    return preset(name) if name in PRESETS else ModelConfig()
+    return preset(name) if name in PRESETS else None
 
 
 def flag_names() -> list[str]:

@@ -126,7 +126,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
     ),
     "checkpoints have one format and load in any layout; --async-save alone decides how they are saved: remove it.": (
         "--pretrained-checkpoint",
-        "--use-checkpoint-args",
         "--ckpt-format",
         "--auto-detect-ckpt-format",
         "--ckpt-convert-format",

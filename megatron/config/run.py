@@ -47,7 +47,8 @@ class RunConfig:
     def check(self, world_size: int) -> None:
         """Raise :class:`ConfigError` for the first flag or combination that cannot be honoured.
 
-        ``world_size`` is the number of processes of the run.
+        ``world_size`` is the number of processes of the run. With ``--use-checkpoint-args`` the architecture is not
+        known yet: what depends on it is left to :meth:`check_architecture`.
         """
         for group in (
             self.model,
@@ -65,6 +66,13 @@ class RunConfig:
         ):
             group.check()
         for check in CROSS_GROUP_CHECKS:
+            check(self, world_size)
+        if not self.checkpoint.use_checkpoint_args:
+            self.check_architecture(world_size)
+
+    def check_architecture(self, world_size: int) -> None:
+        """Raise :class:`ConfigError` for the first size of the model that is missing, or does not fit the layout."""
+        for check in ARCHITECTURE_CHECKS:
             check(self, world_size)
 
     @property
@@ -229,12 +237,14 @@ def _check_profile(run: RunConfig, world_size: int) -> None:
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
-    _check_tensor_parallel,
-    _check_context_parallel,
-    _check_pipeline,
     _check_data_parallel,
-    _check_fully_sharded,
     _check_formats,
     _check_length,
     _check_profile,
+)
+ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
+    _check_tensor_parallel,
+    _check_context_parallel,
+    _check_pipeline,
+    _check_fully_sharded,
 )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
 from megatron.core.topology import Topology
+from megatron.training.architecture import FlagsOver, settle_architecture
 from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 from megatron.training.listeners import Evaluation
 from megatron.training.setup import Say, build_trainer, save_directories_locked
@@ -12,9 +13,10 @@ from megatron.training.stop import SignalWatch, watch_signals
 from megatron.training.trainer import Trainer
 
 
-def pretrain(config: RunConfig, process: Process) -> None:
+def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> None:
     """Run this process's part of the training that ``config`` describes.
 
+    ``flags_over`` reads the same flags once more, for an architecture that only a checkpoint tells.
     Raises :class:`~megatron.config.errors.UserError` for what the user can mend.
     """
 
@@ -30,6 +32,7 @@ def pretrain(config: RunConfig, process: Process) -> None:
         joined(config.parallel, process, device) as topology,
         save_directories_locked(config.checkpoint, topology.world) as locks,
     ):
+        config = settle_architecture(config, flags_over, topology.world, say)
         train(config, topology, locks, signals, say)
 
 

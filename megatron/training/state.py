@@ -124,7 +124,7 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
     while True:
         try:
             # One rank looks, so that all load the same checkpoint and the file system is asked once.
-            found = on_first_rank(world, lambda: _look_up(config, bad))
+            found = on_first_rank(world, lambda: look_up_saved_run(config, bad))
         except CheckpointError as nothing_left:
             # What is wrong with the latest tells more.
             raise next(iter(bad.values()), nothing_left) from None
@@ -141,8 +141,12 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
             bad[found.root, found.iteration] = error
 
 
-def _look_up(config: CheckpointConfig, known_bad: Collection[tuple[Path, int]]) -> SavedRun | None:
-    """The newest of what is left in the directories to load from, in the first of those that have it."""
+def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[Path, int]] = ()) -> SavedRun | None:
+    """As :func:`find_saved_run`, but on one rank alone and by the manifest alone: no other file is looked at.
+
+    It is the newest of what is left in the directories to load from, without those ``known_bad``, and in the first of
+    those that have it.
+    """
     found: tuple[int, Path] | None = None
     errors: list[CheckpointError] = []
     for root in map(Path, config.load_roots):
@@ -203,7 +207,8 @@ class RunState:
 
     def load(self, saved: SavedRun, config: CheckpointConfig, weights_only: bool) -> None:
         """Take over what ``saved`` holds; all ranks call it. ``weights_only`` starts everything else afresh."""
-        _check_architecture(self.architecture, saved.state["architecture"], f"The checkpoint under {saved.root}")
+        wanted = asdict(self.architecture)
+        check_architecture(wanted, saved.state["architecture"], f"The checkpoint under {saved.root}")
         if not weights_only:
             self.schedule = settle_schedule(self.schedule, saved.state["schedule"], self.learning_rate)
         with_optimizer = config.load_optim and not weights_only
@@ -225,7 +230,8 @@ class RunState:
         """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
 
         def fill() -> None:
-            _check_architecture(self.architecture, asdict(hugging_face_architecture(source)), f"The model in {source}")
+            theirs = asdict(hugging_face_architecture(source))
+            check_architecture(asdict(self.architecture), theirs, f"The model in {source}")
             weights = [(stored.info, stored.start, stored.tensor) for stored in self.data_parallel.stored_weights]
             masters = [
                 (state.info, state.start, state.tensor) for state in self.optimizer.state() if state.kind == "master"
@@ -281,20 +287,22 @@ def _renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Ten
     return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}
 
 
-def _check_architecture(wanted: LlamaConfig, saved: Mapping[str, Any], where: str) -> None:
+def check_architecture(
+    wanted: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    where: str,
+    remedy: str = "give the flags it was trained with",
+) -> None:
     """Raise :class:`CheckpointError` naming every flag whose value differs from ``saved``, which is ``where``."""
     # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
         f"--{name.replace('_', '-')} is {value} here and {saved[name]} there"
-        for name, value in asdict(wanted).items()
+        for name, value in wanted.items()
         if name not in free and saved[name] != value
     ]
     if different:
-        raise CheckpointError(
-            f"{where} has another architecture: {'; '.join(different)}. Give the flags it was trained with, or load "
-            "another."
-        )
+        raise CheckpointError(f"{where} has another architecture ({'; '.join(different)}): {remedy}, or load another.")
 
 
 def settle_schedule(

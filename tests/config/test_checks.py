@@ -11,12 +11,14 @@ import pytest
 import megatron.config
 from megatron.config.command_line import flag_names, parse_command_line
 from megatron.config.errors import ConfigError
+from megatron.config.model import ModelConfig, preset
 from megatron.config.pipeline import SCHEDULES
 
 GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 SAMPLES = GOOD.replace("--train-iters 10", "--train-samples 1000")
 STAGES = f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 2"
 UNSIZED = GOOD.replace("--model tiny ", "")
+UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
 
 Row = tuple[str, int, str]
 """Arguments, number of processes, and what the sentence must say (fragments separated by `` ... ``)."""
@@ -496,6 +498,9 @@ BAD: list[Row] = [
     ),
     (f"{GOOD} --ckpt-step 10", 1, "--ckpt-step needs --load"),
     (f"{GOOD} --finetune", 1, "--finetune needs --load"),
+    (f"{GOOD} --use-checkpoint-args", 1, "--use-checkpoint-args needs --load"),
+    (f"{UNKNOWN} --tensor-model-parallel-size 2", 3, "3 processes ... --tensor-model-parallel-size 2 ... multiple"),
+    (f"{UNKNOWN} --hidden-size 0", 1, "--hidden-size 0 must be at least 1"),
     (f"{GOOD} --no-checkpoint-fallback", 1, "--no-checkpoint-fallback needs --load"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
     (f"{GOOD} --overlap-param-gather", 1, "--overlap-param-gather ... --use-distributed-optimizer"),
@@ -610,6 +615,10 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 3 --lr-warmup-samples 2", 1),
         (f"{GOOD.replace('--lr 1e-3', '')} --skip-train --load run", 1),
         (f"{GOOD} --save run --save-interval 5 --load run --ckpt-step 5 --finetune", 1),
+        # What depends on the architecture is checked when the checkpoint has told it.
+        (UNKNOWN, 1),
+        (f"{UNKNOWN} --num-attention-heads 6 --tensor-model-parallel-size 4", 8),
+        (f"{UNKNOWN} --pipeline-model-parallel-size 3 --cp-comm-type p2p a2a", 3),
         (f"{GOOD} --save run --save-interval 2@0,5@4 --save-retain-last 2 --save-retain-interval 5", 1),
         (GOOD.replace("--mock-data", "--data-path corpus --tokenizer-type NullTokenizer"), 1),
         (
@@ -622,6 +631,19 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
 )
 def test_a_good_combination_passes(arguments: str, world_size: int) -> None:
     parse_command_line(arguments.split()).check(world_size)
+
+
+def test_an_architecture_that_came_later_is_checked_like_one_of_the_flags() -> None:
+    arguments = f"{UNKNOWN} --tensor-model-parallel-size 8".split()
+    for defaults, expected in (
+        (ModelConfig(), "--num-layers is missing"),
+        (preset("tiny"), "--num-query-groups 4 is not divisible by --tensor-model-parallel-size 8"),
+    ):
+        config = parse_command_line(arguments, defaults)
+        config.check(8)
+        with pytest.raises(ConfigError, match=expected):
+            config.check_architecture(8)
+    parse_command_line(arguments, preset("llama3-8b")).check_architecture(8)
 
 
 def test_the_layout_follows_from_the_flags() -> None:

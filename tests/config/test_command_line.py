@@ -15,7 +15,7 @@ import pytest
 from megatron.config.command_line import flag_names, parse_command_line
 from megatron.config.errors import ConfigError
 from megatron.config.megatron_flags import NOT_SUPPORTED
-from megatron.config.model import PRESETS, preset
+from megatron.config.model import PRESETS, ModelConfig, preset
 from megatron.config.run import RunConfig
 from pretrain_llama import main
 
@@ -205,6 +205,15 @@ def test_a_flag_of_a_preset_can_be_turned_off() -> None:
 
 def test_the_last_preset_wins() -> None:
     assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
+
+
+def test_flags_that_are_not_given_take_other_defaults_where_there_are_some() -> None:
+    """Those of a checkpoint, for which a flag that is given goes, even one that says what the class has by default."""
+    defaults = ModelConfig(num_layers=3, rotary_base=10000, untie_embeddings_and_output_weights=False)
+    assert parse_command_line([], defaults).model == defaults
+    given = ["--rotary-base", "500000", "--untie-embeddings-and-output-weights"]
+    assert parse_command_line(given, defaults).model == ModelConfig(num_layers=3)
+    assert parse_command_line(["--model", "tiny"], defaults).model == preset("tiny")
 
 
 def test_without_flags_everything_has_its_default() -> None:

@@ -1,0 +1,217 @@
+"""``--use-checkpoint-args``: a run goes on without being told its architecture, and never with another one."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.checkpointing import read_state
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    Outcome,
+    assert_close,
+    bytes_under,
+    call_training,
+    checkpoint_of,
+    flags_of,
+    iterations,
+    losses,
+    run_training,
+    tiny_corpus,
+)
+
+Flags = dict[str, FlagValue | Path]
+
+HALF = 4
+UNSAID: Flags = dict.fromkeys(
+    ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+)
+ARCHITECTURES: dict[str, Flags] = {
+    "grouped queries": {},
+    "tied": {"untie_embeddings_and_output_weights": False},
+    "wide heads, turned otherwise": {
+        "kv_channels": 12,
+        "rotary_base": 10000.0,
+        "use_rope_scaling": True,
+        "rope_scaling_factor": 4.0,
+        "rope_scaling_original_length": 16,
+        "norm_epsilon": 1e-3,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run of eight iterations, and the directory of one that stopped half-way."""
+
+    losses: list[float]
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The session's corpus."""
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def half_done(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Trains one of ``ARCHITECTURES``, given by flags, once."""
+    known: dict[str, Reference] = {}
+
+    def train(name: str) -> Reference:
+        if name not in known:
+            directory, flags = tmp_path_factory.mktemp("half"), ARCHITECTURES[name]
+            whole = tmp_path_factory.mktemp("whole") / "metrics.jsonl"
+            call_training(flags_of(corpus, fp64=True, metrics_jsonl=whole, **flags)).succeeded()
+            call_training(flags_of(corpus, fp64=True, save=directory, exit_interval=HALF, **flags)).succeeded()
+            known[name] = Reference(losses(whole), directory)
+        return known[name]
+
+    return train
+
+
+def going_on(corpus: Corpus, load: Path, **changes: FlagValue | Path) -> list[str]:
+    """The command line that goes on from ``load`` without a flag for the architecture, but for ``changes``."""
+    return flags_of(corpus, **{**UNSAID, "fp64": True, "load": load, "use_checkpoint_args": True, **changes})
+
+
+def assert_refused(outcome: Outcome, *words: str) -> str:
+    """One sentence with these words; the sentence."""
+    assert outcome.exit_code == 1
+    (sentence,) = outcome.errors
+    for word in words:
+        assert word in sentence
+    return sentence
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_run_goes_on_without_flags_for_its_architecture(
+    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path, name: str
+) -> None:
+    reference, metrics = half_done(name), tmp_path / "metrics.jsonl"
+    outcome = call_training(going_on(corpus, reference.directory, metrics_jsonl=metrics)).succeeded()
+    assert f"> architecture: that of the checkpoint of iteration {HALF} under {reference.directory}" in outcome.stdout
+    assert losses(metrics) == reference.losses[HALF:]
+
+
+def test_two_ranks_take_the_architecture_that_the_first_has_read(
+    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    reference, metrics = half_done("wide heads, turned otherwise"), tmp_path / "metrics.jsonl"
+    layout: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    flags = going_on(corpus, reference.directory, metrics_jsonl=metrics, **layout)
+    run_training(flags, processes=2).succeeded()
+    assert_close(losses(metrics), reference.losses[HALF:], 1e-9)
+
+
+REFUSED: list[tuple[str, Flags, set[str]]] = [
+    ("grouped queries", {"hidden_size": 48}, {"--hidden-size is 48 here and 32 there"}),
+    (
+        "grouped queries",
+        {"num_layers": 3, "norm_epsilon": 1e-6, "num_attention_heads": 4},
+        {"--num-layers is 3 here and 2 there", "--norm-epsilon is 1e-06 here and 1e-05 there"},
+    ),
+    (
+        "wide heads, turned otherwise",
+        # Given, though all but one are what they would be by default.
+        {"kv_channels": 8, "rotary_base": 500000.0, "use_rope_scaling": False},
+        {
+            "--kv-channels is 8 here and 12 there",
+            "--rotary-base is 500000.0 here and 10000.0 there",
+            "--use-rope-scaling is False here and True there",
+        },
+    ),
+    (
+        "tied",
+        {"model": "tiny", "num_layers": 2},
+        {
+            "--hidden-size is 128 here and 32 there",
+            "--ffn-hidden-size is 384 here and 64 there",
+            "--num-attention-heads is 8 here and 4 there",
+            "--num-query-groups is 4 here and 2 there",
+            "--untie-embeddings-and-output-weights is True here and False there",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "told"), REFUSED)
+def test_every_flag_that_differs_is_named(
+    corpus: Corpus, half_done: Callable[[str], Reference], name: str, given: Flags, told: set[str]
+) -> None:
+    directory = half_done(name).directory
+    before = bytes_under(directory)
+    outcome = call_training(going_on(corpus, directory, save=directory, **given))
+    sentence = assert_refused(outcome, str(directory), "leave out ")
+    assert set(re.findall(r"--\S+ is \S+ here and \S+ there", sentence.replace(")", " "))) == told
+    assert ("leave out --model tiny" in sentence) == ("model" in given)
+    after = bytes_under(directory)
+    assert {name: after[name] for name in before} == before
+
+
+def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
+    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """The run takes over neither the length nor the padding, which are its own."""
+    reference, metrics = half_done("grouped queries"), tmp_path / "metrics.jsonl"
+    free: Flags = {"make_vocab_size_divisible_by": 100, "attention_backend": "local", "max_position_embeddings": 50}
+    flags = going_on(corpus, reference.directory, save=tmp_path, metrics_jsonl=metrics, hidden_size=32, **free)
+    call_training(flags).succeeded()
+    assert_close(losses(metrics), reference.losses[HALF:], 1e-9)
+    architecture = read_state(tmp_path, 8)["architecture"]
+    assert (architecture["padded_vocab_size"], architecture["max_position_embeddings"]) == (400, 50)
+
+
+@pytest.mark.parametrize(("seq_length", "longest"), [(16, 32), (48, 48)])
+def test_the_longest_sequence_is_the_checkpoints_unless_the_run_has_longer_ones(
+    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path, seq_length: int, longest: int
+) -> None:
+    tuned: Flags = {"finetune": True, "train_iters": 1, "lr_warmup_iters": None, "seq_length": seq_length}
+    call_training(going_on(corpus, half_done("grouped queries").directory, save=tmp_path, **tuned)).succeeded()
+    assert read_state(tmp_path, 1)["architecture"]["max_position_embeddings"] == longest
+
+
+def test_a_layout_that_the_architecture_does_not_fit_is_refused(
+    corpus: Corpus, half_done: Callable[[str], Reference]
+) -> None:
+    directory = half_done("grouped queries").directory
+    outcome = call_training(going_on(corpus, directory, cp_comm_type=("p2p", "a2a", "p2p")))
+    assert_refused(outcome, "--cp-comm-type p2p a2a p2p names 3 types for 2 layers")
+
+
+# --- where there is no such checkpoint -----------------------------------------------------------------------
+
+
+def test_without_a_checkpoint_the_architecture_is_that_of_the_flags(corpus: Corpus, tmp_path: Path) -> None:
+    """So that one command starts a run and goes on with it."""
+    metrics = tmp_path / "metrics.jsonl"
+    flags = flags_of(corpus, use_checkpoint_args=True, load=tmp_path, save=tmp_path, metrics_jsonl=metrics)
+    outcome = call_training([*flags, "--exit-interval", "1"]).succeeded()
+    assert "> architecture: that of the flags" in outcome.stdout
+    call_training([*flags, "--exit-interval", "2"]).succeeded()
+    assert [record["iteration"] for record in iterations(metrics)] == [1, 2]
+
+
+def test_without_a_checkpoint_missing_flags_are_asked_for(corpus: Corpus, tmp_path: Path) -> None:
+    outcome = call_training(going_on(corpus, tmp_path / "nothing", num_layers=2))
+    sentence = assert_refused(outcome, str(tmp_path / "nothing"), "--use-checkpoint-args", "--hidden-size is missing")
+    assert "--model llama3-8b" in sentence
+
+
+def test_an_older_checkpoint_of_another_architecture_is_not_loaded_instead_of_a_damaged_one(
+    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    source, latest = half_done("grouped queries").directory, checkpoint_of(tmp_path, HALF)
+    call_training(flags_of(corpus, fp64=True, num_layers=3, train_iters=2, save=tmp_path)).succeeded()
+    # With new times: what is older than the tracker counts as abandoned.
+    shutil.copytree(checkpoint_of(source, HALF), latest, copy_function=shutil.copy)
+    shard = latest / "rank_00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    outcome = call_training(going_on(corpus, tmp_path))
+    assert f"> architecture: that of the checkpoint of iteration {HALF}" in outcome.stdout
+    assert_refused(outcome, "--num-layers is 2 here and 3 there", "give the flags it was trained with")
