@@ -60,7 +60,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--distribute-saved-activations",
         "--cpu-offloading-num-layers",
         "--fine-grained-activation-offloading",
-        "--cross-entropy-loss-fusion",
         "--no-bias-swiglu-fusion",
         "--no-bias-dropout-fusion",
         "--no-rope-fusion",

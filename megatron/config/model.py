@@ -121,6 +121,9 @@ class ModelConfig:
     """States what is so: --attention-backend chooses the kernel, by default one that never holds all scores."""
     use_mcore_models: bool = True
     """States what is so: there is one model implementation."""
+    cross_entropy_loss_fusion: bool = True
+    """States what is so: the loss never makes fp32 logits of a whole microbatch, and writes its gradient over the
+    logits."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Attention kernel: auto and flash take torch's fastest memory-efficient kernel, unfused and local the
     plain reference."""
@@ -160,6 +163,8 @@ class ModelConfig:
     def _check_implementation(self) -> None:
         if not self.use_flash_attn:
             raise ConfigError("--no-use-flash-attn has no effect: choose the kernel with --attention-backend local.")
+        if not self.cross_entropy_loss_fusion:
+            raise ConfigError("--no-cross-entropy-loss-fusion asks for a second loss: remove it, there is one.")
         if not self.use_mcore_models:
             raise ConfigError("--no-use-mcore-models asks for a second model implementation: remove it, there is one.")
         if self.transformer_impl != "local":

@@ -108,6 +108,7 @@ BAD: list[Row] = [
     (f"{GOOD} --hidden-dropout 0.1", 1, "--hidden-dropout 0.1 ... --hidden-dropout 0.0 ... remove"),
     (f"{GOOD} --attention-dropout 0.1", 1, "--attention-dropout 0.1 ... --attention-dropout 0.0 ... remove"),
     (f"{GOOD} --rotary-percent 0.5", 1, "--rotary-percent 0.5 ... --rotary-percent 1.0 ... remove"),
+    (f"{GOOD} --no-cross-entropy-loss-fusion", 1, "--no-cross-entropy-loss-fusion ... remove it"),
     (f"{GOOD} --no-use-flash-attn", 1, "--no-use-flash-attn ... choose the kernel with --attention-backend local"),
     (f"{GOOD} --no-use-mcore-models", 1, "--no-use-mcore-models ... remove it"),
     (f"{GOOD} --transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine ... use local"),

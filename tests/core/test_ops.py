@@ -30,6 +30,7 @@ from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_, ro
 from megatron.core.ops.swiglu import swiglu, swiglu_reference
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.rank_pool import RankPool
+from tests.storage_watch import PeakWatch
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -416,6 +417,16 @@ def test_cross_entropy_over_ranks_is_torchs(
 ) -> None:
     parts = four_ranks.run(run_cross_entropy, vocab_size, padded, dtype, world_size=world_size)
     assert_cross_entropy(parts, vocab_size, padded, dtype)
+
+
+def test_cross_entropy_needs_no_memory_of_the_size_of_the_logits() -> None:
+    logits = torch.randn(2048, 4096).bfloat16()
+    product = (logits.requires_grad_(True) * 1.0).detach().requires_grad_(True)
+    with PeakWatch() as watch:
+        loss = vocab_parallel_cross_entropy(product, torch.arange(2048), 0, 4096, Communicator((0,), 0))
+        loss.sum().backward()
+    assert product.grad is not None and product.grad.data_ptr() == product.data_ptr()
+    assert watch.peak < logits.nbytes / 2
 
 
 def test_cross_entropy_of_large_logits_does_not_overflow() -> None:
