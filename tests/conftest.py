@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.rank_pool import RankPool
+
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("default", deadline=None)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ A case is a module-level function ``case(*arguments)`` that runs on ranks ``0..w
 others stay idle, so one pool serves every smaller world too.
 """
 
-import multiprocessing as mp
 import os
 import traceback
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.forked import fork_context
 
 START_TIMEOUT = 120.0
 
@@ -33,7 +34,7 @@ class RankPool:
     def _start(self, count: int) -> None:
         """Have at least ``count`` processes."""
         assert count <= self.size, (count, self.size)
-        context = mp.get_context("spawn")
+        context = fork_context()
         for rank in range(len(self._processes), count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)

@@ -51,14 +51,16 @@ class Owner:
 
 
 def _process_identity(pid: int) -> str:
-    """The boot of the host and the start of the process in it; empty if there is none, or no telling."""
+    """The boot of the host and the start of the process in it; empty if none runs, or no telling."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The name of the program stands in parentheses and may hold anything; the start is the 20th field behind it.
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        # The name of the program stands in parentheses and may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, started = fields[0], fields[19]
     except (OSError, IndexError):
         return ""
-    return f"{boot}/{started}"
+    # One that has ended stays listed until its parent takes notice, which in a container may be never.
+    return "" if state in "ZX" else f"{boot}/{started}"
 
 
 class RunLock:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from megatron.checkpoint import lock as lock_module
 from megatron.checkpoint.lock import LEASE, LOCK, RunLock
 from megatron.config.errors import CheckpointError
+from tests.forked import fork_context
 
 
 def hold(root: Path, pipe: Connection) -> None:
@@ -32,8 +34,7 @@ def hold(root: Path, pipe: Connection) -> None:
 class Other:
     """Another process that tries to take the lock."""
 
-    def __init__(self, root: Path) -> None:
-        context = mp.get_context("spawn")
+    def __init__(self, root: Path, context: ForkServerContext | SpawnContext) -> None:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=hold, args=(root, theirs), daemon=True)
         self.process.start()
@@ -51,7 +52,7 @@ class Other:
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Other]:
     """A process that holds the lock."""
-    other = Other(tmp_path)
+    other = Other(tmp_path, fork_context())
     assert other.says() == "held"
     yield other
     other.process.kill()
@@ -86,6 +87,17 @@ def write(root: Path, **changes: object) -> None:
     content = json.loads((root / LOCK).read_text())
     lock.release()
     (root / LOCK).write_text(json.dumps(content | changes))
+
+
+def test_a_process_that_has_ended_does_not_keep_the_lock_until_its_parent_takes_notice(
+    tmp_path: Path,
+) -> None:
+    # A child of this very process, which leaves it a zombie.
+    child = Other(tmp_path, mp.get_context("spawn"))
+    assert child.says() == "held" and child.process.pid is not None
+    os.kill(child.process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
+    RunLock(tmp_path).release()
 
 
 def test_a_lock_of_another_host_holds_for_its_lease(tmp_path: Path) -> None:
@@ -128,7 +140,7 @@ def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path, mo
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
     write(tmp_path, process="another boot/12345")
-    others = [Other(tmp_path) for _ in range(6)]
+    others = [Other(tmp_path, fork_context()) for _ in range(6)]
     words = [other.says() for other in others]
     assert words.count("held") == 1
     for other, word in zip(others, words):

@@ -98,7 +98,7 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 SHAPES: list[Shape] = [(1, 1, 1, 8, 2), (2, 4, 4, 16, 8), (2, 8, 2, 24, 4), (1, 6, 2, 40, 16), (3, 8, 8, 16, 4)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kernel=st.sampled_from(KERNELS),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),

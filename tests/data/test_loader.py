@@ -48,7 +48,7 @@ def test_microbatch_is_a_slice_of_the_chunk_of_all_ranks() -> None:
         microbatch_sample_indices(0, 2, 3, 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
 def test_ranks_together_read_every_sample_in_order(total: int, consumed: int, size: int, ranks: int) -> None:
     streams = [list(single_pass_microbatches(total, consumed, size, rank, ranks)) for rank in range(ranks)]

@@ -177,7 +177,7 @@ def slow_order(lengths: list[int], first: int, end: int, s: int, wanted: int | N
     return documents, rows, order
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25),
     part=st.tuples(st.floats(0, 1), st.floats(0, 1)),

@@ -17,9 +17,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 import pretrain_llama
+from tests.forked import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT = 90.0
@@ -218,7 +220,54 @@ class RunningTraining:
 
 def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
     """Train in so many processes, from start to end."""
-    return RunningTraining(flags, processes).finish()
+    return RunningTraining(flags, processes).finish() if processes == 1 else fork_training(flags, processes)
+
+
+def fork_training(flags: Sequence[str], processes: int) -> Outcome:
+    """Train in processes that are forked, which spares each of them its imports, and treated as torchrun would."""
+    logs, started = Path(tempfile.mkdtemp(prefix="training-")), time.monotonic()
+    address = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
+    address["MASTER_PORT"] = free_port()
+    ranks = [
+        fork_context().Process(target=_train_as_rank, args=(rank, address, list(flags), logs), daemon=True)
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        wait_until(lambda: any(rank.exitcode for rank in ranks) or not any(map(is_running, ranks)), START_TIMEOUT)
+        if any(map(is_running, ranks)):
+            for rank in filter(is_running, ranks):
+                rank.terminate()
+            # torchrun has the same patience.
+            wait_until(lambda: not any(map(is_running, ranks)), 30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    stdout, stderr = ("".join(path.read_text() for path in sorted(logs.glob(f"*.{kind}"))) for kind in ("out", "err"))
+    shutil.rmtree(logs)
+    exit_code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+    return Outcome(exit_code, stdout, stderr, time.monotonic() - started)
+
+
+def is_running(process: BaseProcess) -> bool:
+    """Whether a forked process has not ended."""
+    return process.exitcode is None
+
+
+def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str], logs: Path) -> None:
+    os.setsid()
+    heed_interrupts()
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        with (logs / f"{rank}.{kind}").open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    # The server's streams end where its own do.
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
+    os.chdir(logs)
+    os.environ.update(ENVIRONMENT)
+    os.environ.update({name: str(value) for name, value in address.items()})
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.exit(pretrain_llama.main(flags))
 
 
 def call_training(flags: Sequence[str]) -> Outcome:

@@ -61,7 +61,7 @@ def test_sixteen_stages_run_within_the_claimed_memory(name: ScheduleName, chunks
         assert_runs(build_schedule(name, 16, microbatches, chunks), name)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(stages=st.integers(1, 8), surplus=st.integers(0, 9), microbatches=st.integers(1, 40), chunks=st.integers(2, 4))
 def test_larger_groups_of_microbatches_run_too(stages: int, surplus: int, microbatches: int, chunks: int) -> None:
     group_size = stages + surplus
