@@ -106,7 +106,7 @@ def test_whole_tensors_are_what_plain_operations_make_of_them() -> None:
         assert torch.equal(found, wanted[name]), name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_rectangle_comes_from_the_other_side(data: st.DataObject) -> None:
     mapping = LlamaMapping(CONFIG)

@@ -39,7 +39,7 @@ def slices(size: int) -> st.SearchStrategy[slice]:
     return st.builds(slice, st.integers(0, size), st.integers(0, size), st.integers(1, 3))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(place=st.tuples(slices(7), slices(10)))
 def test_any_part_can_be_read_whatever_the_chunks(saved: SavedTensors, place: tuple[slice, slice]) -> None:
     wanted = WEIGHT[place]

@@ -30,7 +30,6 @@ def parameters_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.floa
     return parameters
 
 
-@settings(deadline=None)
 @given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
 def test_parameters_lie_in_order_inside_buckets_and_do_not_overlap(
     sizes: list[int], shards: int, bucket_size: int | None
@@ -42,7 +41,6 @@ def test_parameters_lie_in_order_inside_buckets_and_do_not_overlap(
         assert sum(first <= start and stop <= last for first, last in layout.buckets) == 1
 
 
-@settings(deadline=None)
 @given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
 def test_buckets_fill_the_buffer_and_divide_evenly(sizes: list[int], shards: int, bucket_size: int | None) -> None:
     layout = plan_buffer(sizes, shards, bucket_size)
@@ -56,7 +54,6 @@ def test_buckets_fill_the_buffer_and_divide_evenly(sizes: list[int], shards: int
     assert layout.size - sum(sizes) < len(layout.buckets) * shards * 64
 
 
-@settings(deadline=None)
 @given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
 def test_a_bucket_closes_with_the_parameter_that_fills_it(
     sizes: list[int], shards: int, bucket_size: int | None
@@ -73,7 +70,6 @@ def test_a_bucket_closes_with_the_parameter_that_fills_it(
     assert all(sum(members[:-1]) < bucket_size for members in contents)
 
 
-@settings(deadline=None)
 @given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
 def test_the_shards_of_all_ranks_partition_the_buffer(sizes: list[int], shards: int, bucket_size: int | None) -> None:
     layout = plan_buffer(sizes, shards, bucket_size)
@@ -102,7 +98,7 @@ shapes_of_parameters = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shapes_of_parameters, st.integers(1, 5), st.none() | st.integers(1, 300))
 def test_the_pieces_of_all_ranks_hold_every_element_once(
     shapes: list[tuple[int, ...]], shards: int, bucket_size: int | None

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -90,7 +90,6 @@ def test_the_generator_gives_the_published_numbers(seed: int, published: list[in
     assert [split_mix(seed, number) for number in range(3)] == published
 
 
-@settings(deadline=None)
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, (1 << 62)))
 def test_the_generator_is_split_mix_for_any_key_and_index(key: int, index: int) -> None:
     assert bits_of(key, index) == [split_mix(key & MASK, index)]

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.errors import ConfigError
@@ -108,7 +108,6 @@ def test_the_inverse_square_root_never_falls_below_the_minimum() -> None:
     assert rate(10**8) == MINIMUM
 
 
-@settings(deadline=None)
 @given(
     style=st.sampled_from(ALL),
     warmup=st.integers(0, 50),

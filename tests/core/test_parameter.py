@@ -58,7 +58,7 @@ def assert_partition(ranks: list[Shapes]) -> list[list[tuple[int, ...]]]:
 sizes = st.integers(1, 4)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.lists(st.integers(1, 4), max_size=1), sizes)
 def test_sections_divided_over_ranks_cover_a_fused_weight_once(parts: list[int], other: list[int], size: int) -> None:
     sections = [part * size for part in parts]
@@ -70,7 +70,7 @@ def test_sections_divided_over_ranks_cover_a_fused_weight_once(parts: list[int],
         assert len(boxes) == len(sections)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(1, 5), st.integers(1, 5), sizes)
 def test_columns_divided_over_ranks_cover_a_weight_once(rows: int, part: int, size: int) -> None:
     ranks = [columns_box(rows, part * size, rank, size) for rank in range(size)]
@@ -78,7 +78,7 @@ def test_columns_divided_over_ranks_cover_a_weight_once(rows: int, part: int, si
     assert {local_shape for _, local_shape, _ in ranks} == {(rows, part)}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(1, 20), st.integers(0, 20), st.integers(1, 4), sizes)
 def test_padded_rows_cover_the_real_rows_once_and_leave_the_rest_free(
     rows: int, spare: int, columns: int, size: int

@@ -56,13 +56,13 @@ def slow_groups(grid: RankGrid, axes: set[str]) -> list[list[int]]:
     return sorted(sorted(group) for group in ranks.transpose(others + chosen).reshape(-1, size).tolist())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grids(), chosen_axes)
 def test_groups_equal_those_of_a_reshaped_array(grid: RankGrid, axes: set[str]) -> None:
     assert sorted(list(group) for group in grid.groups(axes)) == slow_groups(grid, axes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grids(), chosen_axes)
 def test_groups_partition_the_ranks_and_every_member_finds_its_own(grid: RankGrid, axes: set[str]) -> None:
     groups = list(grid.groups(axes))
@@ -74,7 +74,7 @@ def test_groups_partition_the_ranks_and_every_member_finds_its_own(grid: RankGri
         assert all(grid.group(rank, axes) == group for rank in group)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grids())
 def test_coordinates_and_ranks_are_one_to_one(grid: RankGrid) -> None:
     sizes = part_sizes(grid)
@@ -95,7 +95,7 @@ def test_coordinates_and_ranks_are_one_to_one(grid: RankGrid) -> None:
     assert len(seen) == grid.world_size
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(grids(), st.sampled_from((*AXES, "dp_shard", "dp_replicate")))
 def test_the_place_in_a_group_is_the_coordinate(grid: RankGrid, axis: str) -> None:
     """The loader deals samples by the place in the data-parallel group, the buffers shards by that in its shard."""
@@ -206,7 +206,7 @@ def test_a_channel_serves_all_stages(made: list[tuple[int, ...]]) -> None:
     assert made == [(1, 3, 5, 7)] * 2
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(grids())
 def test_the_place_in_the_pipeline_is_the_stage_and_losses_add_up_over_stages_and_samples(grid: RankGrid) -> None:
     """Every rank with another stage or other samples is there once, and none that shares a layer."""

@@ -76,7 +76,7 @@ def assert_starts_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], s
         assert starts.tolist() == [True, *firsts[begin + 1 : begin + seq_length]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) > 12),
     seq_length=st.integers(1, 12),
