@@ -239,6 +239,19 @@ def test_a_half_removed_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.M
         assert list_checkpoints(tmp_path) == []
 
 
+def test_a_removal_that_was_cut_short_is_completed_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 2)
+    for allowed in range(4):
+        write(tmp_path, 1)
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            CrashAt(patch, allowed)
+            remove_checkpoint(iteration_directory(tmp_path, 1))
+        write(tmp_path, 3)
+        assert names(tmp_path) == ["iter_0000001"] * (allowed == 0) + ["iter_0000002", "iter_0000003", TRACKER]
+
+
 def test_an_error_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1, "old")
     rename = os.rename
