@@ -82,6 +82,15 @@ def test_a_continuation_that_was_abandoned_does_not_come_back(tmp_path: Path) ->
     assert list_checkpoints(tmp_path) == [50, 60, 100, 110]
 
 
+def test_a_broken_checkpoint_does_not_bring_an_abandoned_one_back(tmp_path: Path) -> None:
+    for iteration in (10, 50, 100):
+        write(tmp_path, iteration)
+    os.utime(tmp_path / "iter_0000100" / MANIFEST, (1, 1))
+    write(tmp_path, 60)
+    (tmp_path / "iter_0000010" / MANIFEST).unlink()
+    assert find_checkpoint(tmp_path) == 60
+
+
 def test_a_tracker_set_back_by_hand_is_a_return_to_that_checkpoint(tmp_path: Path) -> None:
     for iteration in (10, 9, 200):
         write(tmp_path, iteration)
