@@ -91,7 +91,7 @@ class Saver:
 
     def _has_saved(self, iteration: int) -> None:
         self.last_saved = iteration
-        self._pruning.prune()
+        self._pruning.prune(iteration)
 
 
 class BackgroundSaves:
@@ -203,7 +203,7 @@ class Mirror:
         self._say(f"mirrored checkpoint {iteration_directory(self._root, copy.iteration)}")
         self._pruning.retention.confirm(copy.iteration)
         try:
-            self._pruning.prune()
+            self._pruning.prune(copy.iteration)
         except CheckpointError as error:
             self._warn(f"nothing is deleted under {self._root}: {error}")
 
@@ -229,11 +229,13 @@ class Pruning:
         self._deletes, self._root, self._world, self._say = config.deletes, root, world, say
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
-    def prune(self) -> None:
-        """Delete what may go; all ranks call it."""
+    def prune(self, newest: int) -> None:
+        """Delete what may go now that ``newest`` is saved; all ranks call it."""
         if not self._deletes:
             return
-        superfluous = self.retention.superfluous(on_first_rank(self._world, lambda: list_checkpoints(self._root)))
+        there = on_first_rank(self._world, lambda: list_checkpoints(self._root))
+        # What is beyond was abandoned for an older checkpoint: it must not count as the newest.
+        superfluous = self.retention.superfluous([iteration for iteration in there if iteration <= newest])
         if self._world.rank == 0:
             for iteration in superfluous:
                 remove_checkpoint(locate_checkpoint(self._root, iteration))
