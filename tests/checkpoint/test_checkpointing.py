@@ -32,6 +32,7 @@ from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.errors import CheckpointError
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
+from tests.quick_processes import quick_context
 
 WORLD_SIZE = 8
 SLICE_BYTES = 50  # of what is replicated, so that this small model is sliced too
@@ -233,8 +234,7 @@ def work(rank: int, root: Path) -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory in which eight ranks saved, loaded and failed."""
     root = tmp_path_factory.mktemp("ranks")
-    # One process imports torch, and the ranks are forked from it: much quicker than eight imports.
-    torch.multiprocessing.set_forkserver_preload([__name__])
+    quick_context()
     torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
         work, args=(root,), nprocs=WORLD_SIZE, start_method="forkserver"
     )
