@@ -243,7 +243,9 @@ class BackgroundSaving(Undertaking):
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
         """Copy the tensors aside; the digest of the file is not known yet."""
         image = SafetensorsImage(tensors)
-        image.copy_into(self._process.lend(image.size))
+        with explained("get memory for", path):
+            memory = self._process.lend(image.size)
+        image.copy_into(memory)
         job = {"kind": "write", "path": str(path), "bytes": image.size, "read_back": self._read_back}
         self._own = self._process.submit(job)
         return WrittenFile(path.name, image.size, "")

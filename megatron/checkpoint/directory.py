@@ -4,6 +4,7 @@
     DIR/latest_checkpointed_iteration.txt        the tracker: "100"
     DIR/.iter_0000200.saving-1f6c0a9e/           being written, or left by a crash
     DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
+    DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
 
 A checkpoint is written under a hidden name and renamed when it is complete, so what is called ``iter_...`` is
 complete. The directories are the truth; the tracker is for people and scripts, and is never needed.
@@ -28,6 +29,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _SAVING = re.compile(r"\.iter_(\d{7,})\.saving-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced-[0-9a-f]{8}")
+_REMOVING = re.compile(r"\.iter_(\d{7,})\.removing-[0-9a-f]{8}")
 _TRACKER_DRAFT = re.compile(r"\.latest_checkpointed_iteration\.txt\.saving-[0-9a-f]{8}")
 
 
@@ -136,7 +138,7 @@ def clear_leftovers(root: Path) -> None:
             os.rename(path, final)
         else:
             remove_checkpoint(path)
-    for path, _ in list(_matching(root, _SAVING)):
+    for path, _ in [*_matching(root, _SAVING), *_matching(root, _REMOVING)]:
         remove_checkpoint(path)
     for path in root.iterdir():
         if _TRACKER_DRAFT.fullmatch(path.name):
@@ -148,8 +150,13 @@ def remove_checkpoint(directory: Path) -> None:
     if directory.is_symlink():
         directory.unlink(missing_ok=True)
         return
-    # The manifest goes first: without it, half a directory cannot pass for a checkpoint.
     try:
+        if _COMPLETE.fullmatch(directory.name):
+            # Under its own name, what a crash leaves of it would count as a damaged checkpoint, which stays.
+            hidden = directory.with_name(f".{directory.name}.removing-{secrets.token_hex(4)}")
+            os.rename(directory, hidden)
+            directory = hidden
+        # The manifest goes first: without it, half a directory cannot pass for a checkpoint.
         (directory / MANIFEST).unlink(missing_ok=True)
     except OSError:
         return

@@ -1,6 +1,7 @@
 """Which checkpoints there are, and which one to load."""
 
 import logging
+import math
 from collections.abc import Collection
 from pathlib import Path
 
@@ -54,16 +55,23 @@ def _without_abandoned(root: Path, iterations: list[int]) -> list[int]:
     """``iterations`` without those that the run left behind when it went back to an older one."""
     try:
         tracked, tracked_at = int((root / TRACKER).read_text()), (root / TRACKER).stat().st_mtime_ns
-        saved = {number: (locate_checkpoint(root, number) / MANIFEST).stat().st_mtime_ns for number in iterations}
     except (OSError, ValueError):
         return iterations
-    if tracked not in saved:
+    if tracked not in iterations:
         return iterations
-    kept = [number for number in iterations if number <= tracked or saved[number] >= tracked_at]
+    kept = [number for number in iterations if number <= tracked or _saved_at(root, number) >= tracked_at]
     if kept != iterations:
         left = ", ".join(str(number) for number in iterations if number not in kept)
         _logger.warning("Iterations %s were abandoned for an older checkpoint; going on from %d", left, kept[-1])
     return kept
+
+
+def _saved_at(root: Path, iteration: int) -> float:
+    """When the manifest of ``iteration`` was written, in ns; never, if there is none to tell."""
+    try:
+        return (locate_checkpoint(root, iteration) / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return math.inf
 
 
 def _requested(root: Path, step: int) -> int:

@@ -8,11 +8,13 @@ its process is known to be gone because it ran on this very host.
 
 import json
 import os
+import re
 import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,6 +25,7 @@ LOCK = ".run.lock"
 LEASE = 60.0
 """Seconds for which a lock holds without being renewed."""
 _RENEWALS = 6  # in a lease
+_DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class RunLock:
         with explained("lock", root):
             root.mkdir(parents=True, exist_ok=True)
             self._acquire()
+            self._clear_drafts()
         # A daemon: a process that ends without releasing must not live on for its lock.
         self._renewing = threading.Thread(target=self._renew, name="run lock", daemon=True)
         self._renewing.start()
@@ -96,19 +100,32 @@ class RunLock:
 
     def _create(self) -> bool:
         """Put our lock in place, whole at once; False when there is one."""
-        draft = self._draft(self._owner)
-        try:
-            os.link(draft, self._path)
-        except FileExistsError:
-            return False
-        finally:
-            draft.unlink()
+        with self._draft(self._owner) as draft:
+            try:
+                os.link(draft, self._path)
+            except (FileExistsError, FileNotFoundError):
+                # A draft is only taken away by the run that has got the lock.
+                return False
         return True
 
-    def _draft(self, owner: Owner) -> Path:
+    @contextmanager
+    def _draft(self, owner: Owner) -> Iterator[Path]:
+        """A file that says who ``owner`` is; gone afterwards, even where a full disk let it become but an empty one."""
         draft = self._path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
-        draft.write_text(json.dumps(asdict(owner)))
-        return draft
+        try:
+            draft.write_text(json.dumps(asdict(owner)))
+            yield draft
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _clear_drafts(self) -> None:
+        """Remove what runs that were killed have left, but nothing of a live one; what cannot be removed stays."""
+        with suppress(OSError):
+            for path in self._path.parent.iterdir():
+                if _DRAFT.fullmatch(path.name):
+                    owner = self._read(path)
+                    if owner is None or owner.is_gone():
+                        path.unlink(missing_ok=True)
 
     @staticmethod
     def _read(path: Path) -> Owner | None:
@@ -136,8 +153,8 @@ class RunLock:
                 if current is not None and current.token != self._owner.token:
                     self._is_lost = True
                     return
-                draft = self._draft(replace(self._owner, renewed=time.time()))
-                os.replace(draft, self._path)
+                with self._draft(replace(self._owner, renewed=time.time())) as draft:
+                    os.replace(draft, self._path)
 
     def check(self) -> None:
         """Raise :class:`CheckpointError` when another run has taken the lock over; ask before every save."""

@@ -82,7 +82,7 @@ class Saver:
         if self._background is None or self._background.saving is None:
             return
         iteration = self._background.saving.iteration
-        if self._background.finish():
+        if self._background.finish() is None:
             self._pruning.retention.confirm(iteration)
             self._has_saved(iteration)
         elif self._mirror is not None:
@@ -91,7 +91,7 @@ class Saver:
 
     def _has_saved(self, iteration: int) -> None:
         self.last_saved = iteration
-        self._pruning.prune()
+        self._pruning.prune(iteration)
 
 
 class BackgroundSaves:
@@ -123,8 +123,8 @@ class BackgroundSaves:
         elif self.saving.is_over:
             self._say_saved(self.saving.iteration)
 
-    def finish(self) -> bool:
-        """Wait for it on all ranks; whether it is complete. The second failure in a row is a
+    def finish(self) -> str | None:
+        """Wait for it on all ranks; what went wrong, if anything. The second failure in a row is a
         :class:`CheckpointError`."""
         assert self.saving is not None
         saving, self.saving = self.saving, None
@@ -134,14 +134,14 @@ class BackgroundSaves:
         if failure is None:
             self._failures_in_a_row = 0
             self._say_saved(saving.iteration)
-            return True
+            return None
         saving.abandon()
         self._failures_in_a_row += 1
         if self._failures_in_a_row > 1:
             raise CheckpointError(f"Iteration {saving.iteration} is not saved, nor was the one before it: {failure}")
         if self._world.rank == 0:
             _logger.warning("Iteration %d is not saved, training goes on: %s", saving.iteration, failure)
-        return False
+        return failure
 
     def _say_saved(self, iteration: int) -> None:
         if not self._is_reported:
@@ -203,7 +203,7 @@ class Mirror:
         self._say(f"mirrored checkpoint {iteration_directory(self._root, copy.iteration)}")
         self._pruning.retention.confirm(copy.iteration)
         try:
-            self._pruning.prune()
+            self._pruning.prune(copy.iteration)
         except CheckpointError as error:
             self._warn(f"nothing is deleted under {self._root}: {error}")
 
@@ -229,11 +229,13 @@ class Pruning:
         self._deletes, self._root, self._world, self._say = config.deletes, root, world, say
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
-    def prune(self) -> None:
-        """Delete what may go; all ranks call it."""
+    def prune(self, newest: int) -> None:
+        """Delete what may go now that ``newest`` is saved; all ranks call it."""
         if not self._deletes:
             return
-        superfluous = self.retention.superfluous(on_first_rank(self._world, lambda: list_checkpoints(self._root)))
+        there = on_first_rank(self._world, lambda: list_checkpoints(self._root))
+        # What is beyond was abandoned for an older checkpoint: it must not count as the newest.
+        superfluous = self.retention.superfluous([iteration for iteration in there if iteration <= newest])
         if self._world.rank == 0:
             for iteration in superfluous:
                 remove_checkpoint(locate_checkpoint(self._root, iteration))

@@ -82,6 +82,15 @@ def test_a_continuation_that_was_abandoned_does_not_come_back(tmp_path: Path) ->
     assert list_checkpoints(tmp_path) == [50, 60, 100, 110]
 
 
+def test_a_broken_checkpoint_does_not_bring_an_abandoned_one_back(tmp_path: Path) -> None:
+    for iteration in (10, 50, 100):
+        write(tmp_path, iteration)
+    os.utime(tmp_path / "iter_0000100" / MANIFEST, (1, 1))
+    write(tmp_path, 60)
+    (tmp_path / "iter_0000010" / MANIFEST).unlink()
+    assert find_checkpoint(tmp_path) == 60
+
+
 def test_a_tracker_set_back_by_hand_is_a_return_to_that_checkpoint(tmp_path: Path) -> None:
     for iteration in (10, 9, 200):
         write(tmp_path, iteration)
@@ -237,6 +246,19 @@ def test_a_half_removed_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.M
             CrashAt(patch, allowed)
             remove_checkpoint(directory)
         assert list_checkpoints(tmp_path) == []
+
+
+def test_a_removal_that_was_cut_short_is_completed_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 2)
+    for allowed in range(4):
+        write(tmp_path, 1)
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            CrashAt(patch, allowed)
+            remove_checkpoint(iteration_directory(tmp_path, 1))
+        write(tmp_path, 3)
+        assert names(tmp_path) == ["iter_0000001"] * (allowed == 0) + ["iter_0000002", "iter_0000003", TRACKER]
 
 
 def test_an_error_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

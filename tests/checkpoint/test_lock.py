@@ -121,6 +121,37 @@ def test_a_garbled_lock_keeps_nobody_out(tmp_path: Path, content: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_the_next_owner_clears_the_drafts_of_the_dead_and_leaves_those_of_the_living(tmp_path: Path) -> None:
+    write(tmp_path)
+    alive = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).unlink()
+    drafts = {
+        "0123abcd": json.dumps(alive | {"process": "another boot/12345"}),
+        "4567abcd": json.dumps(alive | {"host": "elsewhere", "renewed": time.time() - LEASE - 1}),
+        "89ababcd": "",
+        "cdefabcd": json.dumps(alive),
+        "notes": "",
+    }
+    for suffix, content in drafts.items():
+        (tmp_path / f"{LOCK}.{suffix}").write_text(content)
+    RunLock(tmp_path).release()
+    assert sorted(os.listdir(tmp_path)) == [f"{LOCK}.cdefabcd", f"{LOCK}.notes"]
+
+
+def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = RunLock(tmp_path)
+    link = os.link
+
+    def link_too_late(source: Path, target: Path) -> None:
+        source.unlink()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_too_late)
+    with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
+        RunLock(tmp_path)
+    owner.release()
+
+
 def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "LEASE", 0.6)
     lock = RunLock(tmp_path)

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
-from megatron.checkpoint.directory import MANIFEST
+from megatron.checkpoint.directory import MANIFEST, TRACKER
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.lock import LOCK, RunLock
 from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.config.errors import CheckpointError
@@ -234,6 +235,15 @@ def test_a_pickle_in_place_of_a_file_is_never_executed(
     # The trap works: Python's own loader walks into it.
     pickle.loads(content)
     assert trace.exists()
+
+
+@pytest.mark.parametrize("name", [TRACKER, LOCK])
+def test_a_pickle_in_place_of_a_tracker_or_a_lock_is_never_executed(saved: Path, name: str) -> None:
+    trace = saved / "executed"
+    (saved / name).write_bytes(pickle.dumps(Malicious(trace)))
+    RunLock(saved).release()
+    assert find_checkpoint(saved) == 5
+    assert not trace.exists()
 
 
 def test_nothing_pickled_is_written(saved: Path) -> None:

@@ -59,6 +59,19 @@ def test_two_ranks_agree_on_what_goes(corpus: Corpus, tmp_path: Path) -> None:
     assert kept(tmp_path) == [4]
 
 
+def test_after_a_return_to_an_older_checkpoint_the_abandoned_ones_cost_no_new_one(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    def flags(**changes: FlagValue | Path) -> list[str]:
+        return flags_of(corpus, lr_decay_iters=8, save=tmp_path, save_interval=2, **changes)
+
+    call_training(flags(train_iters=8)).succeeded()
+    call_training(flags(train_iters=5, load=tmp_path, ckpt_step=2, save_retain_last=1)).succeeded()
+    assert kept(tmp_path) == [5, 6, 8]
+    outcome = call_training(flags(train_iters=5, load=tmp_path)).succeeded()
+    assert "continuing after iteration 5" in outcome.stdout
+
+
 def test_a_second_run_is_refused_and_harms_nothing(corpus: Corpus, tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
     outcome = call_training(flags_of(corpus, save=tmp_path))

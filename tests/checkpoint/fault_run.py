@@ -1,0 +1,334 @@
+"""A run in miniature that does nothing but save, the processes it runs in, and what its checkpoints must hold.
+
+What it saves is a function of the iteration and of the *life*: the number of the start that saved it. So every
+checkpoint can be compared bit for bit with what was meant, and one that is patched together from two is noticed.
+"""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
+from megatron.checkpoint.directory import TRACKER, iteration_directory, locate_checkpoint, remove_checkpoint
+from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.manifest import JSON
+from megatron.checkpoint.retention import Retention
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.core.communication import Communicator
+from megatron.training.launch import on_first_rank, together
+from megatron.training.state import find_saved_run
+from tests.forked import fork_context
+
+PATIENCE = 60.0
+"""Seconds after which what should have ended counts as hanging."""
+GRACE = 2.0
+"""Seconds that the other ranks have to end when one has failed."""
+ALONE = Communicator([0], 0)
+"""A process without others."""
+
+# --- what is saved -------------------------------------------------------------------------------------------
+
+SHAPES = {"rows": (64, 256), "columns": (96, 128), "replicated": (5000,)}
+
+
+class Saved(NamedTuple):
+    """A checkpoint, and the start of the run that saved it; the later of two is the greater."""
+
+    iteration: int
+    life: int
+
+
+def tensors_of(saved: Saved, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+    """What ``rank`` of ``size`` holds of a checkpoint's tensors."""
+    generator = torch.Generator().manual_seed(saved.iteration * 1000 + saved.life)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in SHAPES.items():
+        whole = torch.rand(shape, generator=generator)
+        offset = [0] * len(shape)
+        if name != "replicated":
+            dim = ("rows", "columns").index(name)
+            offset[dim] = rank * shape[dim] // size
+            whole = whole.chunk(size, dim)[rank]
+        tensors[name] = BoxedTensor.from_pieces(shape, whole.dtype, [(offset, whole)])
+    return tensors
+
+
+def state_of(saved: Saved) -> dict[str, JSON]:
+    """What a checkpoint holds beside tensors."""
+    return {"iteration": saved.iteration, "life": saved.life}
+
+
+def content_of(root: Path, iteration: int, rank: int = 0, size: int = 1) -> Saved:
+    """Load a checkpoint and compare every bit with what was meant; all ranks call it."""
+    saved = Saved(iteration, read_state(root, iteration)["life"])
+    expected, loaded = (tensors_of(saved, rank, size) for _ in range(2))
+    for tensor in _pieces(loaded):
+        tensor.fill_(-1)
+    assert load_checkpoint(root, iteration, loaded) == state_of(saved)
+    for one, other in zip(_pieces(loaded), _pieces(expected)):
+        assert torch.equal(one, other), f"{saved} is not what was saved"
+    return saved
+
+
+def _pieces(tensors: dict[str, Tensor]) -> list[Tensor]:
+    return [piece for tensor in tensors.values() if isinstance(tensor, BoxedTensor) for _, piece in tensor.pieces]
+
+
+def load_newest(root: Path, world: Communicator, fall_back: bool = True) -> Saved | None:
+    """What a run would start from; all ranks call it."""
+    found = find_saved_run(CheckpointConfig(load=str(root), checkpoint_fallback=fall_back), world)
+    return None if found is None else content_of(root, found.iteration, world.rank, world.size)
+
+
+def all_saved(root: Path) -> list[Saved]:
+    """Every checkpoint that a reader finds, each of which must be whole."""
+    for iteration in list_checkpoints(root):
+        verify_share(root, iteration, 0, 1)
+    return [content_of(root, iteration) for iteration in list_checkpoints(root)]
+
+
+def leftovers(root: Path) -> set[str]:
+    """What lies beside the checkpoints, the tracker and the lock."""
+    if not root.exists():
+        return set()
+    known = {TRACKER, LOCK, *(iteration_directory(root, iteration).name for iteration in list_checkpoints(root))}
+    return set(os.listdir(root)) - known
+
+
+# --- kinds of save -------------------------------------------------------------------------------------------
+
+
+class Saving(Protocol):
+    """A way to save."""
+
+    def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
+        """Begin to save a checkpoint; it need not be there afterwards."""
+
+    def finish(self) -> None:
+        """Return once what was begun is there."""
+
+
+class SynchronousSaving:
+    """Nothing else is done until the checkpoint is there."""
+
+    def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
+        """Save it."""
+        save_checkpoint(root, iteration, tensors, state)
+
+    def finish(self) -> None:
+        """It is there already."""
+
+
+KINDS: dict[str, Callable[[], Saving]] = {"sync": SynchronousSaving}
+
+
+def save(saving: Saving, root: Path, saved: Saved, world: Communicator) -> None:
+    """Save one checkpoint; all ranks call it."""
+    saving.save(root, saved.iteration, tensors_of(saved, world.rank, world.size), state_of(saved))
+    saving.finish()
+
+
+# --- the run -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seat:
+    """A rank's place in its world."""
+
+    world: Communicator
+    tell: Callable[[object], None]
+    """Tells the test something that survives the death of this process."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """From one start of the run to its end."""
+
+    root: Path
+    number: int
+    kind: str = "sync"
+    saves: int | None = None
+    """How many; without end if None."""
+    again: bool = False
+    """Begin with saving the iteration that was loaded once more."""
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class Started:
+    """Told when the newest checkpoint is loaded, which was as it should be."""
+
+    found: Saved | None
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Told once a checkpoint is there."""
+
+    saved: Saved
+    stayed: set[str]
+    """What an earlier life left behind, and is still there."""
+
+
+def run(seat: Seat, life: Life) -> None:
+    """Take the lock, load the newest checkpoint, save one iteration after the other, delete old ones."""
+    world, root = seat.world, life.root
+    lock = RunLock(root) if world.rank == 0 else None
+    try:
+        inherited = leftovers(root)
+        found = load_newest(root, world)
+        seat.tell(Started(found))
+        retention = Retention(life.keep, None, partial(_verify, root, world))
+        saving = KINDS[life.kind]()
+        first = 1 if found is None else found.iteration + (not life.again)
+        for iteration in count(first) if life.saves is None else range(first, first + life.saves):
+            save(saving, root, Saved(iteration, life.number), world)
+            seat.tell(Committed(Saved(iteration, life.number), inherited & leftovers(root)))
+            for old in retention.superfluous(on_first_rank(world, partial(list_checkpoints, root))):
+                if world.rank == 0:
+                    remove_checkpoint(locate_checkpoint(root, old))
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _verify(root: Path, world: Communicator, iteration: int) -> None:
+    together(world, partial(verify_share, root, iteration, world.rank, world.size))
+
+
+# --- processes -----------------------------------------------------------------------------------------------
+
+
+class Ending(NamedTuple):
+    """How a world ended."""
+
+    told: list[list[Any]]
+    """What each rank told."""
+    killed: set[int]
+    """The ranks that were killed."""
+
+
+class World:
+    """The ranks of a run, each a process; ``case`` is called with a :class:`Seat` and ``arguments``."""
+
+    def __init__(self, directory: Path, size: int, case: Callable[..., None], *arguments: Any) -> None:
+        self._directory = Path(tempfile.mkdtemp(dir=directory, prefix="world-"))
+        context = fork_context()
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._failed_at: float | None = None
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(rank, size, self._directory, theirs, case, arguments))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def wait_for_words(self) -> None:
+        """Wait until the first rank has told something, or ended."""
+        if not self._pipes[0].poll(PATIENCE):
+            self._fail("rank 0 says nothing")
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """SIGKILL."""
+        for rank in ranks:
+            self._processes[rank].kill()
+
+    def end(self) -> "Ending":
+        """Wait until all ranks have ended, in success or because one was killed; no process that they have started
+        may remain."""
+        told: list[list[Any]] = [[] for _ in self._pipes]
+        open_pipes = dict(enumerate(self._pipes))
+        deadline = time.monotonic() + PATIENCE
+        # What a rank has started holds its end of the pipe as well.
+        while open_pipes:
+            if time.monotonic() > deadline:
+                self._fail("a rank, or what it has started, does not end")
+            wait(list(open_pipes.values()), timeout=0.1)
+            for rank, pipe in list(open_pipes.items()):
+                try:
+                    while pipe.poll():
+                        told[rank].append(pipe.recv())
+                except EOFError:
+                    del open_pipes[rank]
+            self._end_with_the_first()
+        while self._remaining():
+            if time.monotonic() > deadline:
+                self._fail("processes remain that a rank has started")
+            time.sleep(0.01)
+        codes = [self._exit_code(process) for process in self._processes]
+        killed = {rank for rank, code in enumerate(codes) if code == -signal.SIGKILL}
+        assert all((code != 0) == bool(killed) for code in codes), f"exit codes {codes}:\n{self._log()}"
+        shutil.rmtree(self._directory)
+        return Ending(told, killed)
+
+    def _end_with_the_first(self) -> None:
+        """What torchrun does: once one has failed, all must end. Nearly always they do by themselves, but gloo may
+        wait for a dead peer until its timeout."""
+        if self._failed_at is None and any(process.exitcode for process in self._processes):
+            self._failed_at = time.monotonic()
+        if self._failed_at is not None and time.monotonic() > self._failed_at + GRACE:
+            self.kill(range(len(self._processes)))
+
+    @staticmethod
+    def _exit_code(process: BaseProcess) -> int | None:
+        process.join(PATIENCE)
+        return process.exitcode
+
+    def _remaining(self) -> list[int]:
+        """Processes of the sessions that the ranks lead: they and what they have started."""
+        sessions = {process.pid for process in self._processes}
+        remaining = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                # "pid (name) state parent group session ...": the name may hold blanks and parentheses.
+                state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue  # it has just ended
+            if int(session) in sessions and state != "Z":
+                remaining.append(int(path.parent.name))
+        return remaining
+
+    def _fail(self, problem: str) -> NoReturn:
+        for pid in self._remaining():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise AssertionError(f"{problem}:\n{self._log()}")
+
+    def _log(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self._directory.glob("*.log")))
+
+
+def _serve(
+    rank: int, size: int, directory: Path, pipe: Connection, case: Callable[..., None], arguments: Sequence[Any]
+) -> None:
+    os.setsid()  # what this process starts is known by its session
+    log = os.open(directory / f"rank_{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    if size > 1:
+        store = dist.FileStore(str(directory / "store"), size)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+    case(Seat(Communicator(range(size), rank), pipe.send), *arguments)
+    if size > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,161 @@
+"""Files are not what they were: a run starts from the newest checkpoint that is whole, or says that there is none."""
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.checkpointing import verify_share
+from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
+from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.retention import Retention
+from megatron.config.errors import CheckpointError
+from tests.checkpoint.fault_run import ALONE, Life, Saved, World, load_newest, run
+
+FILES = [MANIFEST, "rank_00000.safetensors", "rank_00001.safetensors"]
+ITERATIONS = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints that two ranks have saved."""
+    directory = tmp_path_factory.mktemp("saved")
+    World(directory, 2, run, Life(directory / "run", 0, saves=len(ITERATIONS), keep=len(ITERATIONS))).end()
+    return directory / "run"
+
+
+@pytest.fixture
+def root(saved_by_two: Path, tmp_path: Path) -> Path:
+    """A copy of them, to be damaged."""
+    return Path(shutil.copytree(saved_by_two, tmp_path / "run"))
+
+
+def resize(change: Callable[[int], int], path: Path, chance: random.Random) -> None:
+    """Cut a file off, or lengthen it."""
+    os.truncate(path, change(path.stat().st_size))
+
+
+def flip_a_bit(path: Path, chance: random.Random) -> None:
+    """One bit anywhere."""
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def lose_a_page(path: Path, chance: random.Random) -> None:
+    """A part that never reached the disk: zeros."""
+    content = path.read_bytes()
+    start = chance.randrange(len(content) // 2)
+    lost = content[start : start + 4096]
+    path.write_bytes(content.replace(lost, b"\0" * len(lost)))
+
+
+def lose(path: Path, chance: random.Random) -> None:
+    """The file is gone."""
+    path.unlink()
+
+
+def mistake(path: Path, chance: random.Random) -> None:
+    """A file of the same name from another checkpoint."""
+    others = sorted(set(path.parent.parent.glob(f"iter_*/{path.name}")) - {path})
+    path.unlink()
+    if others:
+        shutil.copy(chance.choice(others), path)
+
+
+DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
+    "empty": partial(resize, lambda size: 0),
+    "half": partial(resize, lambda size: size // 2),
+    "a byte less": partial(resize, lambda size: size - 1),
+    "a byte more": partial(resize, lambda size: size + 1),
+    "a flipped bit": flip_a_bit,
+    "a page of zeros": lose_a_page,
+    "missing": lose,
+    "another save's": mistake,
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_its_checkpoint_passed_over(
+    root: Path, chance: random.Random, damage: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim = iteration_directory(root, 3) / file
+    DAMAGES[damage](victim, chance)
+    assert load_newest(root, ALONE) == Saved(2, 0)
+    assert "Passing over the checkpoint of iteration 3" in caplog.text
+    # One without a manifest is no checkpoint, and by another's manifest it is the other files that are damaged.
+    name = victim.parent if file == MANIFEST else victim
+    with pytest.raises(CheckpointError, match=re.escape(str(name))):
+        load_newest(root, ALONE, fall_back=False)
+
+
+def test_of_any_files_that_are_damaged_no_corrupt_checkpoint_and_no_fresh_start_comes(
+    root: Path, tmp_path: Path, chance: random.Random
+) -> None:
+    for trial in range(60):
+        copy = Path(shutil.copytree(root, tmp_path / f"trial_{trial}"))
+        bad = chance.sample(ITERATIONS, k=chance.randrange(len(ITERATIONS) + 1))
+        for iteration in bad:
+            damage = DAMAGES[chance.choice(sorted(DAMAGES))]
+            damage(iteration_directory(copy, iteration) / chance.choice(FILES), chance)
+        good = set(ITERATIONS) - set(bad)
+        if good:
+            assert load_newest(copy, ALONE) == Saved(max(good), 0)
+        else:
+            with pytest.raises(CheckpointError):
+                load_newest(copy, ALONE)
+        shutil.rmtree(copy)
+
+
+# A number of which the manifests know nothing better, or none at all.
+TRACKERS = [b"", b"3", b"4", b"0", b"-1", b"1e9", b"9" * 5000, b"3\n\n", b"\xff\xfe", b"\0\0\0\0", b"release", b"[3]"]
+
+
+@pytest.mark.parametrize("tracker", [*TRACKERS, None], ids=lambda tracker: str(tracker)[:10])
+def test_a_tracker_that_says_nothing_true_changes_nothing(root: Path, tracker: bytes | None) -> None:
+    if tracker is None:
+        (root / TRACKER).unlink()
+    else:
+        (root / TRACKER).write_bytes(tracker)
+    assert load_newest(root, ALONE) == Saved(3, 0)
+
+
+def test_a_tracker_that_was_left_behind_hides_nothing(root: Path) -> None:
+    """As after a kill between the last rename and the tracker."""
+    (root / TRACKER).write_text("2")
+    written = (iteration_directory(root, 2) / MANIFEST).stat().st_mtime
+    os.utime(root / TRACKER, (written, written))
+    assert load_newest(root, ALONE) == Saved(3, 0)
+
+
+@pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
+def test_a_tracker_without_checkpoints_is_not_a_fresh_start(tmp_path: Path, tracker: bytes) -> None:
+    (tmp_path / TRACKER).write_bytes(tracker)
+    with pytest.raises(CheckpointError, match="holds no readable checkpoint"):
+        load_newest(tmp_path, ALONE)
+
+
+def test_a_damaged_lock_keeps_nobody_out(root: Path, chance: random.Random) -> None:
+    lock = RunLock(root)
+    content = (root / LOCK).read_bytes()
+    lock.release()
+    for size in (0, len(content) // 2, len(content) - 1):
+        (root / LOCK).write_bytes(content[:size])
+        RunLock(root).release()
+    assert LOCK not in os.listdir(root)
+
+
+def test_two_broken_newer_checkpoints_do_not_cost_the_two_good_ones(root: Path, chance: random.Random) -> None:
+    for number in (4, 5):
+        shutil.copytree(iteration_directory(root, 3), iteration_directory(root, number))
+        flip_a_bit(iteration_directory(root, number) / FILES[1 + chance.randrange(2)], chance)
+    retention = Retention(2, None, lambda iteration: verify_share(root, iteration, 0, 1))
+    assert list_checkpoints(root) == [1, 2, 3, 4, 5]
+    assert retention.superfluous(list_checkpoints(root)) == [1]
