@@ -46,6 +46,7 @@ from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.matmul import linear
+from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.precision import NumberFormats
@@ -159,6 +160,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
                 num_microbatches=len(microbatches),
                 expected_tokens=BATCH * LENGTH,
                 learning_rate=1e-4,
+                loss_scaler=LossScaler(),
                 ranks=topology.loss_ranks,
                 timers=Timers(0),
             )

@@ -172,7 +172,7 @@ def known_flags(model: "HuggingFaceImport", tokenizer: TokenizerConfig) -> dict[
     """The groups of flags that weights alone tell."""
     import torch
 
-    precision = PrecisionConfig(bf16=model.dtype == torch.bfloat16)
+    precision = PrecisionConfig(bf16=model.dtype == torch.bfloat16, fp16=model.dtype == torch.float16)
     return {
         "model": asdict(ModelConfig.of(model.architecture)),
         "tokenizer": asdict(tokenizer),

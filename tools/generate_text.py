@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from megatron.config.errors import CheckpointError, ConfigError, UserError, report
+from megatron.config.optimizer import PrecisionConfig
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,8 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
             "or fewer."
         )
     architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
-    dtype = torch.bfloat16 if state["flags"]["precision"]["bf16"] else torch.float32
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = halves.get(PrecisionConfig(**state["flags"]["precision"]).name, torch.float32)
     kernel = choose_attention_kernel("auto", topology.device, dtype)
     context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, kernel)
     virtual_stages = split_nearly_evenly(architecture.num_layers, stages)

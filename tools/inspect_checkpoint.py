@@ -125,7 +125,7 @@ def written_by(flags: Mapping[str, Any]) -> str:
     parallel = flags["parallel"]
     layout = {name: parallel.get(key) for key, name in _LAYOUT.items()}
     layout["data-parallel sharding"] = sharding(parallel)
-    precision = next((name for name in ("bf16", "fp64") if flags.get("precision", {}).get(name)), "fp32")
+    precision = next((name for name in ("bf16", "fp16", "fp64") if flags.get("precision", {}).get(name)), "fp32")
     optimizer = flags.get("optimizer", {}).get("optimizer")
     return words({**layout, "precision": precision, "optimizer": optimizer})
 

@@ -33,13 +33,7 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--use-cpu-initialization",
         "--deterministic-mode",
     ),
-    "precisions are fp32, --bf16 and --fp64: remove it.": (
-        "--fp16",
-        "--loss-scale",
-        "--initial-loss-scale",
-        "--min-loss-scale",
-        "--loss-scale-window",
-        "--hysteresis",
+    "precisions are fp32, --bf16, --fp16 and --fp64: remove it.": (
         "--fp8-format",
         "--fp8-recipe",
         "--fp8-margin",

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.errors import ConfigError
-from megatron.config.ranges import require_at_least, require_fraction
+from megatron.config.ranges import require_at_least, require_fraction, require_positive
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
+"""The formats in which a model computes."""
 
 BF16_SPACING = 2.0**-7
 """Largest relative distance of neighbouring bf16 numbers."""
@@ -159,8 +162,21 @@ class PrecisionConfig:
 
     bf16: bool = False
     """Compute in bf16; master weights, and by default gradients, in fp32."""
+    fp16: bool = False
+    """Compute in fp16, with a loss scale; master weights, and by default gradients, in fp32."""
     fp64: bool = False
     """Verification: everything in fp64, so that every layout equals one process to 1e-9."""
+    loss_scale: float | None = None
+    """Constant factor of the loss in the backward pass, best a power of 2 (default: under --fp16 a dynamic one,
+    else 1)."""
+    initial_loss_scale: float = 2.0**32
+    """First value of --fp16's dynamic loss scale."""
+    min_loss_scale: float = 1.0
+    """Floor of --fp16's dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Updates without an overflow in between after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Which overflow after a doubling is the first that halves the dynamic loss scale; all later ones do."""
     grad_reduce_in_bf16: bool = False
     """Send gradients to other data-parallel ranks in bf16: half the bytes, and sums of 8 bits. Over microbatches they
     are still accumulated in the format of --main-grads-dtype."""
@@ -170,8 +186,10 @@ class PrecisionConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        if self.bf16 and self.fp64:
-            raise ConfigError("--bf16 and --fp64 exclude each other: remove one of them.")
+        self._check_loss_scale()
+        given = [flag for flag, on in (("--bf16", self.bf16), ("--fp16", self.fp16), ("--fp64", self.fp64)) if on]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} exclude each other: remove one of them.")
         if self.fp64 and self.grad_reduce_in_bf16:
             raise ConfigError("--fp64 verifies to 1e-9, which --grad-reduce-in-bf16 rounds away: remove one of them.")
         if not self.accumulate_allreduce_grads_in_fp32:
@@ -179,3 +197,50 @@ class PrecisionConfig:
                 "--no-accumulate-allreduce-grads-in-fp32 is not supported, since gradients are accumulated in fp32: "
                 "remove it."
             )
+
+    def _check_loss_scale(self) -> None:
+        require_positive(
+            {
+                "--loss-scale": self.loss_scale,
+                "--initial-loss-scale": self.initial_loss_scale,
+                "--min-loss-scale": self.min_loss_scale,
+            }
+        )
+        require_at_least(1, {"--loss-scale-window": self.loss_scale_window, "--hysteresis": self.hysteresis})
+        defaults = PrecisionConfig()
+        rules = {
+            "--initial-loss-scale": self.initial_loss_scale != defaults.initial_loss_scale,
+            "--min-loss-scale": self.min_loss_scale != defaults.min_loss_scale,
+            "--loss-scale-window": self.loss_scale_window != defaults.loss_scale_window,
+            "--hysteresis": self.hysteresis != defaults.hysteresis,
+        }
+        changed = [flag for flag, is_changed in rules.items() if is_changed]
+        if changed and not self.fp16:
+            raise ConfigError(
+                f"{changed[0]} is about the dynamic loss scale, which only --fp16 has: add that, or remove "
+                f"{changed[0]}."
+            )
+        if changed and self.loss_scale is not None:
+            raise ConfigError(
+                f"{changed[0]} is about a dynamic loss scale, and --loss-scale {self.loss_scale} is constant: remove "
+                "one of them."
+            )
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale {self.initial_loss_scale}: "
+                "change one of them."
+            )
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the gradients."""
+        return self.fp16 and self.loss_scale is None
+
+    @property
+    def name(self) -> PrecisionName:
+        """The format in which the model computes."""
+        if self.fp64:
+            return "fp64"
+        if self.fp16:
+            return "fp16"
+        return "bf16" if self.bf16 else "fp32"

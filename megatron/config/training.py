@@ -39,7 +39,8 @@ class TrainingConfig:
     calculate_per_token_loss: bool = True
     """States what is so: the loss is the mean over all unmasked tokens of the global batch, in every layout."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Stop at a loss or gradient that is not finite; off, such an iteration makes no update and is counted."""
+    """Stop at a loss or gradient that is not finite; off, such an iteration makes no update and is counted. Under
+    --fp16's dynamic loss scale gradients may overflow, unless the scale is at its floor."""
     manual_gc: bool = False
     """Collect Python's garbage at the same iteration on every rank, instead of whenever each rank happens to."""
     manual_gc_interval: int = 0

@@ -6,7 +6,7 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Formats by the names that flags give them."""
 
 
@@ -35,7 +35,7 @@ def number_formats(precision: PrecisionConfig, optimizer: OptimizerConfig) -> Nu
         return NumberFormats.uniform(torch.float64)
     gradient = DTYPES[optimizer.main_grads_dtype]
     return NumberFormats(
-        weight=torch.bfloat16 if precision.bf16 else torch.float32,
+        weight=DTYPES[precision.name],
         gradient=gradient,
         reduction=torch.bfloat16 if precision.grad_reduce_in_bf16 else gradient,
         master=torch.float32,

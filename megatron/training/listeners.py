@@ -58,7 +58,7 @@ class Metrics(Listener):
             lm_loss=sum(outcome.loss for outcome in applied) / len(applied) if applied else None,
             grad_norm=None if last.outcome.is_skipped else last.outcome.grad_norm,
             learning_rate=last.learning_rate,
-            loss_scale=1.0,
+            loss_scale=trainer.state.loss_scaler.scale,
             global_batch_size=last.global_batch_size,
             iteration_time_ms=seconds / len(results) * 1e3,
             tokens_per_s_per_gpu=tokens_per_s,

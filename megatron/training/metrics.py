@@ -48,6 +48,7 @@ class IterationRecord:
     """L2 norm of the gradient before clipping; None when the iteration was skipped."""
     learning_rate: float
     loss_scale: float
+    """Factor of the loss in the next backward pass."""
     global_batch_size: int
     """Sequences in this iteration."""
     iteration_time_ms: float
@@ -60,7 +61,7 @@ class IterationRecord:
     skipped: int
     """Iterations without an update since the last record."""
     nan_iterations: int
-    """Iterations whose loss or gradient was not finite since the last record."""
+    """Iterations whose loss was not finite since the last record."""
     num_zeros: int | None = None
     """Zeros in the gradient, when counted."""
     params_norm: float | None = None

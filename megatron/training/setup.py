@@ -26,6 +26,7 @@ from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor, ReadDocuments
 from megatron.core.pipeline_parallel.schedule import Schedule
@@ -97,6 +98,7 @@ def build_trainer(
         optimizer=Optimizer(config.optimizer, data_parallel, topology),
         schedule=build_learning_rate(config, train_iters, batches),
         learning_rate=config.learning_rate,
+        loss_scaler=build_loss_scaler(config.precision),
         progress=progress,
         rank=topology.rank,
         device=topology.device,
@@ -300,7 +302,7 @@ def build_listeners(
     say: Say,
 ) -> list[Listener]:
     """Listeners in the order in which they hear of an event: checkpoints last, since evaluation may take long."""
-    peak, source = resolve_peak(device_name(topology.device), precision_name(config), config.logging.peak_tflops)
+    peak, source = resolve_peak(device_name(topology.device), config.precision.name, config.logging.peak_tflops)
     say(source)
     flops = model_flops_per_token(
         num_layers=architecture.num_layers,
@@ -334,13 +336,6 @@ def build_listeners(
     return listeners
 
 
-def precision_name(config: RunConfig) -> str:
-    """The precision in the words of the peak table."""
-    if config.precision.fp64:
-        return "fp64"
-    return "bf16" if config.precision.bf16 else "fp32"
-
-
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """How timers wait for the device; None where there is nothing to wait for."""
     return torch.cuda.synchronize if device.type != "cpu" else None
@@ -368,7 +363,7 @@ def describe_run(
     )
     say(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
-        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {precision_name(config)}, "
+        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}, "
         f"attention: {model.context.attention_kernel.name}"
     )
     if topology.rank == 0:

@@ -31,6 +31,7 @@ from megatron.config.optimizer import LearningRateConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.launch import on_first_rank, together
 
@@ -182,6 +183,7 @@ class RunState:
     optimizer: Optimizer
     schedule: LearningRateSchedule
     learning_rate: LearningRateConfig
+    loss_scaler: LossScaler
     progress: Progress
     rank: int
     device: torch.device
@@ -199,6 +201,7 @@ class RunState:
             **asdict(self.progress),
             "optimizer_steps": self.optimizer.num_steps,
             "has_master_weights": self.optimizer.has_master_weights,
+            "loss_scaler": self.loss_scaler.to_json(),
             "schedule": self.schedule.to_json(),
             "architecture": asdict(self.architecture),
             "flags": dict(self.flags),
@@ -220,11 +223,17 @@ class RunState:
             restore_random(random_states, self.rank, self.device)
         if with_optimizer:
             self.optimizer.num_steps = saved.state["optimizer_steps"]
+            # Older checkpoints have none, like those of runs with a constant scale.
+            self.loss_scaler.restore(saved.state.get("loss_scaler"))
         else:
             self.optimizer.reload_master_weights()
         if self.optimizer.has_master_weights and not saved.state["has_master_weights"]:
             masters = _renamed(optimizer_tensors(self.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters)
+        if self.optimizer.has_master_weights:
+            # The weights of the checkpoint may have been rounded to another format.
+            self.optimizer.publish()
+            self.data_parallel.wait_for_parameters()
 
     def load_hugging_face(self, source: Path, world: Communicator) -> None:
         """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
@@ -276,6 +285,7 @@ def state_of_weights(iteration: int, architecture: LlamaConfig, flags: Mapping[s
         **asdict(Progress(iteration)),
         "optimizer_steps": 0,
         "has_master_weights": False,
+        "loss_scaler": None,
         "schedule": None,
         "architecture": asdict(architecture),
         "flags": dict(flags),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.data.loader import Microbatch
@@ -36,6 +37,9 @@ class StepOutcome:
     loss: float
     grad_norm: float
     is_skipped: bool
+    """Whether something was not finite, so that no update was made."""
+    is_fault: bool
+    """Whether it was skipped and a lower loss scale will not mend it."""
     num_zeros: int | None
 
 
@@ -59,26 +63,31 @@ def train_step(
     num_microbatches: int,
     expected_tokens: int,
     learning_rate: float,
+    loss_scaler: LossScaler,
     ranks: Communicator,
     timers: Timers,
     count_zeros: bool = False,
 ) -> StepOutcome:
-    """One iteration over ``num_microbatches`` of ``microbatches``; a loss that is not finite makes no update.
+    """One iteration over ``num_microbatches`` of ``microbatches``; a loss or gradients that are not finite make no
+    update.
 
     ``expected_tokens`` is the number of tokens in the global batch, masked or not: it keeps gradients in a
-    good range until the number of unmasked ones is known. ``ranks`` are those whose losses add up: the
+    good range until the number of unmasked ones is known. ``loss_scaler`` hears whether gradients overflowed; not
+    of a loss that is not finite, in which its scale has no part. ``ranks`` are those whose losses add up: the
     data-parallel ranks and the stages, of which only the last has a loss.
     """
+    scale = loss_scaler.scale
     data_parallel.start_gradients(num_microbatches)
     with timers("forward-backward"):
-        sums = executor.train(microbatches, num_microbatches, 1.0 / expected_tokens)
+        sums = executor.train(microbatches, num_microbatches, scale / expected_tokens)
     with timers("grads-reduce"):
         # The loss is needed after the gradients only, so nobody waits for it in between.
         pending_loss = ranks.start_all_reduce(sums)
         data_parallel.finish_gradients()
         loss = TokenLoss(*pending_loss.wait().tolist())
     if not math.isfinite(loss.mean):
-        return StepOutcome(loss.mean, math.nan, is_skipped=True, num_zeros=None)
+        return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_zeros=None)
     with timers("optimizer"):
-        result = optimizer.step(learning_rate, expected_tokens / loss.num_tokens, count_zeros)
-    return StepOutcome(loss.mean, result.grad_norm, not result.is_applied, result.num_zeros)
+        result = optimizer.step(learning_rate, expected_tokens / loss.num_tokens / scale, count_zeros)
+    is_in_order = loss_scaler.update(overflowed=not result.is_applied)
+    return StepOutcome(loss.mean, result.grad_norm, not result.is_applied, not is_in_order, result.num_zeros)

@@ -1,11 +1,13 @@
 """The training loop. It fires events; metrics, evaluation, checkpoints and the rest listen."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config.errors import DataError, RankError, UserError
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.topology import Topology
 from megatron.data.loader import Microbatch
@@ -94,14 +96,16 @@ class Trainer:
             num_microbatches=self.batches.num_microbatches(progress.consumed_samples),
             expected_tokens=batch_size * self.seq_length,
             learning_rate=learning_rate,
+            loss_scaler=self.state.loss_scaler,
             ranks=self.topology.loss_ranks,
             timers=self.timers,
             count_zeros=self.count_zeros,
         )
-        if outcome.is_skipped and self.check_for_nan:
+        if outcome.is_fault and self.check_for_nan:
             raise UserError(
-                f"Iteration {progress.iteration + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}: "
-                "lower --lr or look at the data; --no-check-for-nan-in-loss-and-grad skips such iterations."
+                f"Iteration {progress.iteration + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}"
+                f"{_advice(outcome, self.state.loss_scaler)}; --no-check-for-nan-in-loss-and-grad skips such "
+                "iterations."
             )
         progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)
         progress.consumed_samples += batch_size
@@ -122,6 +126,18 @@ class Trainer:
             with self.timers("batch-generator", level=2):
                 microbatch = next_microbatch(self.data.train, self.topology.rank)
             yield microbatch
+
+
+def _advice(outcome: StepOutcome, scaler: LossScaler) -> str:
+    """What else is to be said of an iteration that is not finite, and what to do."""
+    if math.isfinite(outcome.loss) and scaler.is_dynamic:
+        return (
+            f" although the loss scale is down at --min-loss-scale {scaler.scale}: lower that or --lr, look at the "
+            "data, or use --bf16 instead of --fp16"
+        )
+    if math.isfinite(outcome.loss) and scaler.scale != 1.0:
+        return f" with --loss-scale {scaler.scale}: lower that or --lr, or look at the data"
+    return ": lower --lr or look at the data"
 
 
 def next_microbatch(microbatches: Iterator[Microbatch], rank: int) -> Microbatch:

@@ -56,6 +56,8 @@ AT_LEAST_ONE = [
     "--log-interval",
     "--tensorboard-log-interval",
     "--profile-pipeline-iteration",
+    "--loss-scale-window",
+    "--hysteresis",
     "--seq-length",
     "--vocab-size",
     "--lr-decay-iters",
@@ -85,6 +87,9 @@ POSITIVE = [
     "--peak-tflops",
     "--exit-duration-in-mins",
     "--distributed-timeout-minutes",
+    "--loss-scale",
+    "--initial-loss-scale",
+    "--min-loss-scale",
 ]
 BELOW_ONE = ["--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction"]
 
@@ -444,6 +449,18 @@ BAD: list[Row] = [
     ),
     # Precision.
     (f"{GOOD} --bf16 --fp64", 1, "--bf16 and --fp64 exclude ... remove one"),
+    (f"{GOOD} --bf16 --fp16", 1, "--bf16 and --fp16 exclude ... remove one"),
+    (f"{GOOD} --fp16 --fp64", 1, "--fp16 and --fp64 exclude ... remove one"),
+    *(
+        (f"{GOOD} --bf16 {flag} 8", 1, f"{flag} ... dynamic loss scale ... only --fp16 ... add that, or remove {flag}")
+        for flag in ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis")
+    ),
+    (f"{GOOD} --fp16 --loss-scale 8 --hysteresis 3", 1, "--hysteresis ... --loss-scale 8.0 is constant ... remove one"),
+    (
+        f"{GOOD} --fp16 --initial-loss-scale 8 --min-loss-scale 16",
+        1,
+        "--min-loss-scale 16.0 is above --initial-loss-scale 8.0: change one",
+    ),
     (f"{GOOD} --fp64 --grad-reduce-in-bf16", 1, "--fp64 ... --grad-reduce-in-bf16 ... remove one"),
     (f"{GOOD} --fp64 --use-precision-aware-optimizer", 1, "--fp64 ... or --use-precision-aware-optimizer"),
     (f"{GOOD} --optimizer sgd --use-precision-aware-optimizer", 1, "--use-precision-aware-optimizer ... sgd"),
@@ -583,6 +600,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         ),
         (f"{GOOD} --num-layers 3 --context-parallel-size 2 --cp-comm-type p2p a2a allgather", 2),
         (f"{GOOD} --cp-comm-type a2a --reset-attention-mask --reset-position-ids", 1),
+        (f"{GOOD} --fp16 --initial-loss-scale 65536 --min-loss-scale 0.5 --loss-scale-window 200 --hysteresis 1", 1),
+        (f"{GOOD} --fp16 --loss-scale 4096 --grad-reduce-in-bf16", 2),
+        (f"{GOOD} --loss-scale 4096", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),
         (f"{GOOD} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8),

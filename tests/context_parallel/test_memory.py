@@ -18,6 +18,7 @@ from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
+from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.core.precision import NumberFormats
@@ -92,6 +93,7 @@ def step(model_config: LlamaConfig, kind: ContextParallelType, length: int, in_d
             num_microbatches=1,
             expected_tokens=length,
             learning_rate=1e-3,
+            loss_scaler=LossScaler(),
             ranks=topology.loss_ranks,
             timers=Timers(0),
         )

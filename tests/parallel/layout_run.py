@@ -1,9 +1,9 @@
-"""A short fp64 training run in any layout, and everything about it that a layout must not change.
+"""A short training run in any layout, by default in fp64, and everything about it that a layout must not change.
 
 A later parallelism adds fields to :class:`Layout` and rows to the matrix, not files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import LlamaConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
 from megatron.config.pipeline import ScheduleName
 from megatron.config.stages import split_by_layout, split_evenly
@@ -25,11 +25,12 @@ from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
-from megatron.core.precision import NumberFormats
+from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
@@ -53,6 +54,7 @@ TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
 DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
+FP64 = PrecisionConfig(fp64=True)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Task:
     learning_rate: float = 1e-2
     steps: int = STEPS
     batch: int = BATCH
+    precision: PrecisionConfig = FP64
     masks_documents: bool = False
     resets_positions: bool = False
 
@@ -113,6 +116,8 @@ class Trace:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    loss_scales: list[float] = field(default_factory=list)
+    """After the step."""
     gradients: list[list[LocalTensor]] = field(default_factory=list)
     weights: list[list[LocalTensor]] = field(default_factory=list)
 
@@ -174,16 +179,17 @@ def grid_of(layout: Layout) -> RankGrid:
     return RankGrid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
 
 
-def context(topology: Topology, layout: Layout) -> BuildContext:
+def context(topology: Topology, layout: Layout, dtype: torch.dtype = torch.float64) -> BuildContext:
     """What a model of the layout is built in."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
-    kernel = choose_attention_kernel("auto", CPU, torch.float64)
+    kernel = choose_attention_kernel("auto", CPU, dtype)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
-    return BuildContext(parallel, torch.float64, CPU, kernel, context_parallel=context_parallel)
+    return BuildContext(parallel, dtype, CPU, kernel, context_parallel=context_parallel)
 
 
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:
-    """Pipeline, strategy and optimizer of one rank, in fp64."""
+    """Pipeline, strategy and optimizer of one rank."""
+    formats = number_formats(task.precision, task.optimizer)
     schedule = partial(build_schedule, layout.schedule, layout.pp, num_chunks=layout.chunks)
     placement = placement_of(layout.schedule, layout.pp, layout.chunks)
     layers = task.model.num_layers
@@ -192,7 +198,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     else:
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
-    model = build_model(task.model, context(topology, layout), SEED, mine)
+    model = build_model(task.model, context(topology, layout, formats.weight), SEED, mine)
     micro_batch_size = task.batch // (layout.dp * layout.microbatches)
     documents = partial(Documents, masks_attention=task.masks_documents, resets_positions=task.resets_positions)
     executor = build_executor(
@@ -212,7 +218,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         defer_grad_reduce=layout.defer_grad_reduce,
         ddp_bucket_size=layout.bucket_size,
     )
-    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float64), topology, config)
+    data_parallel = wrap_data_parallel(model, formats, topology, config)
     return executor, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
 
 
@@ -229,10 +235,13 @@ def place_in(layout: Layout) -> Topology:
     return topology_of(grid_of(layout), rank, world)
 
 
-def train(task: Task, layout: Layout) -> Trace:
-    """Train the task's steps on this rank."""
+def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:
+    """Train the task's steps on this rank, whose executor ``disturb`` may tamper with first."""
     topology = place_in(layout)
-    return make_steps(task, layout, topology, *build(task, layout, topology), range(task.steps))
+    executor, data_parallel, optimizer = build(task, layout, topology)
+    if disturb is not None:
+        disturb(executor, topology)
+    return make_steps(task, layout, topology, executor, data_parallel, optimizer, range(task.steps))
 
 
 def make_steps(
@@ -245,6 +254,7 @@ def make_steps(
     steps: range,
 ) -> Trace:
     """Train the steps with these numbers on this rank."""
+    loss_scaler = build_loss_scaler(task.precision)
     trace = optimizer.trace = Trace()
     for step in steps:
         outcome = train_step(
@@ -255,11 +265,13 @@ def make_steps(
             num_microbatches=layout.microbatches,
             expected_tokens=task.batch * SEQUENCE,
             learning_rate=task.learning_rate,
+            loss_scaler=loss_scaler,
             ranks=topology.loss_ranks,
             timers=Timers(0),
         )
         trace.losses.append(outcome.loss)
         trace.grad_norms.append(outcome.grad_norm)
+        trace.loss_scales.append(loss_scaler.scale)
         trace.weights.append(_boxes([(piece, piece.weight) for piece in data_parallel.pieces]))
     data_parallel.wait_for_parameters()
     return trace

@@ -1,0 +1,114 @@
+"""The loss scale does what Megatron-LM's does, at every step of any sequence of overflows."""
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.config.optimizer import PrecisionConfig
+from megatron.core.optimizer.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
+
+
+def reference_scales(config: PrecisionConfig, overflows: list[bool]) -> Iterator[float]:
+    """The scale after every step, which looks at all steps since the last doubling again instead of counting."""
+    scale, doubled, window = config.initial_loss_scale, 0, config.loss_scale_window
+    for now in range(1, len(overflows) + 1):
+        seen = overflows[doubled:now]
+        if seen[-1] and sum(seen) >= config.hysteresis:
+            scale = max(scale / 2, config.min_loss_scale)
+        elif len(seen) >= window and not any(seen[-window:]):
+            scale, doubled = scale * 2, now
+        yield scale
+
+
+def random_case(seed: int) -> tuple[PrecisionConfig, list[bool]]:
+    draw = random.Random(seed)
+    minimum = draw.choice([0.5, 1.0, 3.0])
+    config = PrecisionConfig(
+        fp16=True,
+        initial_loss_scale=minimum * draw.choice([1.0, 1.5, 16.0, 2.0**32]),
+        min_loss_scale=minimum,
+        loss_scale_window=draw.randint(1, 5),
+        hysteresis=draw.randint(1, 4),
+    )
+    rate = draw.choice([0.0, 0.1, 0.4, 0.9])
+    return config, [draw.random() < rate for _ in range(200)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_scale_is_the_references_after_every_step(seed: int) -> None:
+    config, overflows = random_case(seed)
+    scaler = build_loss_scaler(config)
+    for overflowed, expected in zip(overflows, reference_scales(config, overflows), strict=True):
+        scaler.update(overflowed)
+        assert scaler.scale == expected
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_scaler_restored_at_any_step_goes_on_as_if_nothing_had_happened(seed: int) -> None:
+    config, overflows = random_case(seed)
+    whole, resumed = build_loss_scaler(config), build_loss_scaler(config)
+    for overflowed in overflows:
+        saved = json.loads(json.dumps(resumed.to_json()))
+        resumed = build_loss_scaler(config)
+        resumed.restore(saved)
+        assert resumed.update(overflowed) == whole.update(overflowed)
+        assert resumed == whole
+
+
+def test_cases_reach_floor_growth_and_hysteresis() -> None:
+    """The comparison means nothing if the scale never moves."""
+    seen = {"floor": 0, "doubled": 0, "halved": 0, "tolerated": 0}
+    for config, overflows in map(random_case, range(200)):
+        before = config.initial_loss_scale
+        for overflowed, after in zip(overflows, reference_scales(config, overflows)):
+            seen["floor"] += overflowed and after == before == config.min_loss_scale
+            seen["tolerated"] += overflowed and after == before > config.min_loss_scale
+            seen["doubled"] += after > before
+            seen["halved"] += after < before
+            before = after
+    assert min(seen.values()) > 100, seen
+
+
+def test_defaults_by_hand() -> None:
+    scaler = build_loss_scaler(PrecisionConfig(fp16=True))
+    assert scaler.scale == 2**32
+    # Two overflows are taken before it halves; each later one halves at once.
+    assert [(scaler.update(True), scaler.scale)[1] for _ in range(3)] == [2**32, 2**31, 2**30]
+    assert [(scaler.update(False), scaler.scale)[1] for _ in range(1000)] == [2**30] * 999 + [2**31]
+    # The doubling has renewed the patience.
+    assert [(scaler.update(True), scaler.scale)[1] for _ in range(2)] == [2**31, 2**30]
+
+
+def test_overflow_is_wrong_only_where_the_scale_cannot_fall() -> None:
+    scaler = DynamicLossScaler(4.0, minimum=1.0, window=2, hysteresis=2)
+    assert [scaler.update(overflowed) for overflowed in (True, True, True, True, False)] == [True] * 3 + [False, True]
+    assert scaler.scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        (PrecisionConfig(), 1.0),
+        (PrecisionConfig(bf16=True), 1.0),
+        (PrecisionConfig(fp16=True, loss_scale=128.0), 128.0),
+    ],
+    ids=["fp32", "bf16", "fp16 static"],
+)
+def test_a_constant_scale_stays_and_takes_every_overflow_for_a_fault(config: PrecisionConfig, scale: float) -> None:
+    scaler = build_loss_scaler(config)
+    assert [scaler.update(False), scaler.update(True), scaler.scale] == [True, False, scale]
+    assert scaler.to_json() is None
+    scaler.restore({"scale": 8.0, "good_steps": 1, "overflows": 0})
+    assert scaler == LossScaler(scale)
+
+
+def test_the_limits_of_the_flags_outrank_a_restored_state() -> None:
+    scaler = DynamicLossScaler(64.0, minimum=16.0, window=3, hysteresis=1)
+    scaler.restore({"scale": 2.0, "good_steps": 900, "overflows": 1})
+    assert scaler.scale == 16.0
+    scaler.update(False)
+    assert scaler.scale == 32.0, "a window that was shortened below what was counted must not be missed"
+    scaler.restore(None)
+    assert scaler.scale == 32.0

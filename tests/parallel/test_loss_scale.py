@@ -1,0 +1,146 @@
+"""A loss scale keeps gradients in fp16's range and is nowhere else to be seen, on however many ranks."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.topology import Topology
+from tests.parallel.layout_run import DEEP_MODEL, FP64, Layout, LocalTensor, Task, Trace, train
+from tests.rank_pool import RankPool
+
+ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), steps=3)
+SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0), steps=3)
+DEEP = replace(ADAM, model=DEEP_MODEL)
+
+TENSOR = Layout(2, sequence_parallel=True, microbatches=2)
+PIPELINE = Layout(pp=2, schedule="zb-h1", microbatches=4)
+FSDP = Layout(1, 2, strategy="optim_grads_params", microbatches=2, overlap_grad_reduce=True)
+DATA = Layout(1, 2, microbatches=2)
+CONTEXT = Layout(cp=2, microbatches=2)
+
+OVERFLOW_IN_STEP = 2
+"""Counted from 0."""
+SCALE = 2.0**10
+FP16_ERROR = 1e-3
+
+
+def same(one: list[list[LocalTensor]], other: list[list[LocalTensor]]) -> bool:
+    """Whether the tensors are the same bits, step by step."""
+    return all(
+        torch.equal(tensor, twin)
+        for step, twins in zip(one, other, strict=True)
+        for (*_, tensor), (*_, twin) in zip(step, twins, strict=True)
+    )
+
+
+def assert_same_run(traces: list[Trace], expected: list[Trace]) -> None:
+    for trace, twin in zip(traces, expected, strict=True):
+        assert (trace.losses, trace.grad_norms) == (twin.losses, twin.grad_norms)
+        assert same(trace.gradients, twin.gradients)
+        assert same(trace.weights, twin.weights)
+
+
+FP32 = PrecisionConfig()
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=lambda precision: precision.name)
+@pytest.mark.parametrize("task", [ADAM, SGD], ids=["adam", "sgd"])
+def test_scale_by_a_power_of_two_changes_no_bit(task: Task, precision: PrecisionConfig) -> None:
+    plain, scaled = replace(task, precision=precision), replace(task, precision=replace(precision, loss_scale=2.0**20))
+    assert_same_run([train(scaled, Layout(microbatches=2))], [train(plain, Layout(microbatches=2))])
+
+
+@pytest.mark.parametrize(
+    ("task", "layout", "precision"),
+    [
+        (ADAM, TENSOR, FP32),
+        (DEEP, PIPELINE, FP32),
+        (SGD, FSDP, FP64),
+        (SGD, DATA, PrecisionConfig(grad_reduce_in_bf16=True)),
+    ],
+    ids=["tensor", "zb-h1", "fsdp", "sums in bf16"],
+)
+def test_scale_by_a_power_of_two_changes_no_bit_on_two_ranks(
+    four_ranks: RankPool, task: Task, layout: Layout, precision: PrecisionConfig
+) -> None:
+    plain = four_ranks.run(train, replace(task, precision=precision), layout, world_size=2)
+    scaled = replace(task, precision=replace(precision, loss_scale=2.0**20))
+    assert_same_run(four_ranks.run(train, scaled, layout, world_size=2), plain)
+
+
+class _Overflow(Function):
+    """Passes losses on, and in backward an infinity."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].clone()
+        gradient.view(-1)[gradient.view(-1).nonzero()[0]] = math.inf
+        return gradient
+
+
+def overflow_on_last_rank(at_call: int, executor: PipelineExecutor, topology: Topology) -> None:
+    """Have the gradient of one token overflow on the last rank alone, in the microbatch number ``at_call`` of all."""
+    plain = executor.token_losses
+    if topology.rank != topology.grid.world_size - 1:
+        return
+    assert plain is not None
+    calls = count(1)
+
+    def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+        losses = plain(logits, labels)
+        return cast(Tensor, _Overflow.apply(losses)) if next(calls) == at_call else losses
+
+    executor.token_losses = token_losses
+
+
+@pytest.mark.parametrize(
+    ("task", "layout"),
+    [
+        (ADAM, TENSOR),
+        (DEEP, PIPELINE),
+        (ADAM, DATA),
+        (ADAM, replace(DATA, strategy="optim")),
+        (SGD, FSDP),
+        (SGD, CONTEXT),
+    ],
+    ids=["tensor", "zb-h1", "data", "zero-1", "fsdp", "context"],
+)
+def test_overflow_on_one_rank_skips_the_step_on_all(four_ranks: RankPool, task: Task, layout: Layout) -> None:
+    """The run goes on, bit by bit, as one that never made the step, and where its patience is over with half the
+    scale."""
+    patient = PrecisionConfig(fp16=True, initial_loss_scale=SCALE, hysteresis=2)
+    task = replace(task, precision=patient)
+    clean: list[Trace] = four_ranks.run(train, task, layout, world_size=2)
+    disturb = partial(overflow_on_last_rank, (OVERFLOW_IN_STEP + 1) * layout.microbatches)
+    longer = replace(task, steps=task.steps + 1)
+    for trace, twin in zip(four_ranks.run(train, longer, layout, disturb, world_size=2), clean, strict=True):
+        assert [math.isfinite(norm) for norm in trace.grad_norms] == [True, True, False, True]
+        assert trace.loss_scales == [SCALE] * 4
+        assert same([trace.weights[OVERFLOW_IN_STEP]], [trace.weights[OVERFLOW_IN_STEP - 1]])
+        for mine, theirs in ((trace.grad_norms, twin.grad_norms), (trace.losses, twin.losses)):
+            assert without_overflow(mine) == theirs
+        assert same(without_overflow(trace.weights), twin.weights)
+    impatient = replace(longer, precision=replace(patient, hysteresis=1))
+    for trace in four_ranks.run(train, impatient, layout, disturb, world_size=2):
+        assert trace.loss_scales == [SCALE, SCALE, SCALE / 2, SCALE / 2]
+        assert same([trace.weights[OVERFLOW_IN_STEP]], [trace.weights[OVERFLOW_IN_STEP - 1]])
+    wide = train(replace(task, precision=FP32), Layout())
+    assert clean[0].losses == pytest.approx(wide.losses, rel=FP16_ERROR)
+    assert clean[0].grad_norms == pytest.approx(wide.grad_norms, rel=10 * FP16_ERROR)
+
+
+def without_overflow(steps: list[Any]) -> list[Any]:
+    return steps[:OVERFLOW_IN_STEP] + steps[OVERFLOW_IN_STEP + 1 :]
