@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +115,12 @@ def flags_of(corpus: Corpus, **changes: FlagValue | Path) -> list[str]:
         "tokenizer_type": "SentencePieceTokenizer",
         "tokenizer_model": str(corpus.tokenizer),
     }
-    return [word for name, value in {**TINY_RUN, **source, **changes}.items() for word in _words(name, value)]
+    return words_of({**TINY_RUN, **source, **changes})
+
+
+def words_of(flags: Mapping[str, FlagValue | Path]) -> list[str]:
+    """Flags by their names, as on a command line; those with None are left out."""
+    return [word for name, value in flags.items() for word in _words(name, value)]
 
 
 def _words(name: str, value: FlagValue | Path) -> list[str]:

@@ -10,6 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from megatron.config.activations import ActivationConfig
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
@@ -52,6 +53,7 @@ MODEL = LlamaConfig(
 TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
 DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
+KEEP_ALL = ActivationConfig()
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 
 
@@ -78,6 +80,7 @@ class Layout:
     cp: int = 1
     cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
     order: str = "tp-cp-ep-pp-dp"
+    activations: ActivationConfig = KEEP_ALL
 
     @property
     def world_size(self) -> int:
@@ -179,7 +182,9 @@ def context(topology: Topology, layout: Layout) -> BuildContext:
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
     kernel = choose_attention_kernel("auto", CPU, torch.float64)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
-    return BuildContext(parallel, torch.float64, CPU, kernel, context_parallel=context_parallel)
+    return BuildContext(
+        parallel, torch.float64, CPU, kernel, context_parallel=context_parallel, activations=layout.activations
+    )
 
 
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:
