@@ -45,15 +45,10 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--num-layers-at-end-in-bf16",
         "--fp4-format",
     ),
-    "activations are kept and kernels chosen without flags: remove it.": (
-        "--recompute-activations",
-        "--recompute-granularity",
-        "--recompute-method",
-        "--recompute-num-layers",
-        "--recompute-modules",
-        "--distribute-saved-activations",
-        "--cpu-offloading-num-layers",
+    "activations go to the host layer by layer: use --cpu-offloading-num-layers instead.": (
         "--fine-grained-activation-offloading",
+    ),
+    "kernels are chosen without flags: remove it.": (
         "--no-bias-swiglu-fusion",
         "--no-bias-dropout-fusion",
         "--no-rope-fusion",

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError
@@ -25,6 +26,8 @@ class RunConfig:
     """Parallel layout."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Pipeline."""
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
+    """Activation memory."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training loop."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -54,6 +57,7 @@ class RunConfig:
             self.model,
             self.parallel,
             self.pipeline,
+            self.activations,
             self.training,
             self.optimizer,
             self.learning_rate,
@@ -166,6 +170,34 @@ def _check_pipeline(run: RunConfig, world_size: int) -> None:
     run.pipeline.check_stages(model.num_layers, run.parallel.pipeline_model_parallel_size)
 
 
+def _check_activations(run: RunConfig, world_size: int) -> None:
+    activations, parallel = run.activations, run.parallel
+    size = parallel.tensor_model_parallel_size
+    model = run.model.resolve(1, size, run.data.seq_length or 1)
+    stages = run.pipeline.virtual_stages(model.num_layers, parallel.pipeline_model_parallel_size)
+    layers = max(len(stage.layers) for stage in stages)
+    for flag, count in (
+        ("--recompute-num-layers", activations.recompute_num_layers),
+        ("--cpu-offloading-num-layers", activations.cpu_offloading_num_layers),
+    ):
+        if count is not None and count > layers:
+            raise ConfigError(f"{flag} {count} is more than the {layers} layers of a pipeline chunk: lower it.")
+    if activations.distribute_saved_activations:
+        _check_distributed_activations(run, size, model.hidden_size)
+
+
+def _check_distributed_activations(run: RunConfig, size: int, hidden_size: int) -> None:
+    flag, sizes = "--distribute-saved-activations", f"--tensor-model-parallel-size {size}"
+    if run.parallel.sequence_parallel:
+        raise ConfigError(f"{flag} divides what --sequence-parallel has divided already: remove it.")
+    if size == 1:
+        raise ConfigError(f"{flag} has nobody to divide with under {sizes}: remove it, or raise the latter.")
+    if hidden_size % size:
+        raise ConfigError(
+            f"{flag} divides --hidden-size {hidden_size} over {sizes}, which does not go: change one, or remove {flag}."
+        )
+
+
 def _check_data_parallel(run: RunConfig, world_size: int) -> None:
     data_parallel = run.data_parallel_size(world_size)
     instances = run.parallel.num_distributed_optimizer_instances
@@ -246,5 +278,6 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_tensor_parallel,
     _check_context_parallel,
     _check_pipeline,
+    _check_activations,
     _check_fully_sharded,
 )

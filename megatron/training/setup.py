@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.lock import RunLock
+from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
@@ -187,11 +188,18 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
-    merges = context_parallel.ranks.size > 1
-    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=merges)
+    # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
+    tells = context_parallel.ranks.size > 1 or config.activations.cpu_offloading_num_layers > 0
+    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=tells)
     weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
     context = BuildContext(
-        parallel, dtype, topology.device, kernel, context_parallel=context_parallel, weights_device=weights_device
+        parallel,
+        dtype,
+        topology.device,
+        kernel,
+        context_parallel=context_parallel,
+        weights_device=weights_device,
+        activations=config.activations,
     )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
@@ -368,12 +376,33 @@ def describe_run(
     )
     if topology.rank == 0:
         describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
+    if config.activations != ActivationConfig():
+        say(f"activations: {describe_activations(config.activations)}")
     if config.parallel.sequence_parallel and grid.tp == 1:
         say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
     say(
         f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{num_microbatches} microbatches per rank"
     )
+
+
+def describe_activations(activations: ActivationConfig) -> str:
+    """What is kept of a forward pass where that is not everything, on the device."""
+    words = []
+    if activations.granularity == "full":
+        count = activations.recompute_num_layers
+        words.append(
+            f"of every {count} layers only the input is kept"
+            if activations.recompute_method == "uniform"
+            else f"of the first {count} layers of a chunk only inputs are kept"
+        )
+    elif activations.modules:
+        words.append(f"{', '.join(sorted(activations.modules))} computed again")
+    if activations.distribute_saved_activations:
+        words.append("divided over the tensor-parallel ranks")
+    if activations.cpu_offloading_num_layers:
+        words.append(f"what the first {activations.cpu_offloading_num_layers} layers of a chunk keep is on the host")
+    return "; ".join(words)
 
 
 def describe_pipeline(config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, say: Say) -> None:

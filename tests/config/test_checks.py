@@ -17,6 +17,8 @@ from megatron.config.pipeline import SCHEDULES
 GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 SAMPLES = GOOD.replace("--train-iters 10", "--train-samples 1000")
 STAGES = f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 2"
+FULL = "--recompute-granularity full"
+UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
 
@@ -39,6 +41,7 @@ AT_LEAST_ONE = [
     "--expert-model-parallel-size",
     "--num-distributed-optimizer-instances",
     "--ddp-bucket-size",
+    "--recompute-num-layers",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
     "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -80,6 +83,7 @@ NOT_NEGATIVE = [
     "--seed",
     "--manual-gc-interval",
     "--tiktoken-num-special-tokens",
+    "--cpu-offloading-num-layers",
 ]
 POSITIVE = [
     "--rotary-base",
@@ -107,6 +111,40 @@ BAD: list[Row] = [
     (f"{GOOD} --lr fast", 1, "Error parsing --lr ... 'fast' ... see --help."),
     (f"{GOOD} --model huge", 1, "'huge' ... --model ... llama3-8b ... see --help."),
     (f"{GOOD} --sequence-length 3", 1, "--sequence-length is not a flag ... did you mean --seq-length?"),
+    # What is kept for the backward pass.
+    (
+        f"{GOOD} --recompute-activations --recompute-granularity full",
+        1,
+        "--recompute-activations means --recompute-granularity selective ... remove one",
+    ),
+    (f"{GOOD} {FULL} --recompute-num-layers 1", 1, "full needs --recompute-method: add it, uniform or block"),
+    (f"{GOOD} {FULL} --recompute-method block", 1, "full needs --recompute-num-layers: add it"),
+    (f"{GOOD} --recompute-modules mlp", 1, "--recompute-modules belongs to --recompute-granularity selective"),
+    (f"{GOOD} {UNIFORM} 1 --recompute-modules mlp", 1, "--recompute-modules belongs to ... selective ... or remove"),
+    (f"{GOOD} --recompute-activations --recompute-modules", 1, "--recompute-modules names no module: name one"),
+    (f"{GOOD} --recompute-method block", 1, "--recompute-method belongs to --recompute-granularity full: add that"),
+    (f"{GOOD} --recompute-activations --recompute-num-layers 1", 1, "--recompute-num-layers belongs to ... full"),
+    (f"{GOOD} --distribute-saved-activations", 1, "--distribute-saved-activations belongs to ... full"),
+    (f"{GOOD} --recompute-activations --recompute-modules mlp mlp_act", 1, "mlp recomputes ... remove mlp_act"),
+    (f"{GOOD} --recompute-activations --recompute-modules attention", 1, "'attention' ... core_attn ... see --help."),
+    (f"{GOOD} {UNIFORM} 5", 1, "--recompute-num-layers 5 is more than the 4 layers of a pipeline chunk: lower it"),
+    (f"{STAGES} --cpu-offloading-num-layers 5", 2, "--cpu-offloading-num-layers 5 is more than the 4 layers"),
+    (
+        f"{GOOD} {UNIFORM} 1 --distribute-saved-activations",
+        1,
+        "--distribute-saved-activations has nobody to divide with under --tensor-model-parallel-size 1: remove it",
+    ),
+    (
+        f"{GOOD} {UNIFORM} 1 --distribute-saved-activations --tensor-model-parallel-size 2 --sequence-parallel",
+        2,
+        "--distribute-saved-activations divides what --sequence-parallel has divided already: remove it",
+    ),
+    (
+        f"{GOOD} {UNIFORM} 1 --distribute-saved-activations --tensor-model-parallel-size 2 --hidden-size 129 "
+        "--kv-channels 16",
+        2,
+        "divides --hidden-size 129 over --tensor-model-parallel-size 2, which does not go: change one",
+    ),
     # What is not a Llama.
     (f"{GOOD} --no-swiglu", 1, "--no-swiglu ... --swiglu True ... remove"),
     (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear ... --disable-bias-linear True ... remove"),
@@ -605,6 +643,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --loss-scale 4096", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),
+        (f"{GOOD} --recompute-activations --recompute-granularity selective --cpu-offloading-num-layers 4", 1),
+        (f"{GOOD} {UNIFORM} 4 --distribute-saved-activations --tensor-model-parallel-size 2", 2),
+        (f"{STAGES} {UNIFORM} 3 --sequence-parallel --tensor-model-parallel-size 2", 4),
         (f"{GOOD} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 8),
         *((f"{GOOD} --pipeline-schedule {schedule} --no-overlap-p2p-communication", 1) for schedule in SCHEDULES),
         *((f"{STAGES} --pipeline-schedule {schedule}", 2) for schedule in SCHEDULES if schedule != "interleaved"),

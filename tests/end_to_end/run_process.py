@@ -117,7 +117,12 @@ def flags_of(corpus: Corpus, **changes: FlagValue | Path) -> list[str]:
         "tokenizer_type": "SentencePieceTokenizer",
         "tokenizer_model": str(corpus.tokenizer),
     }
-    return [word for name, value in {**TINY_RUN, **source, **changes}.items() for word in _words(name, value)]
+    return words_of({**TINY_RUN, **source, **changes})
+
+
+def words_of(flags: Mapping[str, FlagValue | Path]) -> list[str]:
+    """Flags by their names, as on a command line; those with None are left out."""
+    return [word for name, value in flags.items() for word in _words(name, value)]
 
 
 def _words(name: str, value: FlagValue | Path) -> list[str]:

@@ -10,6 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from megatron.config.activations import ActivationConfig
 from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
@@ -53,6 +54,7 @@ MODEL = LlamaConfig(
 TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
 DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
+KEEP_ALL = ActivationConfig()
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 FP64 = PrecisionConfig(fp64=True)
 
@@ -80,6 +82,7 @@ class Layout:
     cp: int = 1
     cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
     order: str = "tp-cp-ep-pp-dp"
+    activations: ActivationConfig = KEEP_ALL
 
     @property
     def world_size(self) -> int:
@@ -184,7 +187,7 @@ def context(topology: Topology, layout: Layout, dtype: torch.dtype = torch.float
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
     kernel = choose_attention_kernel("auto", CPU, dtype)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
-    return BuildContext(parallel, dtype, CPU, kernel, context_parallel=context_parallel)
+    return BuildContext(parallel, dtype, CPU, kernel, context_parallel=context_parallel, activations=layout.activations)
 
 
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:

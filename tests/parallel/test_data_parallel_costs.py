@@ -257,9 +257,9 @@ class Slow(nn.Module):
         super().__init__()
         self.layer, self.then = layer, then
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
         """As the layer."""
-        output: Tensor = self.layer(*inputs)
+        output: Tensor = self.layer(*inputs, **options)
         output.register_hook(self._wait)
         return output
 

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
+from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ContextParallelType, ShardingStrategy
-from megatron.config.pipeline import SCHEDULES
+from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.model.llama import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
@@ -202,6 +203,51 @@ def context_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
         yield only_one, Layout(cp=4, microbatches=2)
 
 
+def selective(*modules: RecomputeModule, **more: Any) -> ActivationConfig:
+    return ActivationConfig(recompute_granularity="selective", recompute_modules=modules, **more)
+
+
+def full(method: RecomputeMethod, layers: int, **more: Any) -> ActivationConfig:
+    return ActivationConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers, **more)
+
+
+def activation_matrix() -> Iterator[tuple[Task, Layout]]:
+    """Every way not to keep activations, with what else runs or communicates in a backward pass."""
+    host = ActivationConfig(cpu_offloading_num_layers=1)
+    pieces = selective("core_attn", "layernorm", "mlp_act")
+    for module in get_args(RecomputeModule):
+        yield SGD_SHORT, Layout(activations=selective(module))
+    yield SGD_SHORT, Layout(activations=selective("layernorm", "mlp"))
+    for activations in (full("uniform", 1), full("uniform", 2), full("block", 1), pieces, selective("mlp"), host):
+        yield SGD_SHORT, Layout(2, 1, True, microbatches=2, activations=activations)
+    yield TIED, Layout(2, activations=full("uniform", 2, distribute_saved_activations=True))
+    pipelines: tuple[tuple[ScheduleName, ActivationConfig], ...] = (
+        ("1f1b", full("uniform", 3)),
+        ("zb-h1", full("block", 3)),
+        ("zb-h1", selective("layernorm", "mlp", cpu_offloading_num_layers=4)),
+        ("zb-v", pieces),
+        ("zb-v", full("uniform", 2, cpu_offloading_num_layers=2)),
+        ("interleaved", replace(host, cpu_offloading_num_layers=2)),
+    )
+    for schedule, activations in pipelines:
+        yield DEEP_SGD, Layout(pp=2, schedule=schedule, microbatches=4, activations=activations)
+    distributed = full("block", 3, distribute_saved_activations=True, cpu_offloading_num_layers=2)
+    yield DEEP_SGD, Layout(2, pp=2, microbatches=4, activations=distributed)
+    fsdp = Layout(1, 2, strategy="optim_grads_params", microbatches=2, overlap_grad_reduce=True)
+    for number, activations in enumerate((full("uniform", 1), full("uniform", 3), full("block", 3), pieces, host)):
+        yield (
+            DEEP_TIED_SHORT,
+            replace(fsdp, activations=activations, overlap_param_gather=True, reshard_after_forward=number != 2),
+        )
+    yield DEEP_SGD, replace(fsdp, pp=2, schedule="zb-h1", activations=full("uniform", 2))
+    gathered = Layout(1, 2, strategy="optim", overlap_param_gather=True, bucket_size=3000)
+    yield DEEP_TIED_SHORT, replace(gathered, activations=full("uniform", 3))
+    for kind in get_args(ContextParallelType):
+        yield CONTEXT_IN_DOCUMENTS, Layout(cp=2, cp_comm_type=(kind,), activations=selective("core_attn"))
+    yield CONTEXT_IN_DOCUMENTS, Layout(2, 1, True, cp=2, activations=full("uniform", 2))
+    yield CONTEXT, Layout(cp=2, cp_comm_type=("a2a", "p2p"), activations=replace(host, cpu_offloading_num_layers=2))
+
+
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
     """The rows ordered so that the ranks seldom have to join anew."""
     return sorted(rows, key=lambda row: row[1].world_size)
@@ -219,12 +265,22 @@ def _identifier(value: object) -> str:
         )
         flags += "-overlap" if value.overlap_grad_reduce else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
+        flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
     assert isinstance(value, Task)
     tied = "" if value.model.untie_embeddings_and_output_weights else "-tied"
     documents = "-documents" if value.masks_documents else ""
     return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{documents}"
+
+
+def _name_activations(activations: ActivationConfig) -> str:
+    names: list[str] = sorted(activations.modules)
+    if activations.recompute_method is not None:
+        names.append(f"{activations.recompute_method}{activations.recompute_num_layers}")
+    names += ["distributed"] * activations.distribute_saved_activations
+    names += [f"host{count}" for count in (activations.cpu_offloading_num_layers,) if count]
+    return "".join(f"-{name}" for name in names)
 
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(matrix()), ids=_identifier)
@@ -244,6 +300,11 @@ def test_context_parallelism_equals_one_process(sixteen_ranks: RankPool, task: T
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(data_parallel_matrix()), ids=_identifier)
 def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(activation_matrix()), ids=_identifier)
+def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.config.activations import ActivationConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import SCHEDULES, ScheduleName
@@ -264,6 +265,31 @@ def test_between_b_and_w_only_the_inputs_of_linear_layers_are_kept(four_ranks: R
                 pair = action.microbatch, action.chunk
                 kept = tokens * ITEM * layers * width
                 assert after[pair] == kept < before[pair] / 2, f"stage {stage}, after {action}"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_recompute_only_inputs_of_units_are_kept(four_ranks: RankPool, tp: int) -> None:
+    """What was received is one; divided over tensor-parallel ranks, it is not kept whole beside its part."""
+    layout = Layout(
+        tp,
+        pp=2,
+        schedule="interleaved",
+        microbatches=4,
+        activations=ActivationConfig(
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+            distribute_saved_activations=tp > 1,
+        ),
+    )
+    layers = DEEP_MODEL.num_layers // 4
+    kept = layers * SEQUENCE * BATCH // layout.microbatches * DEEP_MODEL.hidden_size * ITEM // tp
+    for rank, seen in enumerate(four_ranks.run(watch_training, layout, world_size=2 * tp)):
+        for action, after in zip(seen.actions, seen.live_bytes[1:]):
+            # Neither of the model's ends, which keep more.
+            if action.kind == "F" and (rank // tp, action.chunk) in ((1, 0), (0, 1)):
+                assert after[action.microbatch, action.chunk] == kept, f"rank {rank}, after {action}"
+        assert not any(seen.live_bytes[-1].values())
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])

@@ -5,26 +5,33 @@ Activations are ``[s, b, h]``, or ``[s/tp, b, h]`` between the parallel regions 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor, nn
 
+from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import LlamaConfig
+from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.swiglu import swiglu
 from megatron.core.parameter import ParameterInfo, sharded_boxes
+from megatron.core.recompute import Piece, in_sequence, recompute
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
 @dataclass(frozen=True)
 class BuildContext(LayerContext):
-    """What a model is built in: that of its layers, the kernel that attends, and the ranks that share a sequence."""
+    """What a model is built in: that of its layers, the kernel that attends, the ranks that share a sequence, and what
+    is kept for the backward pass."""
 
     attention_kernel: AttentionKernel
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
+    activations: ActivationConfig = field(default_factory=ActivationConfig, kw_only=True)
 
 
 class RMSNorm(nn.Module):
@@ -75,10 +82,14 @@ class SelfAttention(nn.Module):
             residual_init_std(config),
         )
 
-    def forward(self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:
-        """``[s(/tp), b, h] -> [s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions."""
-        attended = fused_attention(self.linear_qkv(hidden), rotary, self.shape, self.attention, documents)
-        output: Tensor = self.linear_proj(attended)
+    def attend(
+        self, fused: Tensor, rotary: Tensor, documents: Documents | None = None, *, graph_only: bool = False
+    ) -> Tensor:
+        """From the output of ``linear_qkv`` ``[s, b, (n + 2 groups) d / tp]``, which it overwrites, to
+        ``[s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions."""
+        # Where it runs again, the first run has rotated queries and keys in place.
+        attended = fused_attention(fused, rotary, self.shape, self.attention, documents, is_rotated=graph_only)
+        output: Tensor = self.linear_proj(attended, graph_only=graph_only)
         return output
 
 
@@ -102,9 +113,9 @@ class MLP(nn.Module):
             residual_init_std(config),
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *, graph_only: bool = False) -> Tensor:
         """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
-        output: Tensor = self.linear_fc2(swiglu(self.linear_fc1(hidden)))
+        output: Tensor = self.linear_fc2(swiglu(self.linear_fc1(hidden)), graph_only=graph_only)
         return output
 
 
@@ -119,13 +130,50 @@ class TransformerLayer(nn.Module):
     def __init__(self, number: int, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
         name = f"layers.{number}"
+        self.recomputed = context.activations.modules
         self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.norm_epsilon, context)
         self.self_attention = SelfAttention(number, config, context)
         self.pre_mlp_layernorm = RMSNorm(f"{name}.pre_mlp_layernorm", config.hidden_size, config.norm_epsilon, context)
         self.mlp = MLP(f"{name}.mlp", config, context)
 
+    def forward(
+        self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None, *, graph_only: bool = False
+    ) -> Tensor:
+        """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
+        attention = self.self_attention
+        fused = self._run("layernorm", in_sequence(self.input_layernorm, last=attention.linear_qkv), hidden)
+        attend = partial(attention.attend, rotary=rotary, documents=documents)
+        hidden = hidden + self._run("core_attn", attend, fused)
+        return hidden + self._feed_forward(hidden, graph_only)
+
+    def _feed_forward(self, hidden: Tensor, graph_only: bool) -> Tensor:
+        norm, mlp = self.pre_mlp_layernorm, self.mlp
+        if {"layernorm", "mlp"} <= self.recomputed:
+            return recompute(in_sequence(norm, last=mlp), hidden)
+        if "mlp" in self.recomputed:
+            return recompute(mlp, norm(hidden))
+        gate_and_up = self._run("layernorm", in_sequence(norm, last=mlp.linear_fc1), hidden)
+        return self._run("mlp_act", in_sequence(swiglu, last=mlp.linear_fc2), gate_and_up, graph_only)
+
+    def _run(self, module: RecomputeModule, piece: Piece, inputs: Tensor, graph_only: bool = False) -> Tensor:
+        """Run the piece that begins with the activations of ``module`` and ends with the next product, which must have
+        them in its backward pass; if they are recomputed, only ``inputs`` are kept."""
+        if module in self.recomputed:
+            return recompute(piece, inputs)
+        return piece(inputs, graph_only=graph_only)
+
+
+class RecomputedLayers(nn.Module):
+    """Layers that keep the input of the first alone, and run again as one before their backward pass.
+
+    ``sharers`` are ranks that divide what is kept.
+    """
+
+    def __init__(self, layers: Sequence[TransformerLayer], sharers: Communicator | None) -> None:
+        super().__init__()
+        self.layers, self.sharers = nn.ModuleList(layers), sharers
+
     def forward(self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:
         """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
-        hidden = hidden + self.self_attention(self.input_layernorm(hidden), rotary, documents)
-        output: Tensor = hidden + self.mlp(self.pre_mlp_layernorm(hidden))
-        return output
+        layers = [partial(layer, rotary=rotary, documents=documents) for layer in self.layers]
+        return recompute(in_sequence(*layers[:-1], last=layers[-1]), hidden, self.sharers)

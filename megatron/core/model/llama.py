@@ -1,16 +1,19 @@
 """Llama as one rank holds it: all of it, or the chunks of a pipeline stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import LlamaConfig
 from megatron.config.stages import VirtualStage
 from megatron.core.gradient import WeightGradientQueue
 from megatron.core.initialization import initialize_parameters
-from megatron.core.model.layer import BuildContext, RMSNorm, TransformerLayer
+from megatron.core.model.layer import BuildContext, RecomputedLayers, RMSNorm, TransformerLayer
+from megatron.core.offload import HostCopies, run_offloaded
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -77,7 +80,10 @@ class LlamaHead(nn.Module):
 
 
 class LlamaChunk(nn.Module):
-    """One virtual stage: some layers, at the ends of the model with the embedding before or the head behind them."""
+    """One virtual stage: some layers, at the ends of the model with the embedding before or the head behind them.
+
+    Its ``layers`` are single layers, or several that are recomputed as one; ``copies`` takes activations to the host.
+    """
 
     def __init__(
         self,
@@ -86,17 +92,27 @@ class LlamaChunk(nn.Module):
         context: BuildContext,
         embedding: VocabParallelEmbedding | None,
         head: LlamaHead | None,
+        copies: HostCopies | None = None,
     ) -> None:
         super().__init__()
-        self.rotary = rotary
-        self.sequence_parts = context.parallel.size if context.parallel.sequence_parallel else 1
+        self.rotary, self.copies = rotary, copies
+        self.sequence_parts = context.parallel.sequence_parts
         self.embedding = embedding
-        self.layers = nn.ModuleList(layers)
+        plan = context.activations.units(len(layers))
+        sharers = context.parallel.communicator if context.activations.distribute_saved_activations else None
+        self.layers = nn.ModuleList(
+            RecomputedLayers([layers[place] for place in unit.layers], sharers)
+            if unit.is_recomputed
+            else layers[unit.layers.start]
+            for unit in plan
+        )
         self.head = head
+        self.is_offloaded = [*(unit.is_offloaded for unit in plan), *([] if head is None else [False])]
 
     @property
     def units(self) -> list[nn.Module]:
-        """Embedding, layers and head, where they are here, in the order of the forward pass."""
+        """Embedding, layers and head, where they are here, in the order of the forward pass; layers that are recomputed
+        as one are one unit."""
         return [unit for unit in (self.embedding, *self.layers, self.head) if unit is not None]
 
     def forward(self, inputs: Tensor, documents: Documents | None = None) -> Tensor:
@@ -107,9 +123,16 @@ class LlamaChunk(nn.Module):
         else:
             length, hidden = inputs.shape[1], self.embedding(inputs)
         rotary = self.rotary(length, documents)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, documents)
-        return hidden if self.head is None else self.head(hidden)
+        functions: list[Callable[[Tensor], Tensor]] = [
+            partial(layer, rotary=rotary, documents=documents) for layer in self.layers
+        ]
+        if self.head is not None:
+            functions.append(self.head)
+        if self.copies is not None and torch.is_grad_enabled():
+            return run_offloaded(functions, self.is_offloaded, hidden, self.copies)
+        for function in functions:
+            hidden = function(hidden)
+        return hidden
 
 
 class LlamaModel(nn.Module):
@@ -126,6 +149,7 @@ class LlamaModel(nn.Module):
         whole = VirtualStage(range(config.num_layers), has_embedding=True, has_head=True)
         self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
         rotary = RotaryTables(config, context)
+        copies = HostCopies.of(context.device) if context.activations.cpu_offloading_num_layers else None
         embedding = self._embedding() if self._has_embedding else None
         head = LlamaHead(config, context, self._output_layer(embedding)) if self._has_head else None
         self.chunks = nn.ModuleList(
@@ -135,6 +159,7 @@ class LlamaModel(nn.Module):
                 context,
                 embedding if virtual_stage.has_embedding else None,
                 head if virtual_stage.has_head else None,
+                copies,
             )
             for virtual_stage in self.virtual_stages
         )

@@ -11,7 +11,7 @@ support; they are asked once, when the model is built.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.core.ops.documents import Documents, attention_spans
 from megatron.core.ops.rope import rotate_
@@ -393,7 +394,7 @@ class LocalAttention:
         """One causal tile, or one for each document."""
         if documents is None or not documents.masks_attention:
             whole = self.kernel.forward(query, key, value, is_causal=True)
-            return whole.output, (whole,)
+            return whole.output, (whole.log_sum_exp, whole.kept)
         tiled = TiledAttention(self.kernel, query)
         tiled.add(_document_tiles(documents, query.shape[2]), key, value, is_first=True)
         return tiled.output.to(query.dtype), (tiled.log_sum_exp, tiled.kept)
@@ -409,9 +410,10 @@ class LocalAttention:
         kept: tuple[Any, ...],
     ) -> Gradients:
         """The same tiles."""
-        if documents is None or not documents.masks_attention:
-            return self.kernel.backward(grad, query, key, value, kept[0], is_causal=True)
         log_sum_exp, rest = kept
+        if documents is None or not documents.masks_attention:
+            whole = PartialAttention(output, log_sum_exp, rest)
+            return self.kernel.backward(grad, query, key, value, whole, is_causal=True)
         gradients = TiledGradients(self.kernel, grad, query, output, log_sum_exp, rest)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))
         gradients.add(_document_tiles(documents, query.shape[2]), key, value, grad_key, grad_value)
@@ -444,6 +446,24 @@ class AttentionShape:
         query, key, value = heads.split((self.query_heads, groups, groups), dim=1)
         return query, key, value
 
+    def query_heads_of(self, joined: Tensor) -> Tensor:
+        """``[s, b, n d]`` as a view ``[b, n, s, d]``."""
+        return joined.unflatten(-1, (self.query_heads, self.head_size)).permute(1, 2, 0, 3)
+
+
+def _take_tensors(kept: tuple[Any, ...]) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
+    """The tensors in ``kept``, for autograd to save, and what puts them back into their places."""
+    leaves, form = tree_flatten(kept)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place] for place in places]
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def restore(tensors: Sequence[Tensor]) -> Any:
+        tensor_at = dict(zip(places, tensors, strict=True))
+        return tree_unflatten([tensor_at.get(place, leaf) for place, leaf in enumerate(others)], form)
+
+    return tensors, restore
+
 
 class _FusedAttention(Function):
     @staticmethod
@@ -454,39 +474,48 @@ class _FusedAttention(Function):
         shape: AttentionShape,
         attention: Attention,
         documents: Documents | None,
+        is_rotated: bool,
     ) -> Tensor:
         # Detached: the in-place rotation is this function's own affair, not autograd's.
         fused = fused.detach()
-        rotate_(fused[..., : shape.rotated_size], table)
-        query, key, value = shape.split(fused)
-        output, ctx.kept = attention.forward(query, key, value, documents)
-        ctx.save_for_backward(fused, table, output)
-        ctx.shape, ctx.attention, ctx.documents = shape, attention, documents
-        return output.permute(2, 0, 1, 3).flatten(2)
+        if not is_rotated:
+            rotate_(fused[..., : shape.rotated_size], table)
+        output, kept = attention.forward(*shape.split(fused), documents)
+        # What the next layer keeps, too: [s, b, n d].
+        joined = output.permute(2, 0, 1, 3).flatten(2)
+        tensors, ctx.restore = _take_tensors(kept)
+        ctx.save_for_backward(fused, joined, *tensors)
+        ctx.table, ctx.shape, ctx.attention, ctx.documents = table, shape, attention, documents
+        return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        fused, table, output = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        fused, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
-        grad = gradients[0].unflatten(-1, (shape.query_heads, shape.head_size)).permute(1, 2, 0, 3)
-        # autograd frees what it saved, but not this: drop it, or it lives until the next forward is done.
-        kept, ctx.kept = ctx.kept, ()
-        parts = ctx.attention.backward(grad, *shape.split(fused), output, ctx.documents, kept)
+        grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
+        parts = ctx.attention.backward(grad, *shape.split(fused), output, ctx.documents, ctx.restore(tensors))
         grad_fused = torch.empty_like(fused)
         for whole, part in zip(shape.split(grad_fused), parts, strict=True):
             whole.copy_(part)
         # A rotation's adjoint is the rotation back.
-        rotate_(grad_fused[..., : shape.rotated_size], table.conj())
-        return grad_fused, None, None, None, None
+        rotate_(grad_fused[..., : shape.rotated_size], ctx.table.conj())
+        return grad_fused, None, None, None, None, None
 
 
 def fused_attention(
-    fused: Tensor, table: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None = None
+    fused: Tensor,
+    table: Tensor,
+    shape: AttentionShape,
+    attention: Attention,
+    documents: Documents | None = None,
+    *,
+    is_rotated: bool = False,
 ) -> Tensor:
     """Rotate queries and keys and attend, causally: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``.
 
     ``fused`` is overwritten (its queries and keys are rotated in place), so it must be a fresh result that
-    nobody else reads; ``table`` comes from :func:`~megatron.core.ops.rope.rotary_table` .
+    nobody else reads; with ``is_rotated`` that has been done. ``table`` comes from
+    :func:`~megatron.core.ops.rope.rotary_table` .
     """
-    output: Tensor = _FusedAttention.apply(fused, table, shape, attention, documents)
+    output: Tensor = _FusedAttention.apply(fused, table, shape, attention, documents, is_rotated)
     return output

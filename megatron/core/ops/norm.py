@@ -28,12 +28,14 @@ class _RMSNorm(Function):
         dtype = _compute_dtype(inputs)
         norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=dtype)
         inverse_rms = norm.square_().div_(inputs.shape[-1]).add_(epsilon).rsqrt_()
-        ctx.save_for_backward(inputs, weight, inverse_rms)
+        ctx.save_for_backward(inputs, inverse_rms)
+        ctx.weight = weight
         return (inputs * inverse_rms).to(inputs.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        inputs, weight, inverse_rms = ctx.saved_tensors
+        inputs, inverse_rms = ctx.saved_tensors
+        weight: Tensor = ctx.weight
         gradient = gradients[0].to(inverse_rms.dtype)
         wide_weight = weight.to(inverse_rms.dtype)
         normalised = inputs * inverse_rms

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.gradient import HeldGradient, WeightGradientQueue, compute_held
@@ -241,12 +242,28 @@ class _Logits(_Pass):
         self.logits = logits
 
 
+class _Entrance(Function):
+    """Where activations that were received enter the graph. It takes their gradient, so that nobody holds what the
+    chunk itself does not keep."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, anchor: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        # It is sent next, as it is.
+        ctx.gradients.append(gradients[0].contiguous())
+        return None, None, None
+
+
 @dataclass(frozen=True)
 class _Graph:
-    """What a backward pass needs of a forward pass: where it came in, and where it went out."""
+    """What a backward pass needs of a forward pass: where it went out, and where its gradient comes out."""
 
-    inputs: Tensor | None
-    """The activations received; None for tokens."""
+    input_gradients: list[Tensor] | None
+    """Takes the gradient of the activations received; None for tokens."""
     root: Tensor | GradientEdge
     """The loss, or the place in the graph where the output was."""
 
@@ -263,6 +280,8 @@ class _Training(_Pass):
         self.scale = scale
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.held: dict[tuple[int, int], list[HeldGradient]] = {}
+        self.anchor = torch.empty(0, requires_grad=True)
+        """Makes autograd follow what was received."""
 
     def perform(self, step: Step) -> None:
         if step.action.kind == "F":
@@ -273,13 +292,16 @@ class _Training(_Pass):
             self.weight(step.action)
 
     def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch, is_last: bool) -> Tensor | None:
-        received = inputs.requires_grad_() if inputs.is_floating_point() else None
+        gradients: list[Tensor] | None = None
+        if inputs.is_floating_point():
+            gradients = []
+            inputs = _Entrance.apply(inputs, self.anchor, gradients)
         outputs = self.run_chunk(action.chunk, inputs, microbatch)
         if is_last:
             root: Tensor | GradientEdge = self.masked_loss(outputs, microbatch) * self.scale
         else:
             root = get_gradient_edge(outputs)
-        self.graphs[action.microbatch, action.chunk] = _Graph(received, root)
+        self.graphs[action.microbatch, action.chunk] = _Graph(gradients, root)
         return None if is_last else outputs.detach()
 
     def backward(self, step: Step) -> None:
@@ -294,9 +316,9 @@ class _Training(_Pass):
                 self.held[action.microbatch, action.chunk] = held
             else:
                 torch.autograd.backward(graph.root, gradient)
-        if graph.inputs is not None:
-            assert graph.inputs.grad is not None
-            self.mailbox.give(step, graph.inputs.grad)
+        if graph.input_gradients is not None:
+            (input_gradient,) = graph.input_gradients
+            self.mailbox.give(step, input_gradient)
 
     @torch.no_grad()
     def weight(self, action: Action) -> None:

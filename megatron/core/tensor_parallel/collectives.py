@@ -28,6 +28,11 @@ class TensorParallel:
         """This rank's place among them."""
         return self.communicator.rank
 
+    @property
+    def sequence_parts(self) -> int:
+        """Parts into which the sequence is split between parallel regions."""
+        return self.size if self.sequence_parallel else 1
+
     def enter(self, tensor: Tensor) -> Pending:
         """Start making the whole input of a region.
 

@@ -29,41 +29,58 @@ from megatron.core.tensor_parallel.collectives import TensorParallel
 class _ColumnParallelLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, parallel: TensorParallel, queue: WeightGradientQueue
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        parallel: TensorParallel,
+        queue: WeightGradientQueue,
+        graph_only: bool,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.parallel, ctx.queue = parallel, queue
+        # A weight is no activation: what is saved may be moved to the host, and comes back as another tensor.
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.parallel, ctx.queue = weight, parallel, queue
+        if graph_only:
+            return _no_values(inputs, inputs.shape[0] * parallel.sequence_parts, weight)
         return linear(parallel.enter(inputs).wait(), weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        inputs, weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        (inputs,) = ctx.saved_tensors
         grad_outputs = gradients[0]
+        weight: Tensor = ctx.weight
         parallel: TensorParallel = ctx.parallel
         queue: WeightGradientQueue = ctx.queue
         # Only the rank's part of the sequence was kept. Detached: what is held back must not hold the graph.
         inputs = inputs.detach()
         if queue.is_holding:
             queue.hold_back(weight, lambda: parallel.enter(inputs), lambda whole: weight_gradient(grad_outputs, whole))
-            return parallel.leave(linear(grad_outputs, weight.t())).wait(), None, None, None
+            return parallel.leave(linear(grad_outputs, weight.t())).wait(), None, None, None, None
         gathering = parallel.enter(inputs)
         grad_inputs = parallel.leave(linear(grad_outputs, weight.t()))
         grad_weight = deliver_gradient(weight, weight_gradient(grad_outputs, gathering.wait()))
-        return grad_inputs.wait(), grad_weight, None, None
+        return grad_inputs.wait(), grad_weight, None, None, None
 
 
 class _RowParallelLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, parallel: TensorParallel, queue: WeightGradientQueue
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        parallel: TensorParallel,
+        queue: WeightGradientQueue,
+        graph_only: bool,
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.parallel, ctx.queue = parallel, queue
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.parallel, ctx.queue = weight, parallel, queue
+        if graph_only:
+            return _no_values(inputs, inputs.shape[0] // parallel.sequence_parts, weight)
         return parallel.leave(linear(inputs, weight)).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        inputs, weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        (inputs,) = ctx.saved_tensors
+        weight: Tensor = ctx.weight
         parallel: TensorParallel = ctx.parallel
         queue: WeightGradientQueue = ctx.queue
         grad_part, inputs = gradients[0], inputs.detach()
@@ -72,8 +89,13 @@ class _RowParallelLinear(Function):
         if queue.is_holding:
             # Holds the rank's part of the sequence and gathers it again, for the whole is as large as a layer's input.
             queue.hold_back(weight, lambda: parallel.enter(grad_part), lambda whole: weight_gradient(whole, inputs))
-            return grad_inputs, None, None, None
-        return grad_inputs, deliver_gradient(weight, weight_gradient(grad_outputs, inputs)), None, None
+            return grad_inputs, None, None, None, None
+        return grad_inputs, deliver_gradient(weight, weight_gradient(grad_outputs, inputs)), None, None, None
+
+
+def _no_values(inputs: Tensor, length: int, weight: Tensor) -> Tensor:
+    """A tensor of the shape of a product, ``[length, b, out]``, without memory for it."""
+    return inputs.new_zeros(()).expand(length, *inputs.shape[1:-1], weight.shape[0])
 
 
 class _VocabParallelEmbedding(Function):
@@ -83,8 +105,8 @@ class _VocabParallelEmbedding(Function):
         rows = tokens.t() - first_id
         foreign = (rows < 0) | (rows >= weight.shape[0])
         rows = rows.masked_fill(foreign, 0)
-        ctx.save_for_backward(rows, foreign, weight)
-        ctx.parallel = parallel
+        ctx.save_for_backward(rows, foreign)
+        ctx.weight, ctx.parallel = weight, parallel
         embedded = F.embedding(rows, weight)
         if parallel.size == 1:
             return embedded
@@ -92,7 +114,8 @@ class _VocabParallelEmbedding(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
-        rows, foreign, weight = ctx.saved_tensors
+        rows, foreign = ctx.saved_tensors
+        weight: Tensor = ctx.weight
         gradient = ctx.parallel.enter(gradients[0]).wait()
         if ctx.parallel.size > 1:
             gradient = gradient.masked_fill(foreign.unsqueeze(-1), 0.0)
@@ -143,14 +166,19 @@ class ColumnParallelLinear(nn.Module):
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = context.empty_parameter(info)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
         """``[s(/tp), b, in] -> [s, b, out/tp]``."""
-        return column_parallel_linear(inputs, self.weight, self.context)
+        return column_parallel_linear(inputs, self.weight, self.context, graph_only=graph_only)
 
 
-def column_parallel_linear(inputs: Tensor, weight: Tensor, context: LayerContext) -> Tensor:
-    """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding."""
-    output: Tensor = _ColumnParallelLinear.apply(inputs, weight, context.parallel, context.weight_gradients)
+def column_parallel_linear(
+    inputs: Tensor, weight: Tensor, context: LayerContext, *, graph_only: bool = False
+) -> Tensor:
+    """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding.
+
+    With ``graph_only`` the product is not computed, for a second run whose output nobody reads.
+    """
+    output: Tensor = _ColumnParallelLinear.apply(inputs, weight, context.parallel, context.weight_gradients, graph_only)
     return output
 
 
@@ -172,10 +200,10 @@ class RowParallelLinear(nn.Module):
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = context.empty_parameter(info)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[s, b, in/tp] -> [s(/tp), b, out]``."""
+    def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
+        """``[s, b, in/tp] -> [s(/tp), b, out]``; with ``graph_only`` the product is not computed."""
         output: Tensor = _RowParallelLinear.apply(
-            inputs, self.weight, self.context.parallel, self.context.weight_gradients
+            inputs, self.weight, self.context.parallel, self.context.weight_gradients, graph_only
         )
         return output
 

@@ -1,0 +1,56 @@
+"""Runs that do not keep their activations tell the same losses, to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.run_process import TINY_RUN, FlagValue, call_training, grad_norms, losses, words_of
+
+DATA: dict[str, FlagValue] = {
+    "mock_data": True,
+    "vocab_size": 100,
+    "train_iters": 3,
+    "num_layers": 4,
+    "eval_interval": 2,
+    "eval_iters": 1,
+}
+FULL: dict[str, FlagValue] = {"recompute_granularity": "full"}
+
+
+def trained(metrics: Path, **flags: FlagValue) -> tuple[list[float], str]:
+    """Losses and gradient norms, and what the run said."""
+    command = words_of({**TINY_RUN, **DATA, **flags, "metrics_jsonl": metrics})
+    return losses(metrics) + grad_norms(metrics), call_training(command).succeeded().stdout
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    found, said = trained(tmp_path_factory.mktemp("plain") / "metrics.jsonl")
+    assert "activations:" not in said
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"recompute_activations": True}, "activations: core_attn computed again"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp_act")},
+            "activations: layernorm, mlp_act computed again",
+        ),
+        (
+            {**FULL, "recompute_method": "uniform", "recompute_num_layers": 3},
+            "activations: of every 3 layers only the input is kept",
+        ),
+        (
+            {**FULL, "recompute_method": "block", "recompute_num_layers": 1, "cpu_offloading_num_layers": 2},
+            "activations: of the first 1 layers of a chunk only inputs are kept; what the first 2 layers of a chunk "
+            "keep is on the host",
+        ),
+        ({"cpu_offloading_num_layers": 4}, "activations: what the first 4 layers of a chunk keep is on the host"),
+    ],
+)
+def test_the_same_losses(expected: list[float], tmp_path: Path, flags: dict[str, FlagValue], said: str) -> None:
+    found, output = trained(tmp_path / "metrics.jsonl", **flags)
+    assert found == expected
+    assert said in output
