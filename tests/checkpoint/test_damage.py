@@ -18,7 +18,7 @@ from megatron.checkpoint.retention import Retention
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import CheckpointError
 from megatron.training.state import find_saved_run
-from tests.checkpoint.fault_run import ALONE, KINDS, Life, Saved, World, load_newest, run, save
+from tests.checkpoint.fault_run import ALONE, Life, Saved, World, load_newest, run, save
 
 FILES = [MANIFEST, "rank_00000.safetensors", "rank_00001.safetensors"]
 ITERATIONS = [1, 2, 3]
@@ -141,11 +141,11 @@ def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) ->
     """After a return to an older one, from which the copies are still behind."""
     root, copies = tmp_path / "run", tmp_path / "copies"
     for iteration in (1, 3):
-        save(KINDS["sync"](), root, Saved(iteration, 0), ALONE)
-        save(KINDS["sync"](), copies, Saved(iteration, 0), ALONE)
+        save("sync", root, Saved(iteration, 0), ALONE)
+        save("sync", copies, Saved(iteration, 0), ALONE)
     for directory in (root, copies):
         os.utime(iteration_directory(directory, 3) / MANIFEST, (1, 1))
-    save(KINDS["sync"](), root, Saved(2, 1), ALONE)
+    save("sync", root, Saved(2, 1), ALONE)
     config = CheckpointConfig(save=str(root), load=str(root), redundant_save=str(copies))
     found = find_saved_run(config, ALONE)
     assert found is not None and (found.root, found.iteration) == (root, 2)
