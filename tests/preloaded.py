@@ -1,8 +1,9 @@
 """What the processes that tests fork have imported already: torch alone costs each of them seconds."""
 
+import pytest
 import torch.distributed.checkpoint
 
 import pretrain_llama
 from megatron.training import pretrain
 
-__all__ = ["pretrain", "pretrain_llama", "torch"]
+__all__ = ["pretrain", "pretrain_llama", "pytest", "torch"]

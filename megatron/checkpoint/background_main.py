@@ -49,11 +49,12 @@ class Worker:
     def write(self, job: Job) -> None:
         """Write the first ``bytes`` of the memory as the file ``path``."""
         path = Path(job["path"])
-        with explained("write", path), mmap.mmap(self._memory, job["bytes"], prot=mmap.PROT_READ) as memory:
-            with memoryview(memory) as content, DigestedFile(path) as file:
-                for start in range(0, len(content), _BLOCK):
-                    file.write(content[start : start + _BLOCK])
-                    self._progress(file, start)
+        with explained("write", path), DigestedFile(path) as file:
+            # Not to be closed here: after an error, which must not be lost, its parts are still held.
+            content = memoryview(mmap.mmap(self._memory, job["bytes"], prot=mmap.PROT_READ))
+            for start in range(0, len(content), _BLOCK):
+                file.write(content[start : start + _BLOCK])
+                self._progress(file, start)
         self._announce(path, file.written, job["read_back"])
 
     def copy(self, job: Job) -> None:

@@ -18,14 +18,19 @@ def list_checkpoints(root: Path) -> list[int]:
 
 
 def find_checkpoint(
-    root: Path, step: int | None = None, known_bad: Collection[int] = (), fall_back: bool = True
+    root: Path,
+    step: int | None = None,
+    known_bad: Collection[int] = (),
+    fall_back: bool = True,
+    copied_from: Path | None = None,
 ) -> int | None:
     """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
 
     Iterations ``known_bad`` are passed over. Without ``fall_back`` none is: the highest must be readable.
 
     After a return to an older checkpoint, those of the abandoned continuation do not count: they are above the
-    tracker's iteration but were written before the tracker.
+    tracker's iteration but were written before the tracker; where ``root`` holds copies, also the tracker's of what
+    they are ``copied_from``, which may be ahead of them.
 
     None when ``root`` does not exist or nothing was ever saved there. Raises :class:`CheckpointError` when
     ``step`` is not there, and when nothing readable is left of what was saved: a damaged directory must not
@@ -34,7 +39,10 @@ def find_checkpoint(
     if step is not None:
         return _requested(root, step)
     iterations = saved_iterations(root)
-    for iteration in reversed(_without_abandoned(root, iterations)):
+    kept = _without_abandoned(root, iterations, root)
+    if copied_from is not None:
+        kept = _without_abandoned(root, kept, copied_from)
+    for iteration in reversed(kept):
         if iteration in known_bad:
             continue
         defect = _defect(root, iteration)
@@ -51,18 +59,19 @@ def find_checkpoint(
     return None
 
 
-def _without_abandoned(root: Path, iterations: list[int]) -> list[int]:
-    """``iterations`` without those that the run left behind when it went back to an older one."""
+def _without_abandoned(root: Path, iterations: list[int], tracker_of: Path) -> list[int]:
+    """``iterations`` without those that the run left behind when it went back to an older one, as a tracker tells."""
+    tracker = tracker_of / TRACKER
     try:
-        tracked, tracked_at = int((root / TRACKER).read_text()), (root / TRACKER).stat().st_mtime_ns
+        tracked, tracked_at = int(tracker.read_text()), tracker.stat().st_mtime_ns
     except (OSError, ValueError):
         return iterations
-    if tracked not in iterations:
+    if tracked not in saved_iterations(tracker_of):
         return iterations
     kept = [number for number in iterations if number <= tracked or _saved_at(root, number) >= tracked_at]
     if kept != iterations:
         left = ", ".join(str(number) for number in iterations if number not in kept)
-        _logger.warning("Iterations %s were abandoned for an older checkpoint; going on from %d", left, kept[-1])
+        _logger.warning("Iterations %s in %s were abandoned for iteration %d", left, root, tracked)
     return kept
 
 

@@ -150,10 +150,11 @@ def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[Path
     """
     found: tuple[int, Path] | None = None
     errors: list[CheckpointError] = []
-    for root in map(Path, config.load_roots):
+    first, *copies = map(Path, config.load_roots)
+    for root in (first, *copies):
         bad = [iteration for place, iteration in known_bad if place == root]
         try:
-            iteration = find_checkpoint(root, config.ckpt_step, bad, config.checkpoint_fallback)
+            iteration = find_checkpoint(root, config.ckpt_step, bad, config.checkpoint_fallback, first)
         except CheckpointError as error:
             errors.append(error)
             continue

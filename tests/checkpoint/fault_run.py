@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.background import BackgroundProcess, BackgroundSaving
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
 from megatron.checkpoint.directory import TRACKER, iteration_directory, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints
@@ -32,13 +33,14 @@ from megatron.checkpoint.manifest import JSON
 from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.errors import CheckpointError
 from megatron.core.communication import Communicator
 from megatron.training.launch import on_first_rank, together
 from megatron.training.state import find_saved_run
 from tests.forked import fork_context
 
 PATIENCE = 60.0
-"""Seconds after which what should have ended counts as hanging."""
+"""Seconds of silence after which a world counts as hanging."""
 GRACE = 2.0
 """Seconds that the other ranks have to end when one has failed."""
 ALONE = Communicator([0], 0)
@@ -117,17 +119,23 @@ def leftovers(root: Path) -> set[str]:
 
 
 class Saving(Protocol):
-    """A way to save."""
+    """A way to save; every rank has one, and all but ``close`` are collective calls."""
 
     def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
         """Begin to save a checkpoint; it need not be there afterwards."""
 
     def finish(self) -> None:
-        """Return once what was begun is there."""
+        """Return once what was begun is there; a failure is a :class:`CheckpointError`."""
+
+    def close(self) -> None:
+        """End what runs beside this process."""
 
 
-class SynchronousSaving:
+class DirectSaving:
     """Nothing else is done until the checkpoint is there."""
+
+    def __init__(self, world: Communicator) -> None:
+        pass
 
     def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
         """Save it."""
@@ -136,12 +144,46 @@ class SynchronousSaving:
     def finish(self) -> None:
         """It is there already."""
 
+    def close(self) -> None:
+        """Nothing runs."""
 
-KINDS: dict[str, Callable[[], Saving]] = {"sync": SynchronousSaving}
+
+class SavingBehind:
+    """A process beside each rank writes."""
+
+    def __init__(self, world: Communicator) -> None:
+        self._world = world
+        self._process = BackgroundProcess(PATIENCE)
+
+    def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
+        """Copy it aside."""
+        self._saving = BackgroundSaving(root, iteration, self._process, read_back=True)
+        save_checkpoint(root, iteration, tensors, state, saving=self._saving)
+
+    def finish(self) -> None:
+        """As a run that cannot go on without it."""
+        failures = self._world.all_gather_object(self._saving.finish_own())
+        failure = next(filter(None, failures), None) or on_first_rank(self._world, self._saving.finish)
+        if failure is not None:
+            self._saving.abandon()
+            raise CheckpointError(failure)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
 
 
-def save(saving: Saving, root: Path, saved: Saved, world: Communicator) -> None:
+KINDS: dict[str, Callable[[Communicator], Saving]] = {"sync": DirectSaving, "async": SavingBehind}
+
+
+def save(kind: str, root: Path, saved: Saved, world: Communicator) -> None:
     """Save one checkpoint; all ranks call it."""
+    with closing(KINDS[kind](world)) as saving:
+        save_with(saving, root, saved, world)
+
+
+def save_with(saving: Saving, root: Path, saved: Saved, world: Communicator) -> None:
+    """Save one of several checkpoints; all ranks call it."""
     saving.save(root, saved.iteration, tensors_of(saved, world.rank, world.size), state_of(saved))
     saving.finish()
 
@@ -191,23 +233,21 @@ class Committed:
 def run(seat: Seat, life: Life) -> None:
     """Take the lock, load the newest checkpoint, save one iteration after the other, delete old ones."""
     world, root = seat.world, life.root
-    lock = RunLock(root) if world.rank == 0 else None
-    try:
+    with ExitStack() as stack:
+        if world.rank == 0:
+            stack.callback(RunLock(root).release)
         inherited = leftovers(root)
         found = load_newest(root, world)
         seat.tell(Started(found))
         retention = Retention(life.keep, None, partial(_verify, root, world))
-        saving = KINDS[life.kind]()
+        saving = stack.enter_context(closing(KINDS[life.kind](world)))
         first = 1 if found is None else found.iteration + (not life.again)
         for iteration in count(first) if life.saves is None else range(first, first + life.saves):
-            save(saving, root, Saved(iteration, life.number), world)
+            save_with(saving, root, Saved(iteration, life.number), world)
             seat.tell(Committed(Saved(iteration, life.number), inherited & leftovers(root)))
             for old in retention.superfluous(on_first_rank(world, partial(list_checkpoints, root))):
                 if world.rank == 0:
                     remove_checkpoint(locate_checkpoint(root, old))
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def _verify(root: Path, world: Communicator, iteration: int) -> None:
@@ -234,7 +274,9 @@ class World:
         context = fork_context()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._told: list[list[Any]] = [[] for _ in range(size)]
         self._failed_at: float | None = None
+        self._heard_at = time.monotonic()
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_serve, args=(rank, size, self._directory, theirs, case, arguments))
@@ -242,11 +284,12 @@ class World:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        self._open_pipes = list(self._pipes)
 
-    def wait_for_words(self) -> None:
-        """Wait until the first rank has told something, or ended."""
-        if not self._pipes[0].poll(PATIENCE):
-            self._fail("rank 0 says nothing")
+    def wait_for_words(self, number: int) -> None:
+        """Wait until the first rank has told so many things, or ended."""
+        while len(self._told[0]) < number and self._pipes[0] in self._open_pipes:
+            self._listen()
 
     def kill(self, ranks: Iterable[int]) -> None:
         """SIGKILL."""
@@ -256,30 +299,30 @@ class World:
     def end(self) -> "Ending":
         """Wait until all ranks have ended, in success or because one was killed; no process that they have started
         may remain."""
-        told: list[list[Any]] = [[] for _ in self._pipes]
-        open_pipes = dict(enumerate(self._pipes))
-        deadline = time.monotonic() + PATIENCE
-        # What a rank has started holds its end of the pipe as well.
-        while open_pipes:
-            if time.monotonic() > deadline:
-                self._fail("a rank, or what it has started, does not end")
-            wait(list(open_pipes.values()), timeout=0.1)
-            for rank, pipe in list(open_pipes.items()):
-                try:
-                    while pipe.poll():
-                        told[rank].append(pipe.recv())
-                except EOFError:
-                    del open_pipes[rank]
+        # What a rank has started may hold its end of the pipe as well.
+        while self._open_pipes:
+            self._listen()
             self._end_with_the_first()
         while self._remaining():
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._heard_at + PATIENCE:
                 self._fail("processes remain that a rank has started")
             time.sleep(0.01)
         codes = [self._exit_code(process) for process in self._processes]
         killed = {rank for rank, code in enumerate(codes) if code == -signal.SIGKILL}
         assert all((code != 0) == bool(killed) for code in codes), f"exit codes {codes}:\n{self._log()}"
         shutil.rmtree(self._directory)
-        return Ending(told, killed)
+        return Ending(self._told, killed)
+
+    def _listen(self) -> None:
+        if time.monotonic() > self._heard_at + PATIENCE:
+            self._fail("a rank, or what it has started, hangs")
+        for pipe in wait(self._open_pipes, timeout=0.1):
+            assert isinstance(pipe, Connection)
+            self._heard_at = time.monotonic()
+            try:
+                self._told[self._pipes.index(pipe)].append(pipe.recv())
+            except EOFError:
+                self._open_pipes.remove(pipe)
 
     def _end_with_the_first(self) -> None:
         """What torchrun does: once one has failed, all must end. Nearly always they do by themselves, but gloo may
@@ -294,25 +337,25 @@ class World:
         process.join(PATIENCE)
         return process.exitcode
 
-    def _remaining(self) -> list[int]:
-        """Processes of the sessions that the ranks lead: they and what they have started."""
+    def _remaining(self) -> dict[int, str]:
+        """Processes of the sessions that the ranks lead, they and what they have started, with their commands."""
         sessions = {process.pid for process in self._processes}
-        remaining = []
+        remaining: dict[int, str] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
+            # One may just have ended.
+            with suppress(OSError):
                 # "pid (name) state parent group session ...": the name may hold blanks and parentheses.
                 state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-            except OSError:
-                continue  # it has just ended
-            if int(session) in sessions and state != "Z":
-                remaining.append(int(path.parent.name))
+                if int(session) in sessions and state != "Z":
+                    remaining[int(path.parent.name)] = path.with_name("cmdline").read_text().replace("\0", " ")
         return remaining
 
     def _fail(self, problem: str) -> NoReturn:
-        for pid in self._remaining():
+        remaining = self._remaining()
+        for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        raise AssertionError(f"{problem}:\n{self._log()}")
+        raise AssertionError(f"{problem}: {remaining}\n{self._log()}")
 
     def _log(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self._directory.glob("*.log")))

@@ -1,11 +1,16 @@
 """Ways in which a file system fails a process: at a chosen step, for want of room, or for want of permission."""
 
 import ctypes
+import errno
+import json
 import os
 import resource
+import signal
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,23 +21,21 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.syml
 class FileSteps:
     """Counts what this process does to files and strikes just before one of the steps.
 
-    A step is a file created, a name changed, a file half written, or a sync; ``strike`` is called with its name and
-    may raise. Cannot be undone: for processes of a test's own. Nothing is counted until :meth:`arm`.
+    A step is a file created, a name changed, a file half written, or a sync. Cannot be undone: for processes of a
+    test's own. Nothing is counted until :meth:`arm`.
     """
 
-    def __init__(self, strike: Callable[[str], object]) -> None:
-        self._strike = strike
+    def __init__(self) -> None:
+        self._strike: Callable[[str], object] = lambda step: None
         self._left = 0
-        self.struck: str | None = None
-        """The step that was struck."""
         self._is_acting = False
         self._sync = os.fsync
         os.fsync = self._synced  # type: ignore[assignment]
         sys.addaudithook(self._audited)
 
-    def arm(self, step: int) -> None:
-        """Strike at step number ``step`` from here, counted from 1."""
-        self._left, self.struck = step, None
+    def arm(self, step: int, strike: Callable[[str], object]) -> None:
+        """Call ``strike``, which may raise, with the name of step number ``step`` from here, counted from 1."""
+        self._left, self._strike = step, strike
 
     def disarm(self) -> None:
         """Strike no more."""
@@ -54,13 +57,69 @@ class FileSteps:
             return
         self._left -= 1
         if self._left == 0:
-            self.struck = step
             self._is_acting = True
             try:
                 prepare()
                 self._strike(step)
             finally:
                 self._is_acting = False
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What hits a process at its ``step``-th change of the file system: SIGKILL, or an error of the system."""
+
+    step: int
+    report: Path
+    """The file that will hold the name of the step, if it comes so far."""
+    is_deadly: bool
+
+    def strike(self, pids: Sequence[int], step: str) -> None:
+        """Hit now: kill ``pids``, or raise the error."""
+        self.report.write_text(step)
+        if not self.is_deadly:
+            raise_error(errno.EIO)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+class RankStruck:
+    """Strikes in this process."""
+
+    def __init__(self) -> None:
+        self._steps = FileSteps()
+
+    def arm(self, blow: Blow) -> None:
+        """From here on."""
+        self._steps.arm(blow.step, partial(blow.strike, [os.getpid()]))
+
+    def disarm(self) -> None:
+        """No more."""
+        self._steps.disarm()
+
+
+class WriterStruck:
+    """Strikes in the background writers that this process starts: a deadly blow hits both."""
+
+    _VARIABLE = "TEST_FAULT_BLOW"
+
+    def arm(self, blow: Blow) -> None:
+        """Hit the next one that is started."""
+        # There Python finds a module that it runs before any other.
+        os.environ["PYTHONPATH"] = str(Path(__file__).parent / "in_writer")
+        os.environ[self._VARIABLE] = json.dumps([blow.step, str(blow.report), blow.is_deadly])
+
+    def disarm(self) -> None:
+        """Spare those that are started from now on."""
+        os.environ.pop(self._VARIABLE, None)
+
+    @classmethod
+    def heed(cls) -> None:
+        """In a writer: arm what its rank wants."""
+        if cls._VARIABLE in os.environ:
+            step, report, is_deadly = json.loads(os.environ[cls._VARIABLE])
+            blow = Blow(step, Path(report), is_deadly)
+            FileSteps().arm(step, partial(blow.strike, [os.getppid(), os.getpid()]))
 
 
 def raise_error(code: int) -> NoReturn:

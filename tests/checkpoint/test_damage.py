@@ -15,8 +15,10 @@ from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import LOCK, RunLock
 from megatron.checkpoint.retention import Retention
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import CheckpointError
-from tests.checkpoint.fault_run import ALONE, Life, Saved, World, load_newest, run
+from megatron.training.state import find_saved_run
+from tests.checkpoint.fault_run import ALONE, Life, Saved, World, load_newest, run, save
 
 FILES = [MANIFEST, "rank_00000.safetensors", "rank_00001.safetensors"]
 ITERATIONS = [1, 2, 3]
@@ -63,10 +65,10 @@ def lose(path: Path, chance: random.Random) -> None:
 
 def mistake(path: Path, chance: random.Random) -> None:
     """A file of the same name from another checkpoint."""
-    others = sorted(set(path.parent.parent.glob(f"iter_*/{path.name}")) - {path})
-    path.unlink()
-    if others:
-        shutil.copy(chance.choice(others), path)
+    content = path.read_bytes()
+    others = (other.read_bytes() for other in sorted(path.parent.parent.glob(f"iter_*/{path.name}")))
+    # One of them may itself have become a copy of this.
+    path.write_bytes(chance.choice([other for other in others if other != content] or [b""]))
 
 
 DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
@@ -133,6 +135,24 @@ def test_a_tracker_that_was_left_behind_hides_nothing(root: Path) -> None:
     written = (iteration_directory(root, 2) / MANIFEST).stat().st_mtime
     os.utime(root / TRACKER, (written, written))
     assert load_newest(root, ALONE) == Saved(3, 0)
+
+
+def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) -> None:
+    """After a return to an older one, from which the copies are still behind."""
+    root, copies = tmp_path / "run", tmp_path / "copies"
+    for iteration in (1, 3):
+        save("sync", root, Saved(iteration, 0), ALONE)
+        save("sync", copies, Saved(iteration, 0), ALONE)
+    for directory in (root, copies):
+        os.utime(iteration_directory(directory, 3) / MANIFEST, (1, 1))
+    save("sync", root, Saved(2, 1), ALONE)
+    config = CheckpointConfig(save=str(root), load=str(root), redundant_save=str(copies))
+    found = find_saved_run(config, ALONE)
+    assert found is not None and (found.root, found.iteration) == (root, 2)
+    shutil.rmtree(iteration_directory(root, 2))
+    (root / TRACKER).unlink()
+    found = find_saved_run(config, ALONE)
+    assert found is not None and found.iteration == 3
 
 
 @pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
