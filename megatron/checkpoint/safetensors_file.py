@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,6 +28,9 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+# So much is copied to the system before the disk is told to begin with it.
+SYNC_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,14 @@ class SafetensorsStream:
         self._header = _header(entries, metadata)
         self._size = len(self._header) + sum(entry.nbytes for entry in entries.values())
         self._digest = xxhash.xxh3_128()
+        self._syncing: Future[None] | None = None
+        self._next_sync = SYNC_BYTES
 
     def __enter__(self) -> Self:
         """Create the file, which must not be there yet."""
         self._file = self._path.open("xb")
-        self._hashing = ThreadPoolExecutor(1)
+        # One hashes, one syncs.
+        self._workers = ThreadPoolExecutor(2)
         try:
             self._write(self._header)
         except BaseException as error:
@@ -91,14 +97,25 @@ class SafetensorsStream:
 
     def _write(self, content: bytes | memoryview) -> None:
         # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
-        hashed = self._hashing.submit(self._digest.update, content)
+        hashed = self._workers.submit(self._digest.update, content)
         self._file.write(content)
         hashed.result()
+        if self._file.tell() >= self._next_sync:
+            self._wait_for_sync()
+            # The disk works while more is copied, rather than after all is.
+            self._syncing = self._workers.submit(os.fsync, self._file.fileno())
+            self._next_sync = self._file.tell() + SYNC_BYTES
+
+    def _wait_for_sync(self) -> None:
+        # The system tells of an error once: the last sync would know nothing of that of an earlier one.
+        if self._syncing is not None:
+            self._syncing.result()
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         """Sync and close the file; after an exception only close it."""
-        with self._file, self._hashing:
+        with self._file, self._workers:
             if exception_type is None:
+                self._wait_for_sync()
                 assert self._file.tell() == self._size, (self._path, self._file.tell(), self._size)
                 sync_file(self._file)
                 self.written = WrittenFile(self._path.name, self._size, self._digest.hexdigest())
