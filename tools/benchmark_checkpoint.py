@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -338,41 +338,54 @@ COMPARISONS = (
 # --- measuring -----------------------------------------------------------------------------------------------
 
 
+class Turn(NamedTuple):
+    """One turn of a contender."""
+
+    seconds: float
+    """From when all ranks start to when all are through."""
+    cpu_seconds: float
+    """What the first rank's threads computed meanwhile: steadier where others use the machine."""
+
+
 def run_rank(rank: int, config: BenchmarkConfig, directory: Path) -> None:
-    """Take part in every contender's turns; rank 0 writes the seconds, and what they are of."""
+    """Take part in every contender's turns; rank 0 writes how long they took, and what was saved and loaded."""
     prepare_cpu(Process(rank, rank, config.ranks, config.ranks, has_thread_count=True))
     if config.ranks > 1:
         store = f"file://{directory / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=config.ranks)
     bench = Bench(config, directory, Topology(RankGrid(dp=config.ranks), rank, torch.device("cpu")).world)
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in CONTENDERS}
-    for repeat in range(config.repeats + 1):
-        for contender in CONTENDERS:
-            took = take_turn(contender, bench)
-            # The first turn warms up.
-            if repeat > 0:
-                seconds[contender.name].append(took)
-        if rank == 0:
-            print(f"\rturn {repeat} of {config.repeats}", end="", file=sys.stderr, flush=True)
+    turns = take_turns(config.repeats, bench)
     if rank == 0:
-        print(file=sys.stderr)
-        measured = {"bytes": bench.saved.num_bytes, "tensors": len(bench.saved.local), "seconds": seconds}
+        measured = {"bytes": bench.saved.num_bytes, "tensors": len(bench.saved.local), "turns": turns}
         (directory / "measured.json").write_text(json.dumps(measured))
     if config.ranks > 1:
         dist.destroy_process_group()
 
 
-def take_turn(contender: Contender, bench: Bench) -> float:
-    """Seconds from when all ranks start to when all are through."""
+def take_turns(repeats: int, bench: Bench) -> dict[str, list[Turn]]:
+    """The turns of every contender, one after the other, after one that warms up."""
+    turns: dict[str, list[Turn]] = {contender.name: [] for contender in CONTENDERS}
+    for repeat in range(repeats + 1):
+        for contender in CONTENDERS:
+            turns[contender.name].append(take_turn(contender, bench))
+        if bench.world.rank == 0:
+            print(f"\rturn {repeat} of {repeats}", end="", file=sys.stderr, flush=True)
+    if bench.world.rank == 0:
+        print(file=sys.stderr)
+    return {name: taken[1:] for name, taken in turns.items()}
+
+
+def take_turn(contender: Contender, bench: Bench) -> Turn:
+    """All ranks together."""
     contender.before(bench)
     wait_for_all()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     contender.run(bench)
     wait_for_all()
-    took = time.perf_counter() - start
+    turn = Turn(time.perf_counter() - start, time.process_time() - cpu_start)
     contender.after(bench)
     wait_for_all()
-    return took
+    return turn
 
 
 def wait_for_all() -> None:
@@ -396,23 +409,25 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
 # --- reporting -----------------------------------------------------------------------------------------------
 
 
-def rows_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Speed of every contender: at the median, and in every turn."""
-    return [
-        {"name": name, "mb_per_s": measured["bytes"] / median(seconds) / 1e6, "seconds": seconds}
-        for name, seconds in measured["seconds"].items()
-    ]
+def rows_of(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By contender: speed at the median, and every turn's times."""
+    rows = {}
+    for name, turns in measured["turns"].items():
+        seconds, cpu_seconds = map(list, zip(*turns))
+        speed = measured["bytes"] / median(seconds) / 1e6
+        rows[name] = {"mb_per_s": speed, "seconds": seconds, "cpu_seconds": cpu_seconds}
+    return rows
 
 
-def comparisons_of(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+def comparisons_of(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Ratios turn by turn, their median, and whether it is what it should be."""
     found = []
-    for row in COMPARISONS:
-        mine, theirs = measured["seconds"][row.name], measured["seconds"][row.reference]
+    for comparison in COMPARISONS:
+        mine, theirs = rows[comparison.name]["seconds"], rows[comparison.reference]["seconds"]
         ratios = [reference / own for own, reference in zip(mine, theirs)]
         ratio = median(ratios)
-        is_met = None if row.aim is None else ratio >= row.aim
-        found.append({**asdict(row), "ratio": ratio, "is_met": is_met, "ratios": ratios})
+        is_met = None if comparison.aim is None else ratio >= comparison.aim
+        found.append({**asdict(comparison), "ratio": ratio, "is_met": is_met, "ratios": ratios})
     return found
 
 
@@ -420,10 +435,10 @@ def print_tables(config: BenchmarkConfig, figures: Mapping[str, Any]) -> None:
     """Both tables; after each median the least and the most."""
     size = f"{figures['bytes'] / 1e6:,.1f} MB in {figures['tensors']} tensors"
     print(f"{size}, {config.ranks} rank{'s'[: config.ranks - 1]}, {config.repeats} turns\n")
-    print(f"{'':30}{'MB/s':>8}{'seconds':>9}{'least':>8}{'most':>8}")
-    for row in figures["rows"]:
+    print(f"{'':30}{'MB/s':>8}{'seconds':>9}{'least':>8}{'most':>8}{'CPU s':>8}")
+    for name, row in figures["rows"].items():
         least, middle, most = min(row["seconds"]), median(row["seconds"]), max(row["seconds"])
-        print(f"{row['name']:30}{row['mb_per_s']:8.0f}{middle:9.3f}{least:8.3f}{most:8.3f}")
+        print(f"{name:30}{row['mb_per_s']:8.0f}{middle:9.3f}{least:8.3f}{most:8.3f}{median(row['cpu_seconds']):8.3f}")
     print(f"\n{'times as fast as':42}{'ratio':>8}{'least':>8}{'most':>8}  aim")
     for row in figures["comparisons"]:
         ratios = f"{row['ratio']:8.3f}{min(row['ratios']):8.3f}{max(row['ratios']):8.3f}"
@@ -447,14 +462,15 @@ def main() -> int:
     except UserError as error:
         report_error(error, rank=0)
         return 1
+    rows = rows_of(measured)
     figures = {
         "machine": platform.machine(),
         "torch": torch.__version__,
         "flags": asdict(config),
         "bytes": measured["bytes"],
         "tensors": measured["tensors"],
-        "rows": rows_of(measured),
-        "comparisons": comparisons_of(measured),
+        "rows": rows,
+        "comparisons": comparisons_of(rows),
     }
     print_tables(config, figures)
     if config.json is not None:
