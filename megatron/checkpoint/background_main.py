@@ -29,7 +29,6 @@ from megatron.config.errors import CheckpointError
 OUTCOMES = ".written"
 """The directory, inside that of a save, in which every rank says what it has written."""
 _BLOCK = 16 << 20  # bytes written at a time
-_SYNCED = 1 << 30  # bytes after which a file is synced, so that a long sync at the end does not look like a stall
 _POLL_SECONDS = 0.05
 
 Job = Mapping[str, Any]
@@ -54,7 +53,7 @@ class Worker:
             content = memoryview(mmap.mmap(self._memory, job["bytes"], prot=mmap.PROT_READ))
             for start in range(0, len(content), _BLOCK):
                 file.write(content[start : start + _BLOCK])
-                self._progress(file, start)
+                self._report({"progress": start})
         self._announce(path, file.written, job["read_back"])
 
     def copy(self, job: Job) -> None:
@@ -68,7 +67,7 @@ class Worker:
         with explained("copy", source), source.open("rb", buffering=0) as original, DigestedFile(path) as file:
             while block := original.read(_BLOCK):
                 file.write(block)
-                self._progress(file, original.tell())
+                self._report({"progress": original.tell()})
         self._announce(path, file.written, read_back=True)
 
     def commit(self, job: Job) -> None:
@@ -92,11 +91,6 @@ class Worker:
                     "with tools/inspect_checkpoint.py --verify."
                 )
         commit(Path(job["directory"]), Path(job["root"]), job["iteration"], text)
-
-    def _progress(self, file: DigestedFile, position: int) -> None:
-        if position // _SYNCED != (position + _BLOCK) // _SYNCED:
-            file.sync()
-        self._report({"progress": position})
 
     def _announce(self, path: Path, file: WrittenFile, read_back: bool) -> None:
         """Tell the process that commits what was written, once it is sure to stay."""

@@ -6,7 +6,7 @@ Nothing here needs torch: the process that writes in the background imports this
 import errno
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ import xxhash
 from megatron.config.errors import CheckpointError
 
 _BLOCK = 4 << 20  # bytes read at a time
+SYNC_BYTES = 64 << 20
+"""So much is copied to the system before the disk is told to begin with it."""
 
 _REMEDIES = {
     errno.ENOSPC: "free some space or choose another directory",
@@ -90,29 +92,39 @@ class DigestedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._digest = xxhash.xxh3_128()
+        self._syncing: Future[None] | None = None
+        self._next_sync = SYNC_BYTES
 
     def __enter__(self) -> Self:
         """Create the file, which must not be there yet."""
         self._file = self._path.open("xb")
-        self._hashing = ThreadPoolExecutor(1)
+        # One hashes, one syncs.
+        self._workers = ThreadPoolExecutor(2)
         return self
 
     def write(self, content: bytes | memoryview) -> None:
         """Write the next bytes."""
         # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
-        hashed = self._hashing.submit(self._digest.update, content)
+        hashed = self._workers.submit(self._digest.update, content)
         self._file.write(content)
         hashed.result()
+        if self._file.tell() >= self._next_sync:
+            self._wait_for_sync()
+            # The disk works while more is copied, rather than after all is.
+            self._syncing = self._workers.submit(os.fsync, self._file.fileno())
+            self._next_sync = self._file.tell() + SYNC_BYTES
 
-    def sync(self) -> None:
-        """Bring what was written so far to stable storage."""
-        sync_file(self._file)
+    def _wait_for_sync(self) -> None:
+        # The system tells of an error once: the last sync would know nothing of that of an earlier one.
+        if self._syncing is not None:
+            self._syncing.result()
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         """Sync and close the file; after an exception only close it."""
-        with self._file, self._hashing:
+        with self._file, self._workers:
             if exception_type is None:
-                self.sync()
+                self._wait_for_sync()
+                sync_file(self._file)
                 self.written = WrittenFile(self._path.name, self._file.tell(), self._digest.hexdigest())
 
 

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,22 @@ def test_a_file_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_safetensors(path, {"x": torch.zeros(1)})
     assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize("failing", range(1, 6))  # after the header, after each of three tensors, and at the end
+def test_no_error_of_the_disk_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    """The disk works while more is copied, and the system tells of an error only once."""
+    sync, calls = os.fsync, count(1)
+
+    def fail_once(descriptor: int) -> None:
+        sync(descriptor)
+        if next(calls) == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("os.fsync", fail_once)
+    monkeypatch.setattr("megatron.checkpoint.files.SYNC_BYTES", 100)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_safetensors(tmp_path / "file.safetensors", {name: torch.zeros(50) for name in "abc"})
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
