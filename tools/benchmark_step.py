@@ -2,7 +2,8 @@
 """Speed and memory of one rank's share of a recipe, on one device.
 
 Layers as one of the recipe's tensor-parallel ranks has them, without communication, forward and backward; beside them
-the bound (their matrix products and attention alone) and, if asked for, Hugging Face's Llama of the same shape:
+the bounds (their matrix products and attention alone, by our operators and by torch's own) and, if asked for, Hugging
+Face's Llama of the same shape:
 
     python tools/benchmark_step.py --model llama3.1-405b --num-layers 2 --tensor-model-parallel-size 8
     --sequence-parallel --bf16 --seq-length 8192 --compare transformers
@@ -146,9 +147,10 @@ def take_turns(contenders: Sequence[Contender], config: BenchmarkConfig, device:
 
 
 def build_contenders(config: BenchmarkConfig, device: torch.device) -> list[Contender]:
-    """Ours first, the bound second."""
+    """Ours first, then the bounds."""
     samples = Samples.random(config.slice, device)
-    contenders = [our_slice(config.slice, samples, device, config.with_optimizer), bound(config.slice, device)]
+    contenders = [our_slice(config.slice, samples, device, config.with_optimizer)]
+    contenders += [bound(config.slice, device, is_ours) for is_ours in (True, False)]
     if config.compare == "transformers":
         for is_compiled in (False, True) if config.compile else (False,):
             contenders.append(transformers_slice(config.slice, samples, device, config.with_optimizer, is_compiled))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import LlamaConfig
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention import AttentionKernel, PartialAttention, TorchAttention
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""
@@ -59,7 +59,7 @@ class BareProducts:
 
 
 class BareAttention:
-    """Causal attention of every layer, by the fastest of torch's kernels."""
+    """Causal attention of every layer, by torch's own function or a kernel of ours."""
 
     def __init__(
         self,
@@ -69,23 +69,25 @@ class BareAttention:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         tensor_parallel_size: int = 1,
+        kernel: AttentionKernel | None = None,
     ) -> None:
         def random(heads: int) -> Tensor:
             shape = (batch, heads // tensor_parallel_size, length, model.kv_channels)
             return torch.randn(shape, dtype=dtype, device=device)
 
         self._num_layers = model.num_layers
-        self._kernel = choose_attention_kernel("auto", torch.device(device), dtype)
+        self._kernel = kernel or TorchAttention()
         self._query, self._grad = random(model.num_attention_heads), random(model.num_attention_heads)
         self._key, self._value = random(model.num_query_groups), random(model.num_query_groups)
-        self._attended = self._kernel.forward(self._query, self._key, self._value, is_causal=True)
+        self._attended: list[PartialAttention] = []
 
     def forward(self) -> None:
-        """Outputs."""
+        """Outputs, kept for backward."""
         for _ in range(self._num_layers):
-            self._attended = self._kernel.forward(self._query, self._key, self._value, is_causal=True)
+            self._attended.append(self._kernel.forward(self._query, self._key, self._value, is_causal=True))
 
     def backward(self) -> None:
         """Gradients of queries, keys and values."""
-        for _ in range(self._num_layers):
-            self._kernel.backward(self._grad, self._query, self._key, self._value, self._attended, is_causal=True)
+        while self._attended:
+            attended = self._attended.pop()
+            self._kernel.backward(self._grad, self._query, self._key, self._value, attended, is_causal=True)

@@ -1,4 +1,4 @@
-"""Whose steps are measured: this codebase's, Hugging Face's, and the bound."""
+"""Whose steps are measured: this codebase's, Hugging Face's, and the bounds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import ConfigError
 from megatron.core.model.llama import LlamaModel
+from megatron.core.ops.attention import TorchAttention, choose_attention_kernel
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.setup import build_data_parallel
@@ -124,13 +125,15 @@ def our_passes(config: SliceConfig, samples: Samples, model: LlamaModel) -> Pass
     return Passes(chunk, inputs, grad)
 
 
-def bound(config: SliceConfig, device: torch.device) -> Contender:
-    """The slice's matrix products, by the operator that our layers use, and its attention."""
+def bound(config: SliceConfig, device: torch.device, is_ours: bool) -> Contender:
+    """The slice's matrix products and attention alone, by torch's own functions or by the operators of our layers."""
     model, size = config.architecture, config.tensor_model_parallel_size
-    products = BareProducts(
-        linear_shapes(model, size, config.with_head), config.tokens, config.dtype, device, product=linear
+    shapes = linear_shapes(model, size, config.with_head)
+    kernel = choose_attention_kernel("auto", device, config.dtype) if is_ours else TorchAttention()
+    products = BareProducts(shapes, config.tokens, config.dtype, device, linear if is_ours else F.linear)
+    attention = BareAttention(
+        model, config.micro_batch_size, config.seq_length, config.dtype, device, size, kernel=kernel
     )
-    attention = BareAttention(model, config.micro_batch_size, config.seq_length, config.dtype, device, size)
 
     def forward() -> None:
         products.forward()
@@ -140,7 +143,7 @@ def bound(config: SliceConfig, device: torch.device) -> Contender:
         attention.backward()
         products.backward()
 
-    return Contender("bound", {"forward": forward, "backward": backward})
+    return Contender(f"bound, {'our' if is_ours else 'torch'} kernels", {"forward": forward, "backward": backward})
 
 
 def transformers_slice(
