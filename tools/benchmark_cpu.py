@@ -55,6 +55,7 @@ from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.training.launch import Process, prepare_cpu
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
+from tools.step_bound import BareAttention, BareProducts, Product, linear_shapes
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 16, 256
@@ -220,30 +221,18 @@ def transformers_eager(micro_batch_size: int, rank: int) -> Callable[[], None]:
     return step
 
 
-def bound(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[int, int], Callable[[], None]]:
+def bound(product: Product) -> Callable[[int, int], Callable[[], None]]:
     """The step's matrix products and attention, forward and backward, and nothing else."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
-        tokens = micro_batch_size * LENGTH
-        hidden, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
-        layer = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * ffn), (ffn, hidden)]
-        shapes = layer * MODEL.num_layers + [(hidden, MODEL.vocab_size)]
-        inputs = {shape: torch.randn(tokens, shape[0]) for shape in shapes}
-        outputs = {shape: torch.randn(tokens, shape[1]) for shape in shapes}
-        weights = {shape: torch.randn(shape[1], shape[0]) for shape in shapes}
-        heads = (micro_batch_size, MODEL.num_attention_heads, LENGTH, MODEL.kv_channels)
-        query, key, value = (torch.randn(heads, requires_grad=True) for _ in range(3))
-        grad = torch.randn(heads)
+        products = BareProducts(linear_shapes(MODEL), micro_batch_size * LENGTH, product=product)
+        attention = BareAttention(MODEL, micro_batch_size, LENGTH)
 
         def step() -> None:
             for _ in range(BATCH // micro_batch_size):
-                for shape in shapes:
-                    product(inputs[shape], weights[shape])
-                    product(outputs[shape], weights[shape].t())
-                    product(outputs[shape].t(), inputs[shape].t())
-                for _ in range(MODEL.num_layers):
-                    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-                    torch.autograd.grad(attended, (query, key, value), grad)
+                for part in (products, attention):
+                    part.forward()
+                    part.backward()
 
         return step
 

@@ -39,7 +39,7 @@ def parse_command_line(
             config, unknown = tyro.cli(
                 RunConfig,
                 args=list(arguments),
-                default=RunConfig(model=_preset_of(arguments) or model_defaults or ModelConfig()),
+                default=RunConfig(model=preset_of(arguments) or model_defaults or ModelConfig()),
                 description=DESCRIPTION,
                 prog="pretrain_llama.py",
                 config=(tyro.conf.OmitArgPrefixes,),
@@ -67,7 +67,8 @@ def _sentence_in(box: str) -> str:
     return f"{' '.join(words).rstrip('.') or box.strip()}; see --help."
 
 
-def _preset_of(arguments: Sequence[str]) -> ModelConfig | None:
+def preset_of(arguments: Sequence[str]) -> ModelConfig | None:
+    """The preset that ``--model`` names in ``arguments``."""
     name = None
     for flag, value in zip(arguments, [*arguments[1:], ""]):
         if flag == "--model":

@@ -253,6 +253,10 @@ ATTENTION_SHAPES = [
     (2, 4, 2, 17, 8),
     (1, 8, 1, 33, 4),
     (1, 6, 2, 5, 16),
+    # The CPU's kernel: one block of queries and one more, whole blocks, and more keys than it takes at a time.
+    (1, 2, 1, 65, 4),
+    (1, 1, 1, 192, 2),
+    (1, 1, 1, 513, 2),
 ]
 
 

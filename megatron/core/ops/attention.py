@@ -11,7 +11,7 @@ support; they are asked once, when the model is built.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,10 +113,17 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Gradients:
 
 
 class CpuFlashAttention:
-    """torch's flash attention for CPUs: scores never leave the cache; groups are not repeated."""
+    """torch's flash attention for CPUs: scores never leave the cache; groups are not repeated.
+
+    The kernel computes 512 keys at a time, those in the future included, so that a causal tile of up to 512 positions
+    costs as much as one without a mask. Such a tile is computed some queries after the other, each with the keys that
+    they see, and its gradients in fp32 or wider, for which the kernel is faster than for half precisions (both
+    measured: ``docs/performance.md``).
+    """
 
     name = "torch flash (CPU)"
     tells_log_sum_exp = True
+    _KEYS, _QUERIES = 512, 64
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Any dtype on the CPU."""
@@ -125,16 +132,55 @@ class CpuFlashAttention:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """Outputs and the log-sum-exp of the scores."""
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return PartialAttention(*attend(query, key, value, 0.0, is_causal))
+        if not self._goes_by_queries(query, is_causal):
+            return PartialAttention(*attend(query, key, value, 0.0, is_causal))
+        output = torch.empty_like(query)
+        log_sum_exp = torch.empty(
+            query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device
+        )
+        for queries, keys, mask in self._blocks(query):
+            part = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, False, attn_mask=mask)
+            output[:, :, queries], log_sum_exp[:, :, queries] = part
+        return PartialAttention(output, log_sum_exp)
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: PartialAttention, is_causal: bool
     ) -> Gradients:
         """Scores are computed again, block by block."""
-        grads: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, attended.output, attended.log_sum_exp, 0.0, is_causal
-        )
-        return grads
+        output, log_sum_exp = attended.output, attended.log_sum_exp
+        assert log_sum_exp is not None
+        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        if not self._goes_by_queries(query, is_causal):
+            grads: Gradients = differentiate(grad, query, key, value, output, log_sum_exp, 0.0, is_causal)
+            return grads
+        dtype, grad_query = query.dtype, torch.empty_like(query)
+        grad, query, key, value, output = (t.to(log_sum_exp.dtype) for t in (grad, query, key, value, output))
+        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+        for queries, keys, mask in self._blocks(query):
+            by_queries = (t[:, :, queries] for t in (grad, query, output, log_sum_exp))
+            some_grad, some_query, some_output, some_log_sum_exp = by_queries
+            seen_key, seen_value = key[:, :, keys], value[:, :, keys]
+            parts = differentiate(
+                some_grad, some_query, seen_key, seen_value, some_output, some_log_sum_exp, 0.0, False, attn_mask=mask
+            )
+            grad_query[:, :, queries] = parts[0]
+            grad_key[:, :, keys] += parts[1]
+            grad_value[:, :, keys] += parts[2]
+        return grad_query, grad_key.to(dtype), grad_value.to(dtype)
+
+    def _goes_by_queries(self, query: Tensor, is_causal: bool) -> bool:
+        return is_causal and self._QUERIES < query.shape[2] <= self._KEYS
+
+    def _blocks(self, query: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Queries ``[b, n, s, d]`` block by block, the keys up to the last of them, and what is added to the scores."""
+        length, size = query.shape[2], self._QUERIES
+        before = (length - 1) // size * size
+        # The last block's: it sees all keys before it, and of its own those up to the query. Others have fewer before.
+        mask = torch.zeros(size, before + size, dtype=query.dtype, device=query.device)
+        mask[:, before:] = torch.full((size, size), -math.inf, device=query.device).triu(1)
+        for start in range(0, length, size):
+            stop = min(start + size, length)
+            yield slice(start, stop), slice(stop), mask[: stop - start, before - start : before - start + stop]
 
 
 class CudaFlashAttention:

@@ -1,0 +1,88 @@
+"""Where the time of a step goes, by groups of kernels, and how much memory it takes."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+OTHER = "other"
+KERNEL_GROUPS: tuple[tuple[str, str], ...] = (
+    (OTHER, r"^autograd::|^torch::autograd|(?-i:Backward\d*$|^_[A-Z])"),
+    ("attention", r"flash|fmha|scaled_dot_product|attention|sdpa"),
+    ("optimizer", r"adam|sgd|multi_tensor|foreach"),
+    ("communication and copies", r"nccl|c10d|gloo|memcpy|memset|copy|clone|contiguous|cat(array|\b)|fill|zero|repeat"),
+    (
+        "matrix products",
+        r"gemm|gemv|splitk|cutlass|cublas|nvjet|xmma|wgmma|mkldnn::|aten::(b?mm|(b|ba)?addb?mm|linear|mv|addmv)_?\b",
+    ),
+    (
+        "norm and elementwise",
+        r"elementwise|reduce|norm|softmax|triton|cpp_fused|index|embedding|gather|scatter|masked|"
+        r"aten::(add(cmul|cdiv)?|sub|mul|div|neg|exp|log(sumexp)?|pow|r?sqrt|square|sum|mean|amax|max|silu|sigmoid|"
+        r"where|cos|sin|polar|lt|ge|le|gt|eq|ne|bitwise_\w+|logical_\w+)(_backward)?_?\b",
+    ),
+)
+"""Groups in the order in which they are tried, each with the pattern of its kernels' names: of torch's operators on a
+CPU, of CUDA kernels on a GPU. First what autograd calls its functions, which is not the work that they start."""
+
+
+def kernel_group(name: str) -> str:
+    """The group of a kernel (or, on a CPU, of an operator) by its name; ``other`` if no pattern fits.
+
+    On a CPU the rest is Python, autograd, and operators that compute nothing.
+    """
+    return next((group for group, pattern in KERNEL_GROUPS if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What the profiler saw of one step."""
+
+    seconds: dict[str, float]
+    """By kernel group, largest first; under the profiler, which slows small kernels."""
+    peak_bytes: int
+    """Most that the step had allocated at once, beyond what was there before it (CPU: what torch allocated, thus
+    without oneDNN's own memory; CUDA: by the caching allocator's count)."""
+
+
+def profile_step(step: Callable[[], None], device: torch.device) -> StepProfile:
+    """Run ``step`` twice, for its memory and under the profiler."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    cuda_peak = _peak_on_cuda(step, device) if on_gpu else 0
+    with profile(activities=activities, profile_memory=not on_gpu, acc_events=True) as profiled:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    return StepProfile(_seconds_by_group(profiled, on_gpu), cuda_peak if on_gpu else _peak_on_cpu(profiled))
+
+
+def _seconds_by_group(profiled: Any, on_gpu: bool) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for event in profiled.key_averages():
+        # On a GPU only kernels count, not the operators that launch them.
+        if (event.device_type == DeviceType.CUDA) == on_gpu:
+            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            group = kernel_group(event.key)
+            seconds[group] = seconds.get(group, 0.0) + own / 1e6
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _peak_on_cpu(profiled: Any) -> int:
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
+
+
+def _peak_on_cuda(step: Callable[[], None], device: torch.device) -> int:
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return torch.cuda.max_memory_allocated(device) - before
