@@ -20,11 +20,13 @@ from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
+from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor, ReadDocuments
@@ -101,6 +103,7 @@ def build_trainer(
         rank=topology.rank,
         device=topology.device,
         flags=dataclasses.asdict(config),
+        fp8=model.context.fp8,
     )
     resume(state, saved, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
@@ -189,7 +192,13 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=merges)
     weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
     context = BuildContext(
-        parallel, dtype, topology.device, kernel, context_parallel=context_parallel, weights_device=weights_device
+        parallel,
+        dtype,
+        topology.device,
+        kernel,
+        context_parallel=context_parallel,
+        weights_device=weights_device,
+        fp8=build_fp8(config, topology),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
@@ -197,6 +206,20 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     placement = placement_of(schedule, stages, chunks)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     return LlamaModel(architecture, context, mine)
+
+
+def build_fp8(config: RunConfig, topology: Topology) -> Fp8Scaling | None:
+    """The scales of FP8 linear layers, if ``--fp8-format`` asks for them."""
+    if config.precision.fp8_format is None:
+        return None
+    if not supports_fp8(topology.device):
+        raise ConfigError(
+            f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
+            f"{device_name(topology.device)} is not: remove it."
+        )
+    # Beside weights that are gathered and freed layer by layer, quantised copies of all would be kept in vain.
+    keeps_weights = not shards_weights(config.parallel, topology)
+    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights)
 
 
 def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
@@ -338,6 +361,8 @@ def precision_name(config: RunConfig) -> str:
     """The precision in the words of the peak table."""
     if config.precision.fp64:
         return "fp64"
+    if config.precision.fp8_format is not None:
+        return "fp8"
     return "bf16" if config.precision.bf16 else "fp32"
 
 
@@ -371,6 +396,8 @@ def describe_run(
         f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {precision_name(config)}, "
         f"attention: {model.context.attention_kernel.name}"
     )
+    if model.context.fp8 is not None:
+        say(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
     if topology.rank == 0:
         describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
     if config.parallel.sequence_parallel and grid.tp == 1:
@@ -378,6 +405,20 @@ def describe_run(
     say(
         f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{num_microbatches} microbatches per rank"
+    )
+
+
+def describe_fp8(fp8: Fp8Scaling, num_layers: int) -> str:
+    """What is in FP8, and how it is scaled."""
+    config = fp8.config
+    layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
+    scaling = "scales of the tensors at hand"
+    if fp8.is_delayed:
+        history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
+        scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
+    return (
+        f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
+        "torch._scaled_mm; the rest in bf16"
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.data.loader import Microbatch
@@ -62,6 +63,7 @@ def train_step(
     ranks: Communicator,
     timers: Timers,
     count_zeros: bool = False,
+    fp8: Fp8Scaling | None = None,
 ) -> StepOutcome:
     """One iteration over ``num_microbatches`` of ``microbatches``; a loss that is not finite makes no update.
 
@@ -69,6 +71,8 @@ def train_step(
     good range until the number of unmasked ones is known. ``ranks`` are those whose losses add up: the
     data-parallel ranks and the stages, of which only the last has a loss.
     """
+    if fp8 is not None:
+        fp8.start_step()
     data_parallel.start_gradients(num_microbatches)
     with timers("forward-backward"):
         sums = executor.train(microbatches, num_microbatches, 1.0 / expected_tokens)
@@ -77,6 +81,8 @@ def train_step(
         pending_loss = ranks.start_all_reduce(sums)
         data_parallel.finish_gradients()
         loss = TokenLoss(*pending_loss.wait().tolist())
+    if fp8 is not None:
+        fp8.finish_step()
     if not math.isfinite(loss.mean):
         return StepOutcome(loss.mean, math.nan, is_skipped=True, num_zeros=None)
     with timers("optimizer"):
