@@ -278,12 +278,22 @@ def test_a_step_sees_the_weights_that_it_began_with(keeps_weights: bool) -> None
     """A weight is quantised once a step where that may be kept, and again where the weight itself is not kept."""
     linear, scaling = row_layer(HYBRID, keeps_weights)
     weight_gradient_of_a_step(linear, scaling, torch.ones(16, 1, 32))
-    before = linear(layer_inputs())
+
+    def both_ways() -> tuple[Tensor, Tensor]:
+        inputs = layer_inputs().requires_grad_()
+        output = linear(inputs)
+        (gradient,) = torch.autograd.grad(output, inputs, torch.ones_like(output))
+        return output, gradient
+
+    before = both_ways()
     with torch.no_grad():
         linear.weight.mul_(1.5)
-    assert torch.equal(before, linear(layer_inputs())) is keeps_weights
+    within = both_ways()
     scaling.start_step()
-    assert not torch.equal(before, linear(layer_inputs()))
+    after = both_ways()
+    for one, other, updated in zip(before, within, after):
+        assert torch.equal(one, other) is keeps_weights
+        assert not torch.equal(one, updated)
 
 
 def test_evaluations_and_repeated_forward_passes_leave_no_trace() -> None:

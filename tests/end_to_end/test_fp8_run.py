@@ -105,6 +105,13 @@ def fp8_state(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in file.items() if name.startswith("fp8/")}
 
 
+def test_layers_at_the_ends_have_no_scales(corpus: Corpus, tmp_path: Path) -> None:
+    ends: dict[str, FlagValue] = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2}
+    once: dict[str, FlagValue] = {"num_layers": 4, "train_iters": 1, "lr_warmup_iters": 0}
+    train(corpus, tmp_path, **{**DELAYED, **ends, **once}, save=tmp_path)
+    assert {name.split(".")[1] for name in fp8_state(checkpoint_of(tmp_path, 1))} == {"1"}
+
+
 def test_two_ranks_go_on_with_the_scales_of_one(corpus: Corpus, in_one_go: Path, tmp_path: Path) -> None:
     """Scales are those of whole tensors, by names that know of no layout."""
     where = {"save": tmp_path, "load": in_one_go, "metrics_jsonl": tmp_path / "metrics.jsonl"}
