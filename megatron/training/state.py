@@ -21,7 +21,7 @@ from megatron.checkpoint.checkpointing import (
 )
 from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
 from megatron.checkpoint.finding import find_checkpoint
-from megatron.checkpoint.names import MASTER, MODEL
+from megatron.checkpoint.names import FP8, MASTER, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import Saving
 from megatron.config.checkpoint import CheckpointConfig
@@ -71,7 +71,7 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
 
 def fp8_tensors(fp8: Fp8Scaling | None) -> dict[str, Tensor]:
     """Scales and amax histories by the global name of their linear layer."""
-    return {} if fp8 is None else {f"fp8/{name}": tensor for name, tensor in fp8.state().items()}
+    return {} if fp8 is None else {f"{FP8}{name}": tensor for name, tensor in fp8.state().items()}
 
 
 def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ class RunState:
         fp8_states = self._saved_fp8_states(saved)
         load_checkpoint(saved.root, saved.iteration, tensors | fp8_states | (random_states if with_random else {}))
         if self.fp8 is not None:
-            self.fp8.load({name.removeprefix("fp8/"): tensor for name, tensor in fp8_states.items()})
+            self.fp8.load({name.removeprefix(FP8): tensor for name, tensor in fp8_states.items()})
         if with_random:
             restore_random(random_states, self.rank, self.device)
         if with_optimizer:
