@@ -9,6 +9,9 @@ from megatron.config.ranges import require_at_least, require_fraction, require_p
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
 """The formats in which a model computes."""
 
+FP8_UNIT = 16
+"""Sizes of matrices that are multiplied in FP8 are multiples of this."""
+
 BF16_SPACING = 2.0**-7
 """Largest relative distance of neighbouring bf16 numbers."""
 
@@ -164,6 +167,24 @@ class PrecisionConfig:
     """Compute in bf16; master weights, and by default gradients, in fp32."""
     fp16: bool = False
     """Compute in fp16, with a loss scale; master weights, and by default gradients, in fp32."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Multiply in FP8 in the linear layers of the transformer layers, all else under --bf16: in e4m3, or (hybrid) in
+    e4m3 with gradients of outputs in e5m2, which has more range and fewer bits. See docs/precision.md."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """Where scales come from: a tensor's magnitudes in past steps (delayed), or the tensor itself (tensorwise).
+    blockwise and mxfp8 need Transformer Engine."""
+    fp8_margin: int = 0
+    """Delayed scaling leaves this many powers of two of the range free."""
+    fp8_amax_history_len: int = 1
+    """Steps whose magnitudes delayed scaling remembers (1024 is common)."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Which of these sets the scale: the newest, or the largest."""
+    first_last_layers_bf16: bool = False
+    """Keep the linear layers of the first and the last transformer layers in bf16 under --fp8-format."""
+    num_layers_at_start_in_bf16: int = 1
+    """How many at the start, with --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: int = 1
+    """How many at the end, with --first-last-layers-bf16."""
     fp64: bool = False
     """Verification: everything in fp64, so that every layout equals one process to 1e-9."""
     loss_scale: float | None = None
@@ -197,6 +218,7 @@ class PrecisionConfig:
                 "--no-accumulate-allreduce-grads-in-fp32 is not supported, since gradients are accumulated in fp32: "
                 "remove it."
             )
+        self._check_fp8()
 
     def _check_loss_scale(self) -> None:
         require_positive(
@@ -231,6 +253,41 @@ class PrecisionConfig:
                 "change one of them."
             )
 
+    def _check_fp8(self) -> None:
+        require_at_least(1, {"--fp8-amax-history-len": self.fp8_amax_history_len})
+        require_at_least(
+            0,
+            {
+                "--fp8-margin": self.fp8_margin,
+                "--num-layers-at-start-in-bf16": self.num_layers_at_start_in_bf16,
+                "--num-layers-at-end-in-bf16": self.num_layers_at_end_in_bf16,
+            },
+        )
+        default = PrecisionConfig()
+        delayed = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+        ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        for needed, is_there, names in (
+            ("--fp8-format", self.fp8_format is not None, ("fp8_recipe", *delayed, "first_last_layers_bf16", *ends)),
+            ("--fp8-recipe delayed", self.fp8_recipe == "delayed", delayed),
+            ("--first-last-layers-bf16", self.first_last_layers_bf16, ends),
+        ):
+            for name in names:
+                if not is_there and getattr(self, name) != getattr(default, name):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} has no effect without {needed}: add it, or remove the flag."
+                    )
+        if self.fp8_format is not None and not self.bf16:
+            remedy = "add --bf16" if self.name == "fp32" else f"use --bf16 instead of --{self.name}"
+            raise ConfigError(
+                f"--fp8-format {self.fp8_format} multiplies in FP8 and does everything else in bf16: {remedy}."
+            )
+        if self.fp8_recipe in ("blockwise", "mxfp8"):
+            hardware = "Hopper" if self.fp8_recipe == "blockwise" else "Blackwell"
+            raise ConfigError(
+                f"--fp8-recipe {self.fp8_recipe} needs kernels that Transformer Engine has on {hardware}, and "
+                "--transformer-impl local does not: use delayed or tensorwise."
+            )
+
     @property
     def has_dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the gradients."""
@@ -244,3 +301,8 @@ class PrecisionConfig:
         if self.fp16:
             return "fp16"
         return "bf16" if self.bf16 else "fp32"
+
+    @property
+    def product_name(self) -> PrecisionName | Literal["fp8"]:
+        """The format in which linear layers multiply, by whose peak MFU goes."""
+        return self.name if self.fp8_format is None else "fp8"

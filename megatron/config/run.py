@@ -10,7 +10,7 @@ from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import FP8_UNIT, LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import SCHEDULES, PipelineConfig
 from megatron.config.training import TrainingConfig, ValidationConfig
@@ -218,6 +218,39 @@ def _check_formats(run: RunConfig, world_size: int) -> None:
         raise ConfigError("--fp64 keeps everything in fp64: remove it, or --use-precision-aware-optimizer.")
 
 
+def _check_fp8(run: RunConfig, world_size: int) -> None:
+    if run.precision.fp8_format is None:
+        return
+    size, context_size = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
+    length, samples = run.data.seq_length or FP8_UNIT, run.training.micro_batch_size or FP8_UNIT
+    model = run.model.resolve(1, size, length)
+    on_each_rank = {
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size / --tensor-model-parallel-size": model.ffn_hidden_size // size,
+        "--num-attention-heads x --kv-channels / --tensor-model-parallel-size": model.query_size // size,
+        "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels / --tensor-model-parallel-size": (
+            (model.query_size + 2 * model.key_value_size) // size
+        ),
+        "--micro-batch-size x --seq-length / --context-parallel-size": samples * length // context_size,
+    }
+    for formula, value in on_each_rank.items():
+        if value % FP8_UNIT:
+            raise ConfigError(
+                f"FP8 products take sizes that are multiples of {FP8_UNIT}, but {formula} is {value}: change one of "
+                "them, or remove --fp8-format."
+            )
+    _check_layers_in_bf16(run.precision, model.num_layers)
+
+
+def _check_layers_in_bf16(precision: PrecisionConfig, num_layers: int) -> None:
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and start + end >= num_layers:
+        raise ConfigError(
+            f"--first-last-layers-bf16 keeps {start} + {end} of {num_layers} layers in bf16, so that --fp8-format has "
+            "none left: lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format."
+        )
+
+
 def _check_fully_sharded(run: RunConfig, world_size: int) -> None:
     stages = run.parallel.pipeline_model_parallel_size
     copies = run.data_parallel_size(world_size) * run.parallel.context_parallel_size
@@ -280,4 +313,5 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_pipeline,
     _check_activations,
     _check_fully_sharded,
+    _check_fp8,
 )

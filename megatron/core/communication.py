@@ -57,6 +57,10 @@ class Pending:
             work.wait()
         return self._finish()
 
+    def then(self, change: Callable[[Tensor], Tensor]) -> "Pending":
+        """The result after ``change``."""
+        return Pending(self._works, lambda: change(self._finish()))
+
 
 class _Awaited:
     """A piece of work that a thread waits for, because gloo does not tell whether a send is complete."""
@@ -176,6 +180,11 @@ class Communicator:
         """
         if self.size == 1:
             return Pending((), lambda: tensor if output is None else output.copy_(tensor))
+        if tensor.is_floating_point() and tensor.itemsize == 1:
+            # Not every backend knows FP8, and to gather it is to copy bytes.
+            assert output is None
+            dtype = tensor.dtype
+            return self.start_all_gather(tensor.view(torch.uint8)).then(lambda gathered: gathered.view(dtype))
         if output is None:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self._record("all_gather", output)

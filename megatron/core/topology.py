@@ -143,6 +143,11 @@ class Topology:
         return self.communicator("cp", "pp", "dp")
 
     @property
+    def stage_ranks(self) -> Communicator:
+        """Ranks that compute with the same layers: all of them but those of other stages."""
+        return self.communicator("tp", "cp", "dp")
+
+    @property
     def tensor_parallel(self) -> Communicator:
         """Ranks that share every layer."""
         return self.communicator("tp")

@@ -153,7 +153,8 @@ def resolve_peak(
         return peak_tflops, f"MFU is relative to {peak_tflops:g} TFLOP/s, given by --peak-tflops."
     if device_name is None:
         measured = measured_peak_tflops(dtype)
-        return measured, f"MFU is relative to {measured:.3g} TFLOP/s, measured on this CPU ({dtype} product)."
+        probe = "bf16" if dtype == "fp8" else dtype
+        return measured, f"MFU is relative to {measured:.3g} TFLOP/s, measured on this CPU ({probe} product)."
     known = device_peak_tflops(device_name, dtype)
     if known is None:
         return None, f"MFU is not reported: no {dtype} peak of {device_name} is known; give --peak-tflops."

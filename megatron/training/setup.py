@@ -21,11 +21,13 @@ from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
+from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
@@ -104,6 +106,7 @@ def build_trainer(
         rank=topology.rank,
         device=topology.device,
         flags=dataclasses.asdict(config),
+        fp8=model.context.fp8,
     )
     resume(state, saved, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
@@ -200,6 +203,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
         context_parallel=context_parallel,
         weights_device=weights_device,
         activations=config.activations,
+        fp8=build_fp8(config, topology),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
@@ -207,6 +211,20 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     placement = placement_of(schedule, stages, chunks)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     return LlamaModel(architecture, context, mine)
+
+
+def build_fp8(config: RunConfig, topology: Topology) -> Fp8Scaling | None:
+    """The scales of FP8 linear layers, if ``--fp8-format`` asks for them."""
+    if config.precision.fp8_format is None:
+        return None
+    if not supports_fp8(topology.device):
+        raise ConfigError(
+            f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
+            f"{device_name(topology.device)} is not: remove it."
+        )
+    # Beside weights that are gathered and freed layer by layer, quantised copies of all would be kept in vain.
+    keeps_weights = not shards_weights(config.parallel, topology)
+    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights)
 
 
 def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
@@ -310,7 +328,7 @@ def build_listeners(
     say: Say,
 ) -> list[Listener]:
     """Listeners in the order in which they hear of an event: checkpoints last, since evaluation may take long."""
-    peak, source = resolve_peak(device_name(topology.device), config.precision.name, config.logging.peak_tflops)
+    peak, source = resolve_peak(device_name(topology.device), config.precision.product_name, config.logging.peak_tflops)
     say(source)
     flops = model_flops_per_token(
         num_layers=architecture.num_layers,
@@ -374,6 +392,8 @@ def describe_run(
         f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}, "
         f"attention: {model.context.attention_kernel.name}"
     )
+    if model.context.fp8 is not None:
+        say(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
     if topology.rank == 0:
         describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
     if config.activations != ActivationConfig():
@@ -403,6 +423,20 @@ def describe_activations(activations: ActivationConfig) -> str:
     if activations.cpu_offloading_num_layers:
         words.append(f"what the first {activations.cpu_offloading_num_layers} layers of a chunk keep is on the host")
     return "; ".join(words)
+
+
+def describe_fp8(fp8: Fp8Scaling, num_layers: int) -> str:
+    """What is in FP8, and how it is scaled."""
+    config = fp8.config
+    layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
+    scaling = "scales of the tensors at hand"
+    if fp8.is_delayed:
+        history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
+        scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
+    return (
+        f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
+        "torch._scaled_mm; the rest in bf16"
+    )
 
 
 def describe_pipeline(config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, say: Say) -> None:

@@ -21,7 +21,7 @@ from megatron.checkpoint.checkpointing import (
 )
 from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
 from megatron.checkpoint.finding import find_checkpoint
-from megatron.checkpoint.names import MASTER, MODEL
+from megatron.checkpoint.names import FP8, MASTER, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import Saving
 from megatron.config.checkpoint import CheckpointConfig
@@ -30,6 +30,7 @@ from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
@@ -67,6 +68,11 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
         for state in optimizer.state()
         if with_copies or state.info.tied_end != "head"
     }
+
+
+def fp8_tensors(fp8: Fp8Scaling | None) -> dict[str, Tensor]:
+    """Scales and amax histories by the global name of their linear layer."""
+    return {} if fp8 is None else {f"{FP8}{name}": tensor for name, tensor in fp8.state().items()}
 
 
 def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
@@ -189,6 +195,7 @@ class RunState:
     rank: int
     device: torch.device
     flags: Mapping[str, Any]
+    fp8: Fp8Scaling | None = None
 
     def save(self, config: CheckpointConfig, saving: Saving | None = None) -> Path:
         """Save under ``--save``, at once or as ``saving`` does it; all ranks call it."""
@@ -196,6 +203,7 @@ class RunState:
         tensors = model_tensors(self.data_parallel.stored_weights, with_copies=False)
         if config.save_optim:
             tensors |= optimizer_tensors(self.optimizer, with_copies=False)
+        tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in fp8_tensors(self.fp8).items()}
         if config.save_rng:
             tensors |= random_tensors(self.rank, self.device)
         state = {
@@ -219,7 +227,10 @@ class RunState:
         tensors = self._wanted_tensors(saved, with_optimizer)
         random_states = random_tensors(self.rank, self.device)
         with_random = config.load_rng and not weights_only and random_states.keys() <= saved.shapes.keys()
-        load_checkpoint(saved.root, saved.iteration, tensors | (random_states if with_random else {}))
+        fp8_states = self._saved_fp8_states(saved)
+        load_checkpoint(saved.root, saved.iteration, tensors | fp8_states | (random_states if with_random else {}))
+        if self.fp8 is not None:
+            self.fp8.load({name.removeprefix(FP8): tensor for name, tensor in fp8_states.items()})
         if with_random:
             restore_random(random_states, self.rank, self.device)
         if with_optimizer:
@@ -249,6 +260,14 @@ class RunState:
             fill_from_hugging_face(source, weights + masters)
 
         together(world, fill)
+
+    def _saved_fp8_states(self, saved: SavedRun) -> dict[str, Tensor]:
+        """Room for what the checkpoint knows of this rank's FP8 layers; a run without FP8 left nothing."""
+        return {
+            name: tensor.new_empty(saved.shapes[name])
+            for name, tensor in fp8_tensors(self.fp8).items()
+            if name in saved.shapes
+        }
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.data_parallel.stored_weights)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -67,6 +68,7 @@ def train_step(
     ranks: Communicator,
     timers: Timers,
     count_zeros: bool = False,
+    fp8: Fp8Scaling | None = None,
 ) -> StepOutcome:
     """One iteration over ``num_microbatches`` of ``microbatches``; a loss or gradients that are not finite make no
     update.
@@ -77,6 +79,8 @@ def train_step(
     data-parallel ranks and the stages, of which only the last has a loss.
     """
     scale = loss_scaler.scale
+    if fp8 is not None:
+        fp8.start_step()
     data_parallel.start_gradients(num_microbatches)
     with timers("forward-backward"):
         sums = executor.train(microbatches, num_microbatches, scale / expected_tokens)
@@ -85,6 +89,9 @@ def train_step(
         pending_loss = ranks.start_all_reduce(sums)
         data_parallel.finish_gradients()
         loss = TokenLoss(*pending_loss.wait().tolist())
+    if fp8 is not None:
+        # Of a step that is skipped, too: its finite magnitudes tell what the next needs.
+        fp8.finish_step()
     if not math.isfinite(loss.mean):
         return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_zeros=None)
     with timers("optimizer"):

@@ -100,6 +100,7 @@ class Trainer:
             ranks=self.topology.loss_ranks,
             timers=self.timers,
             count_zeros=self.count_zeros,
+            fp8=self.state.fp8,
         )
         if outcome.is_fault and self.check_for_nan:
             raise UserError(

@@ -1,6 +1,7 @@
 """What layers keep for their backward pass, with all activations kept, recomputed, or in the host's memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from weakref import ref
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
 from megatron.config.model import LlamaConfig
+from megatron.config.optimizer import PrecisionConfig
 from megatron.config.stages import VirtualStage
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import HeldGradient, compute_held
@@ -64,14 +66,20 @@ def on_host(layers: int) -> ActivationConfig:
     return ActivationConfig(cpu_offloading_num_layers=layers)
 
 
-def build(activations: ActivationConfig) -> tuple[LlamaModel, LlamaChunk, ParameterBuffer]:
+FP8 = PrecisionConfig(bf16=True, fp8_format="hybrid")
+
+
+def build(
+    activations: ActivationConfig, fp8: PrecisionConfig | None = None
+) -> tuple[LlamaModel, LlamaChunk, ParameterBuffer]:
     """The layers between embedding and head, with a gradient buffer."""
     middle = VirtualStage(range(LAYERS), has_embedding=False, has_head=False)
-    model = build_model(MODEL, context(single_process(), Layout(activations=activations)), 1, [middle])
+    built_in = context(single_process(), Layout(activations=activations), precision=fp8)
+    model = build_model(MODEL, built_in, 1, [middle])
     (chunk,) = model.chunks
     assert isinstance(chunk, LlamaChunk)
     with torch.no_grad():
-        # The rotations, which stay.
+        # The rotations, which stay, as quantised weights do.
         chunk(torch.zeros(LENGTH, ROWS, H, dtype=torch.float64))
     return model, chunk, ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
 
@@ -119,6 +127,32 @@ def test_between_forward_and_backward_that_much_is_kept(mode: str) -> None:
     assert numbers(watch) == expected - H
     torch.autograd.backward(edge, gradient)
     assert numbers(watch) == 0, "something outlives the backward pass"
+
+
+FP8_KEPT = {
+    "everything": (ActivationConfig(), ALL - 2 * H - F, 2 * H + Q + F, 4),
+    "mlp_act": (selective("mlp_act"), ALL - 2 * H - F, 2 * H + Q, 3),
+    "layernorm": (selective("layernorm"), ALL - 2 * H - F - 2, Q + F, 2),
+    "full": (full("uniform", 1), H, 0, 0),
+}
+"""Numbers per token and layer, numbers of one byte, and scales per layer."""
+
+
+@pytest.mark.parametrize("mode", FP8_KEPT)
+def test_in_fp8_the_inputs_of_linear_layers_are_bytes(mode: str) -> None:
+    """That of the output projection beside attention's own; and on the host are neither scales nor weights."""
+    activations, numbers_kept, bytes_kept, scales = FP8_KEPT[mode]
+    _, chunk, _ = build(activations, FP8)
+    hidden = received()
+    with StorageWatch() as watch:
+        _, gradient = forward(chunk, hidden)
+    expected = LAYERS * LENGTH * ROWS * (ITEM * numbers_kept + bytes_kept) - hidden.nbytes
+    assert watch.live_bytes() - gradient.nbytes == expected + LAYERS * scales * 4
+    _, chunk, _ = build(replace(activations, cpu_offloading_num_layers=LAYERS), FP8)
+    sent: list[int] = []
+    chunk.copies = HostCopies(CPU, WatchedCopies(sent.append), PlainCopies())
+    forward(chunk, hidden)
+    assert sum(sent) == expected + hidden.nbytes
 
 
 def peak(activations: ActivationConfig) -> float:

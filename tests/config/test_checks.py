@@ -63,6 +63,7 @@ AT_LEAST_ONE = [
     "--hysteresis",
     "--seq-length",
     "--vocab-size",
+    "--fp8-amax-history-len",
     "--lr-decay-iters",
     "--lr-decay-samples",
     "--lr-wsd-decay-iters",
@@ -84,6 +85,9 @@ NOT_NEGATIVE = [
     "--manual-gc-interval",
     "--tiktoken-num-special-tokens",
     "--cpu-offloading-num-layers",
+    "--fp8-margin",
+    "--num-layers-at-start-in-bf16",
+    "--num-layers-at-end-in-bf16",
 ]
 POSITIVE = [
     "--rotary-base",
@@ -96,6 +100,8 @@ POSITIVE = [
     "--min-loss-scale",
 ]
 BELOW_ONE = ["--adam-beta1", "--adam-beta2", "--sgd-momentum", "--lr-warmup-fraction"]
+
+FP8 = f"{GOOD} --bf16 --fp8-format hybrid"
 
 BAD: list[Row] = [
     *((f"{GOOD} {flag} 0", 1, f"{flag} 0 must be at least 1") for flag in AT_LEAST_ONE),
@@ -515,6 +521,42 @@ BAD: list[Row] = [
         for flag, beta in (("--exp-avg-dtype", "--adam-beta1"), ("--exp-avg-sq-dtype", "--adam-beta2"))
     ),
     (f"{GOOD} --no-accumulate-allreduce-grads-in-fp32", 1, "--no-accumulate-allreduce-grads-in-fp32 ... fp32"),
+    # FP8.
+    (f"{GOOD} --fp8-format e4m3", 1, "--fp8-format e4m3 ... add --bf16"),
+    (f"{GOOD} --fp16 --fp8-format e4m3", 1, "--fp8-format e4m3 ... use --bf16 instead of --fp16"),
+    (f"{FP8} --fp64", 1, "--bf16 and --fp64 exclude ... remove one"),
+    (f"{FP8} --fp8-recipe blockwise", 1, "--fp8-recipe blockwise ... Transformer Engine ... Hopper ... use delayed or"),
+    (f"{FP8} --fp8-recipe mxfp8", 1, "--fp8-recipe mxfp8 ... Transformer Engine ... Blackwell ... use delayed or"),
+    *(
+        (f"{GOOD} --bf16 {flag}", 1, f"{flag.split()[0]} has no effect without --fp8-format: add it, or remove")
+        for flag in ("--fp8-recipe tensorwise", "--fp8-margin 1", "--first-last-layers-bf16")
+    ),
+    *(
+        (f"{FP8} --fp8-recipe tensorwise {flag}", 1, f"{flag.split()[0]} has no effect without --fp8-recipe delayed")
+        for flag in ("--fp8-margin 1", "--fp8-amax-history-len 16", "--fp8-amax-compute-algo max")
+    ),
+    *(
+        (f"{FP8} --num-layers-at-{end}-in-bf16 2", 1, f"--num-layers-at-{end}-in-bf16 ... --first-last-layers-bf16")
+        for end in ("start", "end")
+    ),
+    *(
+        (
+            f"{FP8} --first-last-layers-bf16 --num-layers-at-{end}-in-bf16 3",
+            1,
+            "--first-last-layers-bf16 keeps ... of 4",
+        )
+        for end in ("start", "end")
+    ),
+    (f"{FP8} --hidden-size 136 --kv-channels 16", 1, "multiples of 16, but --hidden-size is 136"),
+    (f"{FP8} --tensor-model-parallel-size 4 --ffn-hidden-size 416", 4, "--ffn-hidden-size ... is 104"),
+    (f"{FP8} --tensor-model-parallel-size 4 --kv-channels 4", 4, "--num-attention-heads x --kv-channels ... is 8"),
+    (
+        f"{FP8} --tensor-model-parallel-size 2 --kv-channels 4 --num-query-groups 2",
+        2,
+        "2 x --num-query-groups ... is 24",
+    ),
+    (f"{FP8} --micro-batch-size 1 --seq-length 72", 1, "--micro-batch-size x --seq-length ... is 72"),
+    (f"{FP8} --context-parallel-size 4 --micro-batch-size 1 --seq-length 96", 4, "--context-parallel-size is 24"),
     # Data and tokenizer.
     (f"{GOOD} --data-path corpus", 1, "--data-path and --mock-data exclude ... drop one"),
     (
@@ -642,6 +684,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --fp16 --loss-scale 4096 --grad-reduce-in-bf16", 2),
         (f"{GOOD} --loss-scale 4096", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
+        (f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
+        (f"{FP8} --fp8-margin 1 --fp8-amax-history-len 1024 --fp8-amax-compute-algo max", 1),
+        (f"{FP8} --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),
         (f"{GOOD} --recompute-activations --recompute-granularity selective --cpu-offloading-num-layers 4", 1),
         (f"{GOOD} {UNIFORM} 4 --distribute-saved-activations --tensor-model-parallel-size 2", 2),

@@ -107,6 +107,13 @@ def run_overlapping(dtype: torch.dtype) -> Results:
     }
 
 
+def run_fp8_gather(dtype: torch.dtype) -> tuple[Tensor, list[CollectiveRecord]]:
+    ranks = everyone()
+    records: list[CollectiveRecord] = []
+    ranks.observer = records.append
+    return ranks.all_gather(part_of(ranks.rank, torch.float32).to(dtype)), records
+
+
 def run_rounding(seed: int) -> Tensor:
     """A reduce-scatter of numbers whose sum depends on the order of additions."""
     ranks = everyone()
@@ -257,6 +264,16 @@ def test_collectives_equal_the_computation_they_stand_for(
     for rank, (results, broken) in enumerate(outcomes):
         assert not broken
         assert_results(results, expected_results(dtype, list(range(world_size)), rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_is_gathered_as_it_is(four_ranks: RankPool, dtype: torch.dtype) -> None:
+    """A byte for each number, which under sequence parallelism is half of what bf16 sends."""
+    wanted = torch.cat([part_of(rank, torch.float32) for rank in range(2)]).to(dtype)
+    for gathered, (record,) in four_ranks.run(run_fp8_gather, dtype, world_size=2):
+        assert gathered.dtype == dtype
+        assert torch.equal(gathered.float(), wanted.float())
+        assert record.num_bytes == wanted.numel()
 
 
 def test_collectives_of_a_part_of_the_ranks_stay_among_them(four_ranks: RankPool) -> None:

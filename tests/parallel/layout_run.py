@@ -21,11 +21,13 @@ from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
+from megatron.core.ops.fp8 import scaled_product_reference
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
@@ -102,6 +104,8 @@ class Task:
     precision: PrecisionConfig = FP64
     masks_documents: bool = False
     resets_positions: bool = False
+    fp8: PrecisionConfig | None = None
+    """Quantise as these flags say; the products of quantised numbers are computed in fp64, too."""
 
     @property
     def marks_documents(self) -> bool:
@@ -129,6 +133,8 @@ class RecordingOptimizer(Optimizer):
     """Notes the gradient of the mean loss before clipping touches it."""
 
     trace: Trace
+    fp8: Fp8Scaling | None
+    """The scales that are to be updated with the weights."""
 
     def step(self, learning_rate: float, gradient_factor: float, count_zeros: bool = False) -> StepResult:
         """Record, then step."""
@@ -182,12 +188,30 @@ def grid_of(layout: Layout) -> RankGrid:
     return RankGrid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
 
 
-def context(topology: Topology, layout: Layout, dtype: torch.dtype = torch.float64) -> BuildContext:
-    """What a model of the layout is built in."""
+FP8_SCALES = torch.tensor([2.0**6, 2.0**12, 2.0**21])
+"""About right for input, weight and output gradient."""
+
+
+def start_scales(fp8: Fp8Scaling) -> None:
+    """Let delayed scaling begin with scales that are the same in every layout. The first ones of a run come from each
+    rank's own tensors, which a layout divides."""
+    fp8.load({name: FP8_SCALES for name in fp8.state() if name.endswith("/scale")})
+
+
+def context(
+    topology: Topology, layout: Layout, dtype: torch.dtype = torch.float64, precision: PrecisionConfig | None = None
+) -> BuildContext:
+    """What a model of the layout is built in, with FP8 as in ``precision``."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
     kernel = choose_attention_kernel("auto", CPU, dtype)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
-    return BuildContext(parallel, dtype, CPU, kernel, context_parallel=context_parallel, activations=layout.activations)
+    fp8 = None
+    if precision is not None:
+        keeps_weights = layout.strategy != "optim_grads_params"
+        fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, scaled_product_reference)
+    return BuildContext(
+        parallel, dtype, CPU, kernel, context_parallel=context_parallel, activations=layout.activations, fp8=fp8
+    )
 
 
 def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecutor, DataParallel, RecordingOptimizer]:
@@ -201,7 +225,10 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     else:
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
-    model = build_model(task.model, context(topology, layout, formats.weight), SEED, mine)
+    model = build_model(task.model, context(topology, layout, formats.weight, task.fp8), SEED, mine)
+    fp8 = model.context.fp8
+    if fp8 is not None:
+        start_scales(fp8)
     micro_batch_size = task.batch // (layout.dp * layout.microbatches)
     documents = partial(Documents, masks_attention=task.masks_documents, resets_positions=task.resets_positions)
     executor = build_executor(
@@ -222,7 +249,9 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         ddp_bucket_size=layout.bucket_size,
     )
     data_parallel = wrap_data_parallel(model, formats, topology, config)
-    return executor, data_parallel, RecordingOptimizer(task.optimizer, data_parallel, topology)
+    optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
+    optimizer.fp8 = fp8
+    return executor, data_parallel, optimizer
 
 
 @cache
@@ -271,6 +300,7 @@ def make_steps(
             loss_scaler=loss_scaler,
             ranks=topology.loss_ranks,
             timers=Timers(0),
+            fp8=optimizer.fp8,
         )
         trace.losses.append(outcome.loss)
         trace.grad_norms.append(outcome.grad_norm)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ContextParallelType, ShardingStrategy
 from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.model.llama import build_model
@@ -53,6 +53,14 @@ DEEP_TIED_SHORT = replace(DEEP_TIED, steps=2)
 CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
 CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
+DELAYED = replace(
+    SGD_SHORT,
+    steps=4,
+    fp8=PrecisionConfig(
+        bf16=True, fp8_format="hybrid", fp8_margin=1, fp8_amax_history_len=2, fp8_amax_compute_algo="max"
+    ),
+)
+TENSORWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise"))
 UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
 
@@ -248,6 +256,28 @@ def activation_matrix() -> Iterator[tuple[Task, Layout]]:
     yield CONTEXT, Layout(cp=2, cp_comm_type=("a2a", "p2p"), activations=replace(host, cpu_offloading_num_layers=2))
 
 
+def fp8_matrix() -> Iterator[tuple[Task, Layout]]:
+    """What divides a tensor, or delays a product of it. Under delayed scaling no division changes a scale; under
+    tensorwise scaling only the batch does that."""
+    for sequence_parallel in (False, True):
+        yield TENSORWISE, Layout(2, 1, sequence_parallel)
+        yield DELAYED, Layout(2, 1, sequence_parallel, microbatches=2)
+    yield TENSORWISE, Layout(2, 1, True, pp=2, schedule="zb-h1")
+    yield DELAYED, Layout(cp=2)
+    yield DELAYED, Layout(pp=2, microbatches=4)
+    yield DELAYED, Layout(2, 1, True, pp=2, schedule="zb-h1", microbatches=4)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        yield DELAYED, Layout(1, 2, strategy=strategy, microbatches=2)
+    yield DELAYED, Layout(2, 2, True, strategy="optim_grads_params", microbatches=2, overlap_param_gather=True)
+    # What runs again in the backward pass has the scales and the rounding of the first time.
+    pieces = selective("layernorm", "mlp_act")
+    yield DELAYED, Layout(microbatches=2, activations=full("uniform", 1))
+    yield TENSORWISE, Layout(2, 1, True, activations=pieces)
+    yield DELAYED, Layout(pp=2, schedule="zb-h1", microbatches=4, activations=full("block", 1))
+    yield DELAYED, Layout(1, 2, strategy="optim_grads_params", microbatches=2, activations=full("uniform", 2))
+    yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(pieces, cpu_offloading_num_layers=2))
+
+
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
     """The rows ordered so that the ranks seldom have to join anew."""
     return sorted(rows, key=lambda row: row[1].world_size)
@@ -271,7 +301,8 @@ def _identifier(value: object) -> str:
     assert isinstance(value, Task)
     tied = "" if value.model.untie_embeddings_and_output_weights else "-tied"
     documents = "-documents" if value.masks_documents else ""
-    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{documents}"
+    fp8 = "" if value.fp8 is None else f"-fp8-{value.fp8.fp8_recipe}"
+    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{documents}{fp8}"
 
 
 def _name_activations(activations: ActivationConfig) -> str:
@@ -305,6 +336,12 @@ def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(activation_matrix()), ids=_identifier)
 def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(fp8_matrix()), ids=_identifier)
+def test_fp8_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    """Quantised numbers are the same in all layouts, so that what they are rounded to must not differ either."""
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -6,7 +6,7 @@ Activations are ``[s, b, h]``, or ``[s/tp, b, h]`` between the parallel regions 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -131,6 +131,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         name = f"layers.{number}"
         self.recomputed = context.activations.modules
+        if context.fp8 is not None and not context.fp8.includes(number, config.num_layers):
+            context = replace(context, fp8=None)
         self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.norm_epsilon, context)
         self.self_attention = SelfAttention(number, config, context)
         self.pre_mlp_layernorm = RMSNorm(f"{name}.pre_mlp_layernorm", config.hidden_size, config.norm_epsilon, context)

@@ -6,7 +6,8 @@ fp32 product as the operator that its compiler uses; where it is missing, the or
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,3 +46,56 @@ def weight_gradient(grad_outputs: Tensor, inputs: Tensor) -> Tensor:
     if inputs.shape[1] < grad_outputs.shape[1]:
         return linear(inputs.t(), grad_outputs.t()).t()
     return linear(grad_outputs.t(), inputs.t())
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in the form in which products take it."""
+
+    data: Tensor
+    inverse_scale: Tensor | None = None
+    """What ``data`` is to be multiplied by, a number in fp32, where it is scaled (:mod:`megatron.core.ops.fp8`)."""
+
+
+class LinearProducts(Protocol):
+    """The three products of a linear layer with ``weight`` ``[n, k]``, and the form in which they take its input
+    ``[..., k]`` and the gradient of its output ``[..., n]``."""
+
+    def prepare_input(self, inputs: Tensor) -> Operand:
+        """The layer's input, or a part of it, as an operand, which is also what backward keeps."""
+
+    def prepare_gradient(self, grad_outputs: Tensor) -> Operand:
+        """The gradient of the layer's output, or a part of it, as an operand."""
+
+    def output(self, inputs: Operand, weight: Tensor) -> Tensor:
+        """``inputs @ weight^T``, ``[..., n]``."""
+
+    def input_gradient(self, grad_outputs: Operand, weight: Tensor) -> Tensor:
+        """``grad_outputs @ weight``, ``[..., k]``."""
+
+    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Tensor:
+        """``grad_outputs^T @ inputs``, ``[n, k]``; may be wider than the weight."""
+
+
+class PlainProducts:
+    """Products of tensors as they are."""
+
+    def prepare_input(self, inputs: Tensor) -> Operand:
+        """``inputs`` themselves."""
+        return Operand(inputs)
+
+    def prepare_gradient(self, grad_outputs: Tensor) -> Operand:
+        """``grad_outputs`` themselves."""
+        return Operand(grad_outputs)
+
+    def output(self, inputs: Operand, weight: Tensor) -> Tensor:
+        """``inputs @ weight^T``."""
+        return linear(inputs.data, weight)
+
+    def input_gradient(self, grad_outputs: Operand, weight: Tensor) -> Tensor:
+        """``grad_outputs @ weight``."""
+        return linear(grad_outputs.data, weight.t())
+
+    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Tensor:
+        """``grad_outputs^T @ inputs``."""
+        return weight_gradient(grad_outputs.data, inputs.data)

@@ -4,8 +4,8 @@ Each backward starts the collective of the input gradient before it computes the
 goes straight to the gradient buffer, or waits in the queue (:mod:`megatron.core.gradient`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megatron.core.fp8 import Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
-from megatron.core.ops.matmul import linear, weight_gradient
+from megatron.core.ops.matmul import LinearProducts, Operand, PlainProducts
 from megatron.core.parameter import (
     ParameterInfo,
     TiedEnd,
@@ -34,31 +35,36 @@ class _ColumnParallelLinear(Function):
         weight: Tensor,
         parallel: TensorParallel,
         queue: WeightGradientQueue,
+        products: LinearProducts,
         graph_only: bool,
     ) -> Tensor:
-        # A weight is no activation: what is saved may be moved to the host, and comes back as another tensor.
-        ctx.save_for_backward(inputs)
-        ctx.weight, ctx.parallel, ctx.queue = weight, parallel, queue
+        operand = products.prepare_input(inputs)
+        _keep(ctx, operand, weight)
+        ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
         if graph_only:
             return _no_values(inputs, inputs.shape[0] * parallel.sequence_parts, weight)
-        return linear(parallel.enter(inputs).wait(), weight)
+        whole = parallel.enter(operand.data).wait()
+        return products.output(replace(operand, data=whole), weight)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (inputs,) = ctx.saved_tensors
-        grad_outputs = gradients[0]
-        weight: Tensor = ctx.weight
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        # Only the rank's part of the sequence was kept. Detached: what is held back must not hold the graph.
+        inputs, weight = _kept(ctx)
         parallel: TensorParallel = ctx.parallel
         queue: WeightGradientQueue = ctx.queue
-        # Only the rank's part of the sequence was kept. Detached: what is held back must not hold the graph.
-        inputs = inputs.detach()
+        products: LinearProducts = ctx.products
+        grad_outputs = products.prepare_gradient(gradients[0])
+
+        def product(whole: Tensor) -> Tensor:
+            return products.weight_gradient(grad_outputs, replace(inputs, data=whole))
+
         if queue.is_holding:
-            queue.hold_back(weight, lambda: parallel.enter(inputs), lambda whole: weight_gradient(grad_outputs, whole))
-            return parallel.leave(linear(grad_outputs, weight.t())).wait(), None, None, None, None
-        gathering = parallel.enter(inputs)
-        grad_inputs = parallel.leave(linear(grad_outputs, weight.t()))
-        grad_weight = deliver_gradient(weight, weight_gradient(grad_outputs, gathering.wait()))
-        return grad_inputs.wait(), grad_weight, None, None, None
+            queue.hold_back(weight, lambda: parallel.enter(inputs.data), product)
+            return parallel.leave(products.input_gradient(grad_outputs, weight)).wait(), None, None, None, None, None
+        gathering = parallel.enter(inputs.data)
+        grad_inputs = parallel.leave(products.input_gradient(grad_outputs, weight))
+        grad_weight = deliver_gradient(weight, product(gathering.wait()))
+        return grad_inputs.wait(), grad_weight, None, None, None, None
 
 
 class _RowParallelLinear(Function):
@@ -69,28 +75,47 @@ class _RowParallelLinear(Function):
         weight: Tensor,
         parallel: TensorParallel,
         queue: WeightGradientQueue,
+        products: LinearProducts,
         graph_only: bool,
     ) -> Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.weight, ctx.parallel, ctx.queue = weight, parallel, queue
+        operand = products.prepare_input(inputs)
+        _keep(ctx, operand, weight)
+        ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
         if graph_only:
             return _no_values(inputs, inputs.shape[0] // parallel.sequence_parts, weight)
-        return parallel.leave(linear(inputs, weight)).wait()
+        return parallel.leave(products.output(operand, weight)).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (inputs,) = ctx.saved_tensors
-        weight: Tensor = ctx.weight
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        inputs, weight = _kept(ctx)
         parallel: TensorParallel = ctx.parallel
         queue: WeightGradientQueue = ctx.queue
-        grad_part, inputs = gradients[0], inputs.detach()
-        grad_outputs = parallel.enter(grad_part).wait()
-        grad_inputs = linear(grad_outputs, weight.t())
+        products: LinearProducts = ctx.products
+        grad_part = products.prepare_gradient(gradients[0])
+
+        def product(whole: Tensor) -> Tensor:
+            return products.weight_gradient(replace(grad_part, data=whole), inputs)
+
+        grad_outputs = parallel.enter(grad_part.data).wait()
+        grad_inputs = products.input_gradient(replace(grad_part, data=grad_outputs), weight)
         if queue.is_holding:
             # Holds the rank's part of the sequence and gathers it again, for the whole is as large as a layer's input.
-            queue.hold_back(weight, lambda: parallel.enter(grad_part), lambda whole: weight_gradient(whole, inputs))
-            return grad_inputs, None, None, None, None
-        return grad_inputs, deliver_gradient(weight, weight_gradient(grad_outputs, inputs)), None, None, None
+            queue.hold_back(weight, lambda: parallel.enter(grad_part.data), product)
+            return grad_inputs, None, None, None, None, None
+        return grad_inputs, deliver_gradient(weight, product(grad_outputs)), None, None, None, None
+
+
+def _keep(ctx: Any, inputs: Operand, weight: Tensor) -> None:
+    """Keep for the backward pass what :func:`_kept` returns there."""
+    # Neither a weight nor a scale is an activation: what is saved may go to the host, and comes back another tensor.
+    ctx.save_for_backward(inputs.data)
+    ctx.inverse_scale, ctx.weight = inputs.inverse_scale, weight
+
+
+def _kept(ctx: Any) -> tuple[Operand, Tensor]:
+    """The layer's input as it was kept, without a graph, and the weight."""
+    (data,) = ctx.saved_tensors
+    return Operand(data.detach(), ctx.inverse_scale), ctx.weight
 
 
 def _no_values(inputs: Tensor, length: int, weight: Tensor) -> Tensor:
@@ -138,10 +163,19 @@ class LayerContext:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
     weights_device: torch.device | None = field(default=None, kw_only=True)
     """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
+    fp8: Fp8Scaling | None = field(default=None, kw_only=True)
+    """Scales of linear layers that multiply in FP8; None where they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
         """An uninitialised parameter."""
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
+
+    def linear_products(self, name: str, divided: Collection[Fp8Role]) -> LinearProducts:
+        """How the linear layer ``name`` multiplies, of whose tensors each tensor-parallel rank has a part of those that
+        are ``divided``, and all of the others."""
+        if self.fp8 is None:
+            return PlainProducts()
+        return self.fp8.linear_products(name, self.dtype, self.parallel.communicator, divided)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -165,20 +199,29 @@ class ColumnParallelLinear(nn.Module):
         layout = sharded_boxes(output_sections, (input_size,), parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = context.empty_parameter(info)
+        divided: tuple[Fp8Role, ...] = ("input",) if parallel.sequence_parallel else ()
+        self.products = context.linear_products(name, ("weight", "output_gradient", *divided))
 
     def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
         """``[s(/tp), b, in] -> [s, b, out/tp]``."""
-        return column_parallel_linear(inputs, self.weight, self.context, graph_only=graph_only)
+        return column_parallel_linear(inputs, self.weight, self.context, self.products, graph_only=graph_only)
 
 
 def column_parallel_linear(
-    inputs: Tensor, weight: Tensor, context: LayerContext, *, graph_only: bool = False
+    inputs: Tensor,
+    weight: Tensor,
+    context: LayerContext,
+    products: LinearProducts | None = None,
+    *,
+    graph_only: bool = False,
 ) -> Tensor:
     """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding.
 
     With ``graph_only`` the product is not computed, for a second run whose output nobody reads.
     """
-    output: Tensor = _ColumnParallelLinear.apply(inputs, weight, context.parallel, context.weight_gradients, graph_only)
+    output: Tensor = _ColumnParallelLinear.apply(
+        inputs, weight, context.parallel, context.weight_gradients, products or PlainProducts(), graph_only
+    )
     return output
 
 
@@ -199,11 +242,13 @@ class RowParallelLinear(nn.Module):
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = context.empty_parameter(info)
+        divided: tuple[Fp8Role, ...] = ("output_gradient",) if parallel.sequence_parallel else ()
+        self.products = context.linear_products(name, ("weight", "input", *divided))
 
     def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
         """``[s, b, in/tp] -> [s(/tp), b, out]``; with ``graph_only`` the product is not computed."""
         output: Tensor = _RowParallelLinear.apply(
-            inputs, self.weight, self.context.parallel, self.context.weight_gradients, graph_only
+            inputs, self.weight, self.context.parallel, self.context.weight_gradients, self.products, graph_only
         )
         return output
 

@@ -1,0 +1,108 @@
+"""FP8: tensors quantised with one scale each, their products, and how a scale follows from magnitudes.
+
+A tensor ``x`` is kept as ``round(x * scale)`` in e4m3 (range 448, 3 bits of fraction) or e5m2 (range 57344, 2 bits),
+together with ``1 / scale``. *amax* is the largest magnitude of a tensor. Sources: FP8 formats for deep learning
+(Micikevicius et al., arXiv 2209.05433); delayed scaling follows NVIDIA's Transformer Engine.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.matmul import Operand
+
+AmaxAlgorithm = Literal["most_recent", "max"]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+LARGEST_SCALE = 2.0**126
+"""The largest power of two whose reciprocal is a normal number of fp32."""
+
+
+def largest_value(dtype: torch.dtype) -> float:
+    """The largest finite number of an FP8 format."""
+    return float(torch.finfo(dtype).max)
+
+
+def amax_of(tensor: Tensor) -> Tensor:
+    """Largest magnitude of ``tensor`` as a number in fp32; NaN if it has one."""
+    return torch.linalg.vector_norm(tensor, torch.inf).float()
+
+
+def scale_from_amax(amax: Tensor, largest: float | Tensor, previous: float | Tensor, margin: int = 0) -> Tensor:
+    """``largest / amax / 2^margin``, elementwise in fp32: the scale with which ``amax`` becomes ``largest``.
+
+    Where ``amax`` is zero or not finite it tells nothing, and the scale stays ``previous``.
+    """
+    scale = torch.clamp(largest / amax / 2.0**margin, max=LARGEST_SCALE)
+    return torch.where((amax > 0.0) & torch.isfinite(amax), scale, previous)
+
+
+def push_amax(history: Tensor, amax: Tensor) -> None:
+    """Put ``amax`` ``[...]`` at the front of ``history`` ``[..., length]``, in place, and forget the oldest.
+
+    One that is not finite enters as zero: it would otherwise hide the others for as long as it is remembered.
+    """
+    history.copy_(history.roll(1, dims=-1))
+    history[..., 0] = torch.where(torch.isfinite(amax), amax, 0.0)
+
+
+def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
+    """The amax ``[...]`` by which to scale next: the newest of ``history`` ``[..., length]``, or the largest."""
+    return history[..., 0] if algorithm == "most_recent" else history.amax(dim=-1)
+
+
+def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Operand:
+    """``tensor`` times ``scale`` in the FP8 format ``dtype``; what is beyond its range becomes the largest number.
+
+    ``amax`` is that of ``tensor``. Where it is not finite every product of the result is NaN, so that an overflow of
+    the tensor itself is seen as it would be without FP8, although the numbers saturate.
+    """
+    largest = largest_value(dtype)
+    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    # torch's own conversion saturates in some versions and not in others.
+    data = (wide * scale).clamp_(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
+    return Operand(data, scale.reciprocal() + (amax - amax))
+
+
+def transposed(operand: Operand) -> Operand:
+    """The transpose ``[n, m]`` of ``[m, n]``, in memory of its own."""
+    return Operand(operand.data.t().contiguous(), operand.inverse_scale)
+
+
+class ScaledProduct(Protocol):
+    """``a [m, k] @ b [n, k]^T`` of two quantised matrices, as ``[m, n]`` in ``dtype``."""
+
+    def __call__(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
+
+
+def scaled_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """``a [m, k] @ b [n, k]^T`` in ``dtype`` (bf16 or fp32), accumulated in fp32 or, where the hardware has it and
+    ``fast`` allows it, with fewer bits.
+
+    Hopper multiplies FP8 in this form alone, with contiguous rows of multiples of 16, and not e5m2 with e5m2.
+    """
+    assert a.data.is_contiguous() and b.data.is_contiguous(), (a.data.stride(), b.data.stride())
+    assert a.inverse_scale is not None and b.inverse_scale is not None
+    product: Tensor = torch._scaled_mm(
+        a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast
+    )
+    return product
+
+
+def scaled_product_reference(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """:func:`scaled_product` from the numbers that the operands stand for, in fp64."""
+    wide_a, wide_b = dequantize(a), dequantize(b)
+    return (wide_a @ wide_b.t()).to(dtype)
+
+
+def dequantize(operand: Operand) -> Tensor:
+    """The numbers that ``operand`` stands for, in fp64."""
+    assert operand.inverse_scale is not None
+    return operand.data.double() * operand.inverse_scale.double()
+
+
+def supports_fp8(device: torch.device) -> bool:
+    """Whether :func:`scaled_product` runs on ``device``: CPUs compute it from wider numbers, GPUs need Ada or newer."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)

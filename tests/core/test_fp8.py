@@ -1,0 +1,414 @@
+"""FP8: what is rounded to what, which scale follows from which magnitudes, and linear layers that use both."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.config.optimizer import PrecisionConfig
+from megatron.core.communication import Communicator
+from megatron.core.fp8 import ROLES, Fp8Scaling
+from megatron.core.ops.fp8 import (
+    E4M3,
+    E5M2,
+    LARGEST_SCALE,
+    AmaxAlgorithm,
+    amax_of,
+    dequantize,
+    largest_value,
+    quantize,
+    scale_from_amax,
+    scaled_product,
+    scaled_product_reference,
+)
+from megatron.core.ops.matmul import Operand
+from megatron.core.recompute import recompute
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
+
+CPU = torch.device("cpu")
+ALONE = Communicator((0,), 0)
+HYBRID = PrecisionConfig(bf16=True, fp8_format="hybrid")
+TENSORWISE = replace(HYBRID, fp8_recipe="tensorwise")
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+def own_scale(tensor: Tensor, dtype: torch.dtype) -> Operand:
+    amax = amax_of(tensor)
+    return quantize(tensor, scale_from_amax(amax, largest_value(dtype), 1.0), amax, dtype)
+
+
+def with_scale(tensor: Tensor, scale: float, dtype: torch.dtype) -> Operand:
+    return quantize(tensor, torch.tensor(scale), amax_of(tensor), dtype)
+
+
+# One tensor
+
+
+def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The number of the format that is nearest to each of ``values``, of two the one with the even code; plainly."""
+    codes = torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8)
+    numbers = codes.view(dtype).double()
+    assert numbers.isfinite().all()
+    assert numbers[-1] == largest_value(dtype)
+    distances = (values.abs().unsqueeze(-1) - numbers).abs()
+    smallest = distances.amin(dim=-1, keepdim=True)
+    odd = (codes % 2).double()
+    chosen = torch.where(distances == smallest, odd, 2.0).argmin(dim=-1)
+    return numbers[chosen].copysign(values)
+
+
+@FORMATS
+@pytest.mark.parametrize("scale", [1.0, 0.25, 3.7e4])
+def test_every_number_is_rounded_to_the_nearest_or_to_the_largest(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    magnitudes = torch.logspace(-9, 5, 3000, base=10.0) * torch.rand(3000, generator=generator)
+    between = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
+    between = between[between.isfinite()]
+    ties = (between[1:] + between[:-1]) / 2
+    scaled = torch.cat((magnitudes, -magnitudes, between, -between, ties, -ties, torch.tensor([0.0, -0.0, 1e7])))
+    tensor = (scaled / scale).bfloat16()
+    found = with_scale(tensor, scale, dtype)
+    assert torch.equal(found.data.double(), nearest((tensor.float() * torch.tensor(scale)).double(), dtype))
+    assert math.isclose(float(dequantize(found).max()), largest_value(dtype) / scale, rel_tol=1e-6)
+
+
+@FORMATS
+def test_a_tensor_scaled_by_itself_is_off_by_half_a_unit_in_the_last_place(dtype: torch.dtype) -> None:
+    tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 1e-7
+    error = (dequantize(own_scale(tensor, dtype)) - tensor).abs()
+    half_unit = 2.0 ** -(4 if dtype == E4M3 else 3)
+    tiny = float(torch.finfo(dtype).smallest_normal) * float(tensor.abs().max()) / largest_value(dtype)
+    assert (error <= half_unit * 1.000001 * tensor.abs().clamp(min=tiny)).all()
+    assert error.max() > 0.9 * half_unit * tensor.abs().max() / 2
+
+
+def test_the_result_has_rows_in_memory_whatever_came() -> None:
+    turned = torch.randn(3, 4, 5).transpose(0, 1)
+    assert own_scale(turned, E4M3).data.is_contiguous()
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_in_every_product(dtype: torch.dtype, bad: float) -> None:
+    """Numbers saturate; an overflow of the tensor itself must not vanish behind that."""
+    tensor = torch.randn(16, 32)
+    other = own_scale(torch.randn(16, 32), E4M3)
+    assert scaled_product(with_scale(tensor, 1e9, dtype), other, torch.float32).isfinite().all()
+    tensor[3, 5] = bad
+    for operand in (with_scale(tensor, 1.0, dtype), own_scale(tensor, dtype)):
+        assert scaled_product(operand, other, torch.bfloat16).isnan().all()
+
+
+@FORMATS
+def test_a_tensor_of_zeros_stays_one(dtype: torch.dtype) -> None:
+    operand = own_scale(torch.zeros(16, 16), dtype)
+    assert operand.inverse_scale == 1.0
+    assert not scaled_product(
+        operand, operand if dtype == E4M3 else own_scale(torch.ones(16, 16), E4M3), torch.float32
+    ).any()
+
+
+# Products
+
+
+@pytest.mark.parametrize(("first", "second"), [(E4M3, E4M3), (E5M2, E4M3)], ids=["e4m3 x e4m3", "e5m2 x e4m3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_those_of_the_quantised_numbers(
+    first: torch.dtype, second: torch.dtype, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    a = own_scale(torch.randn(48, 160, generator=generator) * 1e-5, first)
+    b = own_scale(torch.randn(32, 160, generator=generator) * 30, second)
+    found = scaled_product(a, b, dtype)
+    assert found.dtype == dtype
+    exact = scaled_product_reference(a, b, torch.float64)
+    terms = dequantize(a).abs() @ dequantize(b).abs().t()
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
+    assert ((found.double() - exact).abs() <= rounding * exact.abs() + 2.0**-20 * terms).all()
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch knows nothing of GPUs")
+def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
+    """torch checks layouts and sizes for a GPU also where there is none."""
+    device = torch.device("cuda")
+    with FakeTensorMode():
+        layer = Fp8Scaling(TENSORWISE, ALONE, device).linear_products("layer", torch.bfloat16, ALONE, ())
+        weight = torch.empty(32, 48, dtype=torch.bfloat16, device=device)
+        inputs = layer.prepare_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device))
+        gradient = layer.prepare_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device))
+        assert layer.output(inputs, weight).shape == (4, 8, 32)
+        assert layer.input_gradient(gradient, weight).shape == (4, 8, 48)
+        assert layer.weight_gradient(gradient, inputs).shape == (32, 48)
+        rows, one = inputs.data.flatten(0, 1), torch.ones((), device=device)
+        with pytest.raises(RuntimeError, match="must be col_major"):
+            torch._scaled_mm(rows, rows.t().contiguous(), one, one)
+
+
+# Scales over the steps
+
+
+def expected_scales(
+    amaxes: list[float], length: int, algorithm: AmaxAlgorithm, largest: float, margin: int
+) -> Iterator[float]:
+    """The rule in words: the window's newest or largest magnitude is to become ``largest`` / 2^margin; what is zero or
+    not finite tells nothing."""
+    scale = 0.0
+    for step in range(len(amaxes)):
+        window = [amax if math.isfinite(amax) else 0.0 for amax in amaxes[max(0, step + 1 - length) : step + 1]]
+        amax = max(window) if algorithm == "max" else window[-1]
+        if amax > 0.0:
+            scale = min(largest / amax / 2**margin, LARGEST_SCALE)
+        yield scale
+
+
+@pytest.mark.parametrize(
+    ("length", "algorithm", "margin"), list(product((1, 2, 5, 16), ("most_recent", "max"), (0, 3)))
+)
+def test_scales_follow_the_magnitudes_of_the_steps_before(length: int, algorithm: AmaxAlgorithm, margin: int) -> None:
+    config = replace(HYBRID, fp8_amax_history_len=length, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
+    scaling = Fp8Scaling(config, ALONE, CPU)
+    scaling.linear_products("layer", torch.bfloat16, ALONE, ())
+    generator = torch.Generator().manual_seed(length)
+    steps = torch.exp(6 * torch.randn(40, 3, generator=generator))
+    # Nothing to see, an overflow, and magnitudes whose scale would be infinite or whose reciprocal is not normal.
+    for step, bad in ((0, 0.0), (4, math.inf), (5, math.nan), (9, 0.0), (12, 1e-44), (13, 1e-37), (20, math.inf)):
+        steps[step] = bad
+    columns = [
+        list(
+            expected_scales(steps[:, column].tolist(), length, algorithm, largest_value(scaling.formats[role]), margin)
+        )
+        for column, role in enumerate(ROLES)
+    ]
+    for step, amaxes in enumerate(steps):
+        scaling.start_step()
+        scaling.numbers.step_amax[0] = amaxes
+        scaling.finish_step()
+        wanted = torch.tensor([column[step] for column in columns], dtype=torch.float64)
+        assert torch.allclose(scaling.numbers.scale[0].double(), wanted, rtol=1e-6, atol=0.0), step
+        assert scaling.numbers.scale.reciprocal().isfinite().all() or step == 0
+
+
+@FORMATS
+def test_an_overflow_saturates_for_one_step_and_an_underflow_is_lost_for_one(dtype: torch.dtype) -> None:
+    linear, scaling = row_layer(replace(HYBRID, fp8_format="hybrid" if dtype == E5M2 else "e4m3"))
+    gradient = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(4))
+    factors = (1.0, 1e5, 1e5, 1e-7, 1e-7)
+    first, *later = (float(weight_gradient_of_a_step(linear, scaling, gradient * factor).norm()) for factor in factors)
+    relative = [norm / first for norm in later]
+    assert relative[0] < 1e4, "beyond the range"
+    assert relative[1] == pytest.approx(1e5, rel=1e-2)
+    assert relative[2] < 1e-9, "below the range"
+    assert relative[3] == pytest.approx(1e-7, rel=1e-2)
+
+
+# Linear layers
+
+
+def row_layer(config: PrecisionConfig, keeps_weights: bool = True) -> tuple[RowParallelLinear, Fp8Scaling]:
+    """A layer of 48 inputs and 32 outputs, and its scales."""
+    scaling = Fp8Scaling(config, ALONE, CPU, keeps_weights)
+    context = LayerContext(TensorParallel(ALONE), torch.bfloat16, CPU, fp8=scaling)
+    linear = RowParallelLinear("linear", 48, 32, context, init_std=1.0)
+    torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(5))
+    return linear, scaling
+
+
+def layer_inputs(seed: int = 6) -> Tensor:
+    return torch.randn(16, 1, 48, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def weight_gradient_of_a_step(linear: RowParallelLinear, scaling: Fp8Scaling, gradient: Tensor) -> Tensor:
+    scaling.start_step()
+    linear.weight.grad = None
+    linear(layer_inputs()).backward(gradient.bfloat16())
+    scaling.finish_step()
+    assert linear.weight.grad is not None
+    return linear.weight.grad.double()
+
+
+@pytest.mark.parametrize("gradient_format", [E4M3, E5M2], ids=["e4m3", "hybrid"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_all_three_products_of_a_layer_are_of_quantised_numbers(gradient_format: torch.dtype, kind: str) -> None:
+    config = replace(TENSORWISE, fp8_format="hybrid" if gradient_format == E5M2 else "e4m3")
+    scaling = Fp8Scaling(config, ALONE, CPU)
+    context = LayerContext(TensorParallel(ALONE), torch.bfloat16, CPU, fp8=scaling)
+    linear: ColumnParallelLinear | RowParallelLinear
+    if kind == "column":
+        linear = ColumnParallelLinear("linear", 48, (16, 16), context, init_std=1.0)
+    else:
+        linear = RowParallelLinear("linear", 48, 32, context, init_std=1.0)
+    torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(5))
+    inputs = layer_inputs().requires_grad_()
+    gradient = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(7)).bfloat16() * 1e-6
+    output = linear(inputs)
+    output.backward(gradient)
+    x, w = (dequantize(own_scale(tensor.detach().flatten(0, -2), E4M3)) for tensor in (inputs, linear.weight))
+    g = dequantize(own_scale(gradient.flatten(0, -2), gradient_format))
+    for found, wanted in ((output, x @ w.t()), (inputs.grad, g @ w), (linear.weight.grad, g.t() @ x)):
+        assert found is not None
+        error = (found.detach().double().flatten(0, -2) - wanted).abs().max()
+        assert error < 2.0**-8 * wanted.abs().max()
+
+
+def test_without_a_scale_a_step_takes_the_tensors_own() -> None:
+    """Gradients are of the order of one over the tokens of a batch: with a scale of 1 the first step would be lost."""
+    gradient = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(4)) * 1e-9
+    first = weight_gradient_of_a_step(*row_layer(HYBRID), gradient)
+    assert torch.equal(first, weight_gradient_of_a_step(*row_layer(TENSORWISE), gradient))
+    assert first.abs().max() > 0.0
+
+
+def test_microbatches_of_a_step_share_their_scales() -> None:
+    linear, scaling = row_layer(HYBRID)
+    weight_gradient_of_a_step(linear, scaling, torch.ones(16, 1, 32))
+    scaling.start_step()
+    outputs = [linear(layer_inputs(seed) * factor) for seed, factor in ((6, 1), (8, 100), (6, 1))]
+    assert torch.equal(outputs[0], outputs[2])
+    scaling.finish_step()
+    assert not torch.equal(outputs[0], linear(layer_inputs())), "the second microbatch set the scale"
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_a_step_sees_the_weights_that_it_began_with(keeps_weights: bool) -> None:
+    """A weight is quantised once a step where that may be kept, and again where the weight itself is not kept."""
+    linear, scaling = row_layer(HYBRID, keeps_weights)
+    weight_gradient_of_a_step(linear, scaling, torch.ones(16, 1, 32))
+
+    def both_ways() -> tuple[Tensor, Tensor]:
+        inputs = layer_inputs().requires_grad_()
+        output = linear(inputs)
+        (gradient,) = torch.autograd.grad(output, inputs, torch.ones_like(output))
+        return output, gradient
+
+    before = both_ways()
+    with torch.no_grad():
+        linear.weight.mul_(1.5)
+    within = both_ways()
+    scaling.start_step()
+    after = both_ways()
+    for one, other, updated in zip(before, within, after):
+        assert torch.equal(one, other) is keeps_weights
+        assert not torch.equal(one, updated)
+
+
+def test_evaluations_and_repeated_forward_passes_leave_no_trace() -> None:
+    gradient = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(4))
+    states = []
+    for disturbs in (False, True):
+        linear, scaling = row_layer(replace(HYBRID, fp8_amax_history_len=3))
+        for factor in (1.0, 2.0, 3.0):
+            if disturbs:
+                with torch.no_grad():
+                    linear(layer_inputs() * 1000)
+            scaling.start_step()
+            for _ in range(2 if disturbs else 1):
+                output = linear(layer_inputs() * factor)
+            output.backward((gradient * factor).bfloat16())
+            scaling.finish_step()
+        states.append(scaling.state())
+    assert states[0].keys() == {"linear/scale", "linear/amax_history"}
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+        assert (tensor > 0).all()
+
+
+@pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(config: PrecisionConfig, kind: str) -> None:
+    """Gradients, scales and the number of products are those of a single run."""
+    products = 0
+
+    def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        nonlocal products
+        products += 1
+        return scaled_product(a, b, dtype, fast)
+
+    def train(runs_again: bool) -> list[Tensor]:
+        scaling = Fp8Scaling(config, ALONE, CPU, multiply=multiply)
+        context = LayerContext(TensorParallel(ALONE), torch.bfloat16, CPU, fp8=scaling)
+        linear = (
+            ColumnParallelLinear("linear", 48, (16, 16), context, init_std=1.0)
+            if kind == "column"
+            else RowParallelLinear("linear", 48, 32, context, init_std=1.0)
+        )
+        torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(5))
+        found = []
+        for factor in (1.0, 3.0, 0.5):
+            inputs = (layer_inputs() * factor).requires_grad_()
+            scaling.start_step()
+            output = recompute(linear, inputs) if runs_again else linear(inputs)
+            output.backward(torch.full_like(output, factor))
+            scaling.finish_step()
+            assert inputs.grad is not None
+            assert linear.weight.grad is not None
+            found += [output.detach(), inputs.grad, linear.weight.grad.clone()]
+        return found + list(scaling.state().values())
+
+    once = train(runs_again=False)
+    twice = train(runs_again=True)
+    assert products == 2 * 3 * 3
+    for one, two in zip(once, twice, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (HYBRID, [0, 1, 2, 3, 4]),
+        (replace(HYBRID, first_last_layers_bf16=True), [1, 2, 3]),
+        (
+            replace(HYBRID, first_last_layers_bf16=True, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=2),
+            [0, 1, 2],
+        ),
+    ],
+)
+def test_layers_at_the_ends_may_stay_in_bf16(config: PrecisionConfig, wanted: list[int]) -> None:
+    scaling = Fp8Scaling(config, ALONE, CPU)
+    assert [layer for layer in range(5) if scaling.includes(layer, 5)] == wanted
+
+
+# State
+
+
+def trained(length: int) -> tuple[RowParallelLinear, Fp8Scaling]:
+    linear, scaling = row_layer(replace(HYBRID, fp8_amax_history_len=length, fp8_amax_compute_algo="max"))
+    for factor in (1.0, 0.5, 0.25):
+        weight_gradient_of_a_step(linear, scaling, torch.full((16, 1, 32), factor))
+    return linear, scaling
+
+
+def test_a_run_that_goes_on_scales_as_the_one_that_never_stopped() -> None:
+    linear, scaling = trained(length=3)
+    fresh_linear, fresh = row_layer(scaling.config)
+    fresh.load({name: tensor.clone() for name, tensor in scaling.state().items()})
+    gradient = torch.randn(16, 1, 32) / 8
+    assert torch.equal(
+        weight_gradient_of_a_step(linear, scaling, gradient), weight_gradient_of_a_step(fresh_linear, fresh, gradient)
+    )
+    for name, tensor in scaling.state().items():
+        assert torch.equal(tensor, fresh.state()[name])
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1, [0.25]), (2, [0.25, 0.5]), (5, [0.25, 0.5, 1.0, 0.0, 0.0])])
+def test_of_a_history_of_another_length_the_newest_are_taken(length: int, kept: list[float]) -> None:
+    _, scaling = trained(length=3)
+    _, other = row_layer(replace(scaling.config, fp8_amax_history_len=length))
+    other.load(scaling.state())
+    assert other.state()["linear/amax_history"][2].tolist() == kept
+    assert torch.equal(other.state()["linear/scale"], scaling.state()["linear/scale"])
+
+
+def test_a_checkpoint_without_fp8_starts_its_scales_afresh() -> None:
+    gradient = torch.randn(16, 1, 32, generator=torch.Generator().manual_seed(4)) * 1e-9
+    linear, scaling = row_layer(HYBRID)
+    scaling.load({})
+    assert torch.equal(
+        weight_gradient_of_a_step(linear, scaling, gradient), weight_gradient_of_a_step(*row_layer(HYBRID), gradient)
+    )
+    assert row_layer(TENSORWISE)[1].state() == {}
