@@ -138,6 +138,14 @@ def test_back_again_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
         assert_same_weights(tmp_path / back, hf)
 
 
+def test_back_again_through_a_run_of_four_ranks_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
+    flags = continued(from_hf(hf, tmp_path / "ours"), tmp_path / "saved")
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    run_training([*flags, *layout.split()], processes=4).succeeded()
+    to_hf(tmp_path / "saved", tmp_path / "back")
+    assert_same_weights(tmp_path / "back", hf)
+
+
 def test_transformers_loads_the_result_as_it_is(model: Any, hf: Path, tmp_path: Path) -> None:
     from_hf(hf, tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back", max_shard_size="40000")
