@@ -119,7 +119,7 @@ def test_shapes_of_linear_layers_are_those_of_the_weights() -> None:
             "mkldnn::_linear_pointwise",
             "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel",
             "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT",
-            "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+            "void splitKreduce_kernel<32, 16, int, float>",
             "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>",
         ),
         "attention": (
