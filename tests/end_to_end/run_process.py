@@ -234,7 +234,7 @@ def fork_training(flags: Sequence[str], processes: int) -> Outcome:
     address = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
     address["MASTER_PORT"] = free_port()
     ranks = [
-        fork_context().Process(target=_train_as_rank, args=(rank, address, list(flags), logs), daemon=True)
+        fork_context().Process(target=_train_as_rank, args=(rank, address, list(flags), logs))
         for rank in range(processes)
     ]
     for rank in ranks:
