@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of saving and loading checkpoints, against torch.save and torch.load of the same bytes on the same disk.
 
-All contenders take turns within one run, so that the ratios hold on a noisy machine:
+All contenders take turns within one run, in another order every time, so that the ratios hold on a noisy machine:
 
     python tools/benchmark_checkpoint.py [--size-mb 500] [--repeats 7] [--ranks 2] [--directory DIR] [--json OUT]
 
@@ -16,6 +16,7 @@ import ctypes
 import json
 import os
 import platform
+import random
 import shutil
 import sys
 import tempfile
@@ -401,16 +402,22 @@ def run_rank(rank: int, config: BenchmarkConfig, directory: Path) -> None:
 
 
 def take_turns(repeats: int, bench: Bench) -> dict[str, list[Turn]]:
-    """The turns of every contender, one after the other, after one that warms up."""
+    """The turns of every contender, after one that warms up."""
     turns: dict[str, list[Turn]] = {contender.name: [] for contender in CONTENDERS}
     for repeat in range(repeats + 1):
-        for contender in CONTENDERS:
+        for contender in order_of(repeat):
             turns[contender.name].append(take_turn(contender, bench))
         if bench.world.rank == 0:
             print(f"\rturn {repeat} of {repeats}", end="", file=sys.stderr, flush=True)
     if bench.world.rank == 0:
         print(file=sys.stderr)
     return {name: taken[1:] for name, taken in turns.items()}
+
+
+def order_of(repeat: int) -> list[Contender]:
+    """First as they are listed, since a load needs a save; then at random, since each is slowed by what the one
+    before it has left behind: full caches, memory that the system has to fetch again."""
+    return random.Random(repeat).sample(CONTENDERS, len(CONTENDERS)) if repeat else list(CONTENDERS)
 
 
 def take_turn(contender: Contender, bench: Bench) -> Turn:
