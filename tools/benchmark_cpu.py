@@ -120,7 +120,8 @@ def samples(length: int = LENGTH) -> Tensor:
 
 def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     """A step of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
-    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of ``length``."""
+    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of
+    ``length``."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
         tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))

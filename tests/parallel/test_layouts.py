@@ -283,16 +283,17 @@ def tensor_parallel_overlap_matrix() -> Iterator[tuple[Task, Layout]]:
     """Both overlaps, beside whatever runs, delays or repeats a product, or divides the sequence a second time."""
     pipelined = Layout(2, 1, True, tp_overlap="pipelined")
     yield TIED_SHORT, replace(pipelined, tp=4, microbatches=2)
-    yield TENSORWISE, replace(pipelined, microbatches=2)
+    yield TENSORWISE, pipelined
     yield DELAYED, replace(pipelined, pp=2, schedule="zb-h1", microbatches=4)
     yield SGD_SHORT, replace(pipelined, dp=2, strategy="optim_grads_params", activations=full("uniform", 1))
     yield CONTEXT_IN_DOCUMENTS, replace(pipelined, cp=2, activations=selective("layernorm", "mlp_act"))
-    for tp, schedule in product((2, 4), ("1f1b", "zb-v")):
-        yield DEEP_SGD, replace(pipelined, tp=tp, pp=2, schedule=schedule, microbatches=2, strategy="optim")
+    staged = replace(pipelined, tp=4, pp=2, microbatches=2, strategy="optim")
+    yield DEEP_SGD, staged
+    yield DEEP_SGD, replace(staged, tp=2, schedule="zb-v")
     symmetric = replace(pipelined, tp_overlap="symmetric memory", microbatches=2)
     yield SGD_SHORT, symmetric
     yield SGD_SHORT, replace(symmetric, tp=4)
-    yield TENSORWISE, symmetric
+    yield TENSORWISE, replace(symmetric, microbatches=1)
 
 
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
