@@ -51,11 +51,10 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--expert-tensor-parallel-size",
         "--overlap-param-gather-with-optimizer-step",
         "--ddp-average-in-collective",
-        "--tp-comm-overlap",
-        "--tp-comm-overlap-cfg",
         "--use-tp-pp-dp-mapping",
         "--disable-gloo-process-groups",
     ),
+    "the overlap of --tp-comm-overlap has nothing to set: remove it.": ("--tp-comm-overlap-cfg",),
     "FSDP is PyTorch's: use --use-torch-fsdp2 instead.": ("--use-megatron-fsdp",),
     "it is spelled --no-torch-fsdp2-reshard-after-forward.": ("--torch-fsdp2-no-reshard-after-forward",),
     "context-parallel ranks exchange in one level: use --cp-comm-type p2p, allgather or a2a instead.": (

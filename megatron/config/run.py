@@ -137,6 +137,18 @@ def _check_tensor_parallel(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_tensor_parallel_overlap(run: RunConfig, world_size: int) -> None:
+    # Layers of Transformer Engine have an overlap of their own.
+    if run.model.transformer_impl != "local" or not run.parallel.tp_comm_overlap:
+        return
+    size = run.parallel.tensor_model_parallel_size
+    if size > 1 and not run.parallel.sequence_parallel:
+        raise ConfigError(
+            f"--tp-comm-overlap overlaps the collectives of --sequence-parallel, which --tensor-model-parallel-size "
+            f"{size} does not imply: add --sequence-parallel, or remove --tp-comm-overlap."
+        )
+
+
 def _check_context_parallel(run: RunConfig, world_size: int) -> None:
     parallel = run.parallel
     size, tensor_size = parallel.context_parallel_size, parallel.tensor_model_parallel_size
@@ -302,6 +314,7 @@ def _check_profile(run: RunConfig, world_size: int) -> None:
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
+    _check_tensor_parallel_overlap,
     _check_data_parallel,
     _check_formats,
     _check_length,

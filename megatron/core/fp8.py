@@ -169,6 +169,8 @@ class Fp8Products:
     gradients are so small that with any fixed scale the step would be lost.
     """
 
+    is_plain = False
+
     def __init__(
         self,
         scaling: Fp8Scaling,

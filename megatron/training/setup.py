@@ -37,6 +37,7 @@ from megatron.core.pipeline_parallel.schedules import build_schedule, placement_
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.topology import Topology
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
@@ -185,9 +186,7 @@ def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progr
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> LlamaModel:
     """This rank's part of the model, without initial weights."""
-    parallel = TensorParallel(
-        topology.tensor_parallel, config.parallel.sequence_parallel and topology.tensor_parallel.size > 1
-    )
+    parallel = build_tensor_parallel(config, topology)
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
@@ -211,6 +210,15 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     placement = placement_of(schedule, stages, chunks)
     mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
     return LlamaModel(architecture, context, mine)
+
+
+def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParallel:
+    """How layers are shared; one rank alone splits and overlaps nothing."""
+    ranks = topology.tensor_parallel
+    if ranks.size == 1 or not config.parallel.sequence_parallel:
+        return TensorParallel(ranks)
+    overlap = choose_overlap(ranks, topology.device) if config.parallel.tp_comm_overlap else None
+    return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
 
 
 def build_fp8(config: RunConfig, topology: Topology) -> Fp8Scaling | None:
@@ -398,8 +406,14 @@ def describe_run(
         describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
     if config.activations != ActivationConfig():
         say(f"activations: {describe_activations(config.activations)}")
-    if config.parallel.sequence_parallel and grid.tp == 1:
-        say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
+    if model.context.parallel.overlap is not None:
+        say(f"tensor-parallel overlap: {model.context.parallel.overlap.name}")
+    for flag, is_given, purpose in (
+        ("--sequence-parallel", config.parallel.sequence_parallel, "split"),
+        ("--tp-comm-overlap", config.parallel.tp_comm_overlap, "overlap"),
+    ):
+        if is_given and grid.tp == 1:
+            say(f"{flag} has nothing to {purpose} with --tensor-model-parallel-size 1")
     say(
         f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{num_microbatches} microbatches per rank"

@@ -241,6 +241,12 @@ BAD: list[Row] = [
         "--sequence-parallel ... --seq-length 63 ... --tensor-model-parallel-size 2 ... change one",
     ),
     (
+        f"{GOOD} --tp-comm-overlap --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
+    ),
+    (f"{GOOD} --tp-comm-overlap --transformer-impl transformer_engine", 1, "--transformer-impl ... use local"),
+    (
         f"{GOOD} --num-distributed-optimizer-instances 2",
         2,
         "--num-distributed-optimizer-instances 2 ... --use-distributed-optimizer ... add it",
@@ -667,6 +673,8 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (GOOD, 7),
         (f"{GOOD} --tensor-model-parallel-size 4 --sequence-parallel", 8),
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
+        (f"{GOOD} --sequence-parallel --tp-comm-overlap --tensor-model-parallel-size 4", 4),
+        (f"{GOOD} --tp-comm-overlap", 1),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
         (f"{GOOD} --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward --defer-grad-reduce", 4),

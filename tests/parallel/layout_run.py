@@ -6,6 +6,7 @@ A later parallelism adds fields to :class:`Layout` and rows to the matrix, not f
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,10 +36,12 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import EdgeProducts, PipelinedEdges
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
+from tests.parallel.symmetric_memory import symmetric_memory_edges_on_cpu
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(
@@ -56,6 +59,7 @@ MODEL = LlamaConfig(
 TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
 DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
+TensorParallelOverlap = Literal["pipelined", "symmetric memory"]
 KEEP_ALL = ActivationConfig()
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 FP64 = PrecisionConfig(fp64=True)
@@ -85,6 +89,7 @@ class Layout:
     cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
     order: str = "tp-cp-ep-pp-dp"
     activations: ActivationConfig = KEEP_ALL
+    tp_overlap: TensorParallelOverlap | None = None
 
     @property
     def world_size(self) -> int:
@@ -198,11 +203,19 @@ def start_scales(fp8: Fp8Scaling) -> None:
     fp8.load({name: FP8_SCALES for name in fp8.state() if name.endswith("/scale")})
 
 
+def overlap_of(topology: Topology, layout: Layout) -> EdgeProducts | None:
+    """How the layout's layers multiply at the edges of tensor-parallel regions, if not one after the other."""
+    if layout.tp_overlap is None:
+        return None
+    ranks = topology.tensor_parallel
+    return PipelinedEdges(ranks) if layout.tp_overlap == "pipelined" else symmetric_memory_edges_on_cpu(ranks)
+
+
 def context(
     topology: Topology, layout: Layout, dtype: torch.dtype = torch.float64, precision: PrecisionConfig | None = None
 ) -> BuildContext:
     """What a model of the layout is built in, with FP8 as in ``precision``."""
-    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
+    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
     kernel = choose_attention_kernel("auto", CPU, dtype)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
     fp8 = None

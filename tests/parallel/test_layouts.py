@@ -53,6 +53,7 @@ DEEP_TIED_SHORT = replace(DEEP_TIED, steps=2)
 CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
 CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
+TIED_SHORT = replace(TIED, steps=2)
 DELAYED = replace(
     SGD_SHORT,
     steps=4,
@@ -278,6 +279,23 @@ def fp8_matrix() -> Iterator[tuple[Task, Layout]]:
     yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(pieces, cpu_offloading_num_layers=2))
 
 
+def tensor_parallel_overlap_matrix() -> Iterator[tuple[Task, Layout]]:
+    """Both overlaps, beside whatever runs, delays or repeats a product, or divides the sequence a second time."""
+    pipelined = Layout(2, 1, True, tp_overlap="pipelined")
+    yield TIED_SHORT, replace(pipelined, tp=4, microbatches=2)
+    yield TENSORWISE, pipelined
+    yield DELAYED, replace(pipelined, pp=2, schedule="zb-h1", microbatches=4)
+    yield SGD_SHORT, replace(pipelined, dp=2, strategy="optim_grads_params", activations=full("uniform", 1))
+    yield CONTEXT_IN_DOCUMENTS, replace(pipelined, cp=2, activations=selective("layernorm", "mlp_act"))
+    staged = replace(pipelined, tp=4, pp=2, microbatches=2, strategy="optim")
+    yield DEEP_SGD, staged
+    yield DEEP_SGD, replace(staged, tp=2, schedule="zb-v")
+    symmetric = replace(pipelined, tp_overlap="symmetric memory", microbatches=2)
+    yield SGD_SHORT, symmetric
+    yield SGD_SHORT, replace(symmetric, tp=4)
+    yield TENSORWISE, replace(symmetric, microbatches=1)
+
+
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
     """The rows ordered so that the ranks seldom have to join anew."""
     return sorted(rows, key=lambda row: row[1].world_size)
@@ -294,6 +312,7 @@ def _identifier(value: object) -> str:
             f"-{value.strategy}" if value.strategy != "no_shard" else ""
         )
         flags += "-overlap" if value.overlap_grad_reduce else ""
+        flags += f"-{value.tp_overlap}" if value.tp_overlap is not None else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
@@ -336,6 +355,11 @@ def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task
 
 @pytest.mark.parametrize(("task", "layout"), by_world_size(activation_matrix()), ids=_identifier)
 def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(tensor_parallel_overlap_matrix()), ids=_identifier)
+def test_overlapped_tensor_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -61,6 +61,9 @@ class LinearProducts(Protocol):
     """The three products of a linear layer with ``weight`` ``[n, k]``, and the form in which they take its input
     ``[..., k]`` and the gradient of its output ``[..., n]``."""
 
+    is_plain: bool
+    """Whether operands are the tensors themselves, in the format of the weight."""
+
     def prepare_input(self, inputs: Tensor) -> Operand:
         """The layer's input, or a part of it, as an operand, which is also what backward keeps."""
 
@@ -77,8 +80,30 @@ class LinearProducts(Protocol):
         """``grad_outputs^T @ inputs``, ``[n, k]``; may be wider than the weight."""
 
 
+@dataclass(frozen=True)
+class RowProduct:
+    """A product whose rows need not be multiplied together: ``[..., k] -> [..., n]``."""
+
+    of: Callable[[Operand], Tensor]
+    """The product of some of the rows."""
+    matrix: Tensor | None
+    """``[k, n]``, by which ``of`` multiplies tensors as they are; None where operands are scaled."""
+
+
+def output_product(products: LinearProducts, weight: Tensor) -> RowProduct:
+    """The layer's output, from its input."""
+    return RowProduct(lambda inputs: products.output(inputs, weight), weight.t() if products.is_plain else None)
+
+
+def input_gradient_product(products: LinearProducts, weight: Tensor) -> RowProduct:
+    """The gradient of the layer's input, from that of its output."""
+    return RowProduct(lambda grads: products.input_gradient(grads, weight), weight if products.is_plain else None)
+
+
 class PlainProducts:
     """Products of tensors as they are."""
+
+    is_plain = True
 
     def prepare_input(self, inputs: Tensor) -> Operand:
         """``inputs`` themselves."""

@@ -15,7 +15,13 @@ from torch.autograd import Function
 
 from megatron.core.fp8 import Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
-from megatron.core.ops.matmul import LinearProducts, Operand, PlainProducts
+from megatron.core.ops.matmul import (
+    LinearProducts,
+    Operand,
+    PlainProducts,
+    input_gradient_product,
+    output_product,
+)
 from megatron.core.parameter import (
     ParameterInfo,
     TiedEnd,
@@ -43,8 +49,8 @@ class _ColumnParallelLinear(Function):
         ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
         if graph_only:
             return _no_values(inputs, inputs.shape[0] * parallel.sequence_parts, weight)
-        whole = parallel.enter(operand.data).wait()
-        return products.output(replace(operand, data=whole), weight)
+        output, _ = parallel.edges.enter_and_multiply(operand, output_product(products, weight))
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
@@ -54,15 +60,16 @@ class _ColumnParallelLinear(Function):
         queue: WeightGradientQueue = ctx.queue
         products: LinearProducts = ctx.products
         grad_outputs = products.prepare_gradient(gradients[0])
+        input_gradient = input_gradient_product(products, weight)
 
         def product(whole: Tensor) -> Tensor:
             return products.weight_gradient(grad_outputs, replace(inputs, data=whole))
 
         if queue.is_holding:
             queue.hold_back(weight, lambda: parallel.enter(inputs.data), product)
-            return parallel.leave(products.input_gradient(grad_outputs, weight)).wait(), None, None, None, None, None
+            return parallel.edges.multiply_and_leave(grad_outputs, input_gradient).wait(), None, None, None, None, None
         gathering = parallel.enter(inputs.data)
-        grad_inputs = parallel.leave(products.input_gradient(grad_outputs, weight))
+        grad_inputs = parallel.edges.multiply_and_leave(grad_outputs, input_gradient)
         grad_weight = deliver_gradient(weight, product(gathering.wait()))
         return grad_inputs.wait(), grad_weight, None, None, None, None
 
@@ -83,7 +90,7 @@ class _RowParallelLinear(Function):
         ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
         if graph_only:
             return _no_values(inputs, inputs.shape[0] // parallel.sequence_parts, weight)
-        return parallel.leave(products.output(operand, weight)).wait()
+        return parallel.edges.multiply_and_leave(operand, output_product(products, weight)).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
@@ -96,13 +103,13 @@ class _RowParallelLinear(Function):
         def product(whole: Tensor) -> Tensor:
             return products.weight_gradient(replace(grad_part, data=whole), inputs)
 
-        grad_outputs = parallel.enter(grad_part.data).wait()
-        grad_inputs = products.input_gradient(replace(grad_part, data=grad_outputs), weight)
+        input_gradient = input_gradient_product(products, weight)
+        grad_inputs, grad_outputs = parallel.edges.enter_and_multiply(grad_part, input_gradient)
         if queue.is_holding:
             # Holds the rank's part of the sequence and gathers it again, for the whole is as large as a layer's input.
             queue.hold_back(weight, lambda: parallel.enter(grad_part.data), product)
             return grad_inputs, None, None, None, None, None
-        return grad_inputs, deliver_gradient(weight, product(grad_outputs)), None, None, None, None
+        return grad_inputs, deliver_gradient(weight, product(grad_outputs.data)), None, None, None, None
 
 
 def _keep(ctx: Any, inputs: Operand, weight: Tensor) -> None:
