@@ -33,6 +33,7 @@ declare -A BANDS=(
 read -r -a NAMES <<< "${PRECISIONS:-fp32 bf16 fp8-delayed fp8-tensorwise fp16 fp8-delayed-default fp32-other-seed}"
 
 mkdir -p "$RUN"
+PROCESSES=$(count_processes)
 CURVES=()
 CHOSEN=()
 for name in "${NAMES[@]}"; do

@@ -13,7 +13,8 @@ DATA=$RUN
 source examples/quickstart_recipe.sh
 
 # bf16 where the device multiplies it faster than fp32.
-PRECISION=$(PYTHONPATH=. python - <<'PYTHON'
+fastest_precision() {
+    PYTHONPATH=. python - <<'PYTHON'
 import time
 import torch
 from megatron.core.ops.matmul import linear
@@ -30,10 +31,12 @@ def seconds(dtype):
 torch.set_num_threads(1)
 print("--bf16" if torch.cuda.is_available() or seconds(torch.bfloat16) < 0.7 * seconds(torch.float32) else "")
 PYTHON
-)
+}
 
 TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
 if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
+    PROCESSES=$(count_processes)
+    PRECISION=$(fastest_precision)
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
     mapfile -t RECIPE < <(recipe "$ITERATIONS")
     torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${RECIPE[@]}" $PRECISION \

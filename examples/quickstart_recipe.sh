@@ -1,5 +1,5 @@
 # Sourced by scripts that train the quickstart's model, after tools/environment.sh: makes corpus, tokenizer and data in
-# DATA unless they are there, and sets PROCESSES and TOKENIZER; recipe says the flags.
+# DATA unless they are there, and sets TOKENIZER; count_processes and recipe say how to train.
 
 VOCABULARY=${VOCABULARY:-4096}
 export OMP_NUM_THREADS=1            # one thread for each of the two processes
@@ -24,10 +24,11 @@ if [ ! -f "$DATA/corpus_text_document.idx" ]; then
 fi
 
 # Two processes: on two GPUs if there are as many, on one GPU alone, otherwise on the CPU with one thread each.
-GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
-PROCESSES=$((GPUS == 1 ? 1 : 2))
+count_processes() {
+    python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)'
+}
 
-# recipe ITERATIONS: layout, model, batch, learning rate and data, one flag or value a line.
+# recipe ITERATIONS: layout, model, batch, learning rate and data for PROCESSES, one flag or value a line.
 recipe() {
     printf '%s\n' \
         --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer \
