@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The quickstart's model trained in every precision, from the same weights and on the same samples: how far the loss
 # leaves fp32's. Exits with an error if a curve leaves its band. Half an hour on two CPU cores; interrupt it whenever you
-# like and run it again: what has been trained to the end is kept.
+# like and run it again: what has been trained to the end, with the same flags, is kept.
 #
 #   bash examples/compare_precisions.sh
-#   PRECISIONS="fp32 bf16" ITERATIONS=50 RUN=runs/short bash examples/compare_precisions.sh
+#   PRECISIONS="fp32 bf16" ITERATIONS=50 RUN=runs/short bash examples/compare_precisions.sh --lr 1e-3
+#
+# Arguments are flags for every run, and override those here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements.txt
@@ -32,6 +34,17 @@ declare -A BANDS=(
 )
 read -r -a NAMES <<< "${PRECISIONS:-fp32 bf16 fp8-delayed fp8-tensorwise fp16 fp8-delayed-default fp32-other-seed}"
 
+for name in "${NAMES[@]}"; do
+    if [ -z "${FLAGS[$name]+set}" ]; then
+        echo "ERROR: PRECISIONS has no $name: choose from ${!FLAGS[*]}." >&2
+        exit 1
+    fi
+done
+if [ "${NAMES[0]:-}" != fp32 ] || [ "${#NAMES[@]}" -lt 2 ]; then
+    echo "ERROR: PRECISIONS must name fp32, with which the others are compared, and then others." >&2
+    exit 1
+fi
+
 mkdir -p "$RUN"
 PROCESSES=$(count_processes)
 CURVES=()
@@ -42,15 +55,18 @@ for name in "${NAMES[@]}"; do
         CURVES+=("$metrics")
         CHOSEN+=("${BANDS[$name]}")
     fi
-    if [ -f "$metrics" ]; then
+    # shellcheck disable=SC2086
+    flags=$(recipe "$ITERATIONS"; printf '%s\n' ${FLAGS[$name]} --eval-interval "$ITERATIONS" --eval-iters 8 "$@")
+    if [ -f "$metrics" ] && [ "$(cat "$RUN/$name.flags")" = "$flags" ]; then
         step "$name: kept from $metrics (remove it to train again)"
         continue
     fi
     step "$name: $ITERATIONS iterations"
-    mapfile -t RECIPE < <(recipe "$ITERATIONS")
-    # shellcheck disable=SC2086
-    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${RECIPE[@]}" ${FLAGS[$name]} \
-        --eval-interval "$ITERATIONS" --eval-iters 8 --log-interval 1 --metrics-jsonl "$metrics.part" \
+    rm -f "$metrics" "$metrics.part"
+    echo "$flags" > "$RUN/$name.flags"
+    mapfile -t WORDS <<< "$flags"
+    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${WORDS[@]}" \
+        --log-interval 1 --metrics-jsonl "$metrics.part" \
         > "$RUN/$name.log" 2>&1 || { tail -n 20 "$RUN/$name.log"; exit 1; }
     mv "$metrics.part" "$metrics"
 done

@@ -166,7 +166,7 @@ def assert_finished(quickstart: Quickstart, output: str) -> None:
 
 
 def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quickstart) -> None:
-    """Two of them, for two iterations."""
+    """Two of them, for two iterations of one layer."""
     settings = {
         "RUN": str(quickstart.clone / "precisions"),
         "DATA": str(quickstart.run_directory),
@@ -176,7 +176,7 @@ def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quick
         "MASTER_PORT": str(free_port()),
     }
     process = subprocess.run(
-        ["bash", "examples/compare_precisions.sh"],
+        ["bash", "examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1"],
         cwd=quickstart.clone,
         env=environment() | settings,
         capture_output=True,
