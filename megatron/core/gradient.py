@@ -150,7 +150,9 @@ class WeightGradientQueue:
         """Whether products wait."""
         return self._held is not None
 
-    def hold_back(self, parameter: Tensor, gather: Callable[[], Pending], product: Callable[[Tensor], Gradient]) -> None:
+    def hold_back(
+        self, parameter: Tensor, gather: Callable[[], Pending], product: Callable[[Tensor], Gradient]
+    ) -> None:
         """Compute later: ``product`` of what ``gather`` brings is the gradient of ``parameter``."""
         slot = slot_of(parameter)
         assert self._held is not None

@@ -296,26 +296,30 @@ class TorchAttention:
         return grads[0], grads[1], grads[2]
 
 
-def choose_attention_kernel(
-    backend: str, device: torch.device, dtype: torch.dtype, needs_log_sum_exp: bool = False
-) -> AttentionKernel:
-    """The kernel for ``--attention-backend``: the fastest that runs there, or the plain reference.
-
-    ``needs_log_sum_exp`` where partial results will be merged.
-    """
+def attention_kernels(backend: str) -> list[AttentionKernel]:
+    """torch's kernels and the reference, in the order in which ``--attention-backend`` prefers them."""
     if backend in ("unfused", "local"):
-        return ReferenceAttention()
+        return [ReferenceAttention()]
     asked_for: dict[str, list[AttentionKernel]] = {"flash": [CudaFlashAttention()], "fused": [CudnnAttention()]}
-    kernels = [
+    return [
         *asked_for.get(backend, []),
         CpuFlashAttention(),
         TorchAttention(),
         CudaFlashAttention(),
         ReferenceAttention(),
     ]
+
+
+def choose_attention_kernel(
+    backend: str, device: torch.device, dtype: torch.dtype, needs_log_sum_exp: bool = False
+) -> AttentionKernel:
+    """The first of :func:`attention_kernels` that runs there.
+
+    ``needs_log_sum_exp`` where partial results will be merged.
+    """
     return next(
         kernel
-        for kernel in kernels
+        for kernel in attention_kernels(backend)
         if kernel.supports(device, dtype) and (kernel.tells_log_sum_exp or not needs_log_sum_exp)
     )
 

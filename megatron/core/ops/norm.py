@@ -15,9 +15,7 @@ class RMSNormKernel(Protocol):
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """The output ``[..., h]``, and the inverse RMS of every token in the shape that ``backward`` takes."""
 
-    def backward(
-        self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the inputs, ``[..., h]``, and of the weight, ``[h]``, which may be wider than it."""
 
 
@@ -29,9 +27,7 @@ def normalise(inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, T
     return (wide * inverse_rms).to(inputs.dtype) * weight, inverse_rms
 
 
-def normalise_backward(
-    gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+def normalise_backward(gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The derivative of :func:`normalise`, without a change of any argument; the weight's in fp32 or wider."""
     gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
     normalised = inputs * inverse_rms
@@ -59,9 +55,7 @@ class EagerRMSNorm:
         inverse_rms = norm.square_().div_(inputs.shape[-1]).add_(epsilon).rsqrt_()
         return (inputs * inverse_rms).to(inputs.dtype).mul_(weight), inverse_rms
 
-    def backward(
-        self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of inputs and weight, the latter in fp32 or wider."""
         gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
         normalised = inputs * inverse_rms

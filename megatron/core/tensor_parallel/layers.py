@@ -222,7 +222,12 @@ def column_parallel_linear(
     With ``graph_only`` the product is not computed, for a second run whose output nobody reads.
     """
     output: Tensor = _ColumnParallelLinear.apply(
-        inputs, weight, context.parallel, context.weight_gradients, products or PlainProducts(context.weight_gradient), graph_only
+        inputs,
+        weight,
+        context.parallel,
+        context.weight_gradients,
+        products or PlainProducts(context.weight_gradient),
+        graph_only,
     )
     return output
 
