@@ -26,9 +26,9 @@ from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
-from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import scaled_product_reference
+from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes

@@ -278,7 +278,7 @@ def _cross_entropy(setting: Setting) -> list[Candidate[CrossEntropyKernel]]:
 
 def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[], T]) -> list[Candidate[T]]:
     def compilable() -> T:
-        obstacle = _compiler_obstacle(setting)
+        obstacle = compiler_obstacle(setting)
         if obstacle is not None:
             raise Unavailable(obstacle)
         return compiled()
@@ -289,8 +289,8 @@ def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[]
     ]
 
 
-def _compiler_obstacle(setting: Setting) -> str | None:
-    """What is missing for ``torch.compile``."""
+def compiler_obstacle(setting: Setting) -> str | None:
+    """What is missing for ``torch.compile``, if anything."""
     # Triton compiles its launchers, and inductor its CPU kernels.
     compilers = ("gcc", "clang", "cc") if setting.on_gpu else ("g++", "clang++", "c++")
     if not any(shutil.which(compiler) for compiler in compilers):
