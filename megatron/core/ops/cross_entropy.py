@@ -62,7 +62,7 @@ class CompiledCrossEntropy:
     """Through ``torch.compile``, whose kernels widen numbers as they read them: all rows at once."""
 
     def __init__(self) -> None:
-        self._log_sum = torch.compile(_wide_log_sum, fullgraph=True)
+        self._log_sum = torch.compile(wide_log_sum, fullgraph=True)
         self._write_gradient = torch.compile(_write_gradient, fullgraph=True)
 
     def log_sum(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,12 +80,20 @@ class CompiledCrossEntropy:
             self._write_gradient(scores, log_sum, columns, gradient, at_label)
 
 
-def _wide_log_sum(scores: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_log_sum(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Log of the sum of the exponentials of each row, computed in ``dtype``."""
     return torch.logsumexp(scores.to(dtype), dim=-1)
 
 
-def _write_gradient(scores: Tensor, log_sum: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor) -> None:
+def compared_with_columns(
+    scores: Tensor, log_sum: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
+) -> Tensor:
+    """The gradient of the scores in the wide format; every column is compared with the label's, since a scatter would
+    be a kernel of its own."""
     probabilities = (scores.to(log_sum.dtype) - log_sum[:, None]).exp()
-    # A comparison with every column, since a scatter would be a kernel of its own.
     is_label = torch.arange(scores.shape[1], device=scores.device) == columns[:, None]
-    scores.copy_(probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0))
+    return probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0)
+
+
+def _write_gradient(scores: Tensor, *more: Tensor) -> None:
+    scores.copy_(compared_with_columns(scores, *more))
