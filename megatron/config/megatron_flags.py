@@ -38,15 +38,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
     "activations go to the host layer by layer: use --cpu-offloading-num-layers instead.": (
         "--fine-grained-activation-offloading",
     ),
-    "kernels are chosen without flags: remove it.": (
-        "--no-bias-swiglu-fusion",
-        "--no-bias-dropout-fusion",
-        "--no-rope-fusion",
-        "--no-masked-softmax-fusion",
-        "--no-persist-layer-norm",
-        "--no-gradient-accumulation-fusion",
-        "--cuda-graph-impl",
-    ),
     "layouts are tensor, sequence, context, pipeline and data parallelism: remove it.": (
         "--expert-tensor-parallel-size",
         "--overlap-param-gather-with-optimizer-step",

@@ -8,6 +8,7 @@ from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError
+from megatron.config.kernels import KernelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import FP8_UNIT, LearningRateConfig, OptimizerConfig, PrecisionConfig
@@ -28,6 +29,8 @@ class RunConfig:
     """Pipeline."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """Activation memory."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """Kernels."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training loop."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -58,6 +61,7 @@ class RunConfig:
             self.parallel,
             self.pipeline,
             self.activations,
+            self.kernels,
             self.training,
             self.optimizer,
             self.learning_rate,
@@ -311,6 +315,18 @@ def _check_profile(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_kernels(run: RunConfig, world_size: int) -> None:
+    attention, adam = run.kernels.wanted("attention"), run.kernels.wanted("adam")
+    backend = run.model.attention_backend
+    if attention is not None and backend != "auto":
+        raise ConfigError(f"{attention.flag} and --attention-backend {backend} choose the same kernel: remove one.")
+    if adam is None or adam.implementation == "torch":
+        return
+    other = "--optimizer sgd" if run.optimizer.optimizer == "sgd" else "--use-precision-aware-optimizer"
+    if run.optimizer.optimizer == "sgd" or run.optimizer.use_precision_aware_optimizer:
+        raise ConfigError(f"{adam.flag} does not go with {other}, which has an update of its own: remove one.")
+
+
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
@@ -319,6 +335,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_formats,
     _check_length,
     _check_profile,
+    _check_kernels,
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_tensor_parallel,

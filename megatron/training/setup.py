@@ -22,10 +22,12 @@ from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.fp8 import Fp8Scaling
+from megatron.core.kernels.choice import table
+from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
@@ -93,13 +95,14 @@ def build_trainer(
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
-    model = build_parallel_model(config, topology, vocabulary)
+    kernels = build_kernels(config, topology, vocabulary)
+    model = build_parallel_model(config, topology, vocabulary, kernels)
     executor = build_pipeline(config, topology, model)
     data_parallel = build_data_parallel(config, topology, model)
     state = RunState(
         architecture=model.config,
         data_parallel=data_parallel,
-        optimizer=Optimizer(config.optimizer, data_parallel, topology),
+        optimizer=Optimizer(config.optimizer, data_parallel, topology, kernels.optimizer),
         schedule=build_learning_rate(config, train_iters, batches),
         learning_rate=config.learning_rate,
         loss_scaler=build_loss_scaler(config.precision),
@@ -113,6 +116,7 @@ def build_trainer(
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, model, state, batches, train_iters, say)
+    describe_kernels(kernels, say)
     memory = data_parallel.memory() | state.optimizer.memory()
     say(f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}")
     return Trainer(
@@ -184,21 +188,37 @@ def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progr
         )
 
 
-def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> LlamaModel:
+def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> Kernels:
+    """What computes each operation on this rank."""
+    size = topology.tensor_parallel.size
+    model = config.model.resolve(vocabulary.size, size, config.seq_length)
+    formats = number_formats(config.precision, config.optimizer)
+    setting = Setting(
+        topology.device,
+        formats.weight,
+        formats.gradient,
+        AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
+        # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
+        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
+        attention_backend=config.model.attention_backend,
+    )
+    return choose_kernels(config.kernels, setting)
+
+
+def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary, kernels: Kernels) -> LlamaModel:
     """This rank's part of the model, without initial weights."""
     parallel = build_tensor_parallel(config, topology)
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
-    # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
-    tells = context_parallel.ranks.size > 1 or config.activations.cpu_offloading_num_layers > 0
-    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=tells)
     weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
     context = BuildContext(
         parallel,
         dtype,
         topology.device,
-        kernel,
+        kernels.attention,
+        kernels=kernels.layers,
+        weight_gradient=kernels.weight_gradient,
         context_parallel=context_parallel,
         weights_device=weights_device,
         activations=config.activations,
@@ -397,8 +417,7 @@ def describe_run(
     )
     say(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
-        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}, "
-        f"attention: {model.context.attention_kernel.name}"
+        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
     )
     if model.context.fp8 is not None:
         say(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
@@ -418,6 +437,11 @@ def describe_run(
         f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{num_microbatches} microbatches per rank"
     )
+
+
+def describe_kernels(kernels: Kernels, say: Say) -> None:
+    """The choice of every kernel and its reason."""
+    say("\n".join(["kernels:", *table(kernels.choices)]))
 
 
 def describe_activations(activations: ActivationConfig) -> str:

@@ -151,6 +151,24 @@ BAD: list[Row] = [
         2,
         "divides --hidden-size 129 over --tensor-model-parallel-size 2, which does not go: change one",
     ),
+    # Kernels.
+    (f"{GOOD} --cuda-graph-impl local", 1, "--cuda-graph-impl local is not supported ... use none"),
+    (f"{GOOD} --kernel norm=eager", 1, "--kernel norm=eager names no operation: use one of attention, rms_norm"),
+    (f"{GOOD} --kernel rope=apex", 1, "--kernel rope=apex names no implementation of rope: use eager or compiled"),
+    (f"{GOOD} --kernel rope", 1, "--kernel rope names no implementation of rope: use eager or compiled"),
+    (f"{GOOD} --kernel rope=compiled --no-rope-fusion", 1, "--no-rope-fusion and --kernel rope=compiled contradict"),
+    (f"{GOOD} --kernel adam=te adam=apex", 1, "--kernel adam=te and --kernel adam=apex contradict each other: remove"),
+    (
+        f"{GOOD} --kernel attention=sdpa --attention-backend flash",
+        1,
+        "--attention-backend flash choose the same kernel",
+    ),
+    (f"{GOOD} --kernel adam=apex --optimizer sgd", 1, "--kernel adam=apex does not go with --optimizer sgd ... remove"),
+    (
+        f"{GOOD} --kernel adam=te --use-precision-aware-optimizer",
+        1,
+        "--kernel adam=te does not go with --use-precision-aware-optimizer ... remove one",
+    ),
     # What is not a Llama.
     (f"{GOOD} --no-swiglu", 1, "--no-swiglu ... --swiglu True ... remove"),
     (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear ... --disable-bias-linear True ... remove"),

@@ -29,6 +29,7 @@ from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import scaled_product_reference
+from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
@@ -223,7 +224,15 @@ def context(
         keeps_weights = layout.strategy != "optim_grads_params"
         fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, scaled_product_reference)
     return BuildContext(
-        parallel, dtype, CPU, kernel, context_parallel=context_parallel, activations=layout.activations, fp8=fp8
+        parallel,
+        dtype,
+        CPU,
+        kernel,
+        context_parallel=context_parallel,
+        activations=layout.activations,
+        fp8=fp8,
+        # As a run has it in fp64.
+        weight_gradient=InPlaceWeightGradient() if dtype == torch.float64 else None,
     )
 
 

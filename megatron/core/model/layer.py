@@ -15,6 +15,7 @@ from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import LlamaConfig
 from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.kernels.selection import LayerKernels
 from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
@@ -26,12 +27,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerCont
 
 @dataclass(frozen=True)
 class BuildContext(LayerContext):
-    """What a model is built in: that of its layers, the kernel that attends, the ranks that share a sequence, and what
+    """What a model is built in: that of its layers, the kernels that compute, the ranks that share a sequence, and what
     is kept for the backward pass."""
 
     attention_kernel: AttentionKernel
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
     activations: ActivationConfig = field(default_factory=ActivationConfig, kw_only=True)
+    kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +41,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, size: int, epsilon: float, context: BuildContext) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.kernel = epsilon, context.kernels.rms_norm
         info = ParameterInfo(
             f"{name}.weight",
             *sharded_boxes((size,), (), rank=0, size=1),
@@ -52,7 +54,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[..., h] -> [..., h]``."""
-        return rms_norm(inputs, self.weight, self.epsilon)
+        return rms_norm(inputs, self.weight, self.epsilon, self.kernel)
 
 
 class SelfAttention(nn.Module):
@@ -64,6 +66,7 @@ class SelfAttention(nn.Module):
         sections = (config.query_size, config.key_value_size, config.key_value_size)
         size = context.parallel.size
         self.attention = context.context_parallel.attention(layer, context.attention_kernel)
+        self.rotate = context.kernels.rotate
         self.shape = AttentionShape(
             config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels
         )
@@ -88,7 +91,9 @@ class SelfAttention(nn.Module):
         """From the output of ``linear_qkv`` ``[s, b, (n + 2 groups) d / tp]``, which it overwrites, to
         ``[s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions."""
         # Where it runs again, the first run has rotated queries and keys in place.
-        attended = fused_attention(fused, rotary, self.shape, self.attention, documents, is_rotated=graph_only)
+        attended = fused_attention(
+            fused, rotary, self.shape, self.attention, documents, is_rotated=graph_only, rotate=self.rotate
+        )
         output: Tensor = self.linear_proj(attended, graph_only=graph_only)
         return output
 
@@ -98,6 +103,7 @@ class MLP(nn.Module):
 
     def __init__(self, name: str, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
+        self.activation = partial(swiglu, kernel=context.kernels.swiglu)
         self.linear_fc1 = ColumnParallelLinear(
             f"{name}.linear_fc1",
             config.hidden_size,
@@ -115,7 +121,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor, *, graph_only: bool = False) -> Tensor:
         """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
-        output: Tensor = self.linear_fc2(swiglu(self.linear_fc1(hidden)), graph_only=graph_only)
+        output: Tensor = self.linear_fc2(self.activation(self.linear_fc1(hidden)), graph_only=graph_only)
         return output
 
 
@@ -155,7 +161,7 @@ class TransformerLayer(nn.Module):
         if "mlp" in self.recomputed:
             return recompute(mlp, norm(hidden))
         gate_and_up = self._run("layernorm", in_sequence(norm, last=mlp.linear_fc1), hidden)
-        return self._run("mlp_act", in_sequence(swiglu, last=mlp.linear_fc2), gate_and_up, graph_only)
+        return self._run("mlp_act", in_sequence(mlp.activation, last=mlp.linear_fc2), gate_and_up, graph_only)
 
     def _run(self, module: RecomputeModule, piece: Piece, inputs: Tensor, graph_only: bool = False) -> Tensor:
         """Run the piece that begins with the activations of ``module`` and ends with the next product, which must have

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.gradient import Gradient
+
 
 def _onednn_linear() -> Callable[..., Any] | None:
     if not torch.backends.mkldnn.is_available():
@@ -59,6 +61,56 @@ def weight_gradient(grad_outputs: Tensor, inputs: Tensor) -> Tensor:
     return linear(grad_outputs.t(), inputs.t())
 
 
+class WeightGradientKernel(Protocol):
+    """How the gradient of a weight comes into a buffer ``[n, k]``, which may be wider than its operands."""
+
+    def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
+        """Add ``grad_outputs [..., n]^T @ inputs [..., k]`` to ``buffer``, or overwrite what is there."""
+
+
+class SeparateWeightGradient:
+    """A product in the format of its operands, which is then added: one more pass, and memory for the product."""
+
+    def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
+        """As in the protocol."""
+        product = weight_gradient(grad_outputs, inputs)
+        if accumulate:
+            buffer.add_(product)
+        else:
+            buffer.copy_(product)
+
+
+class InPlaceWeightGradient:
+    """The product adds to the buffer itself; what it adds was never rounded to the format of its operands."""
+
+    def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
+        """As in the protocol; a buffer wider than the operands is a matter of GPUs, and of fp32."""
+        left, right = grad_outputs.flatten(0, -2).t(), inputs.flatten(0, -2)
+        if buffer.dtype == inputs.dtype:
+            buffer.addmm_(left, right, beta=float(accumulate))
+        elif accumulate:
+            torch.ops.aten.addmm.dtype_out(buffer, left, right, buffer.dtype, out=buffer)
+        else:
+            torch.ops.aten.mm.dtype_out(left, right, buffer.dtype, out=buffer)
+
+
+@dataclass(frozen=True)
+class WeightGradientProduct:
+    """A :class:`~megatron.core.gradient.GradientProduct` by ``kernel``."""
+
+    grad_outputs: Tensor
+    inputs: Tensor
+    kernel: WeightGradientKernel
+
+    def value(self) -> Tensor:
+        """``[n, k]`` in the format of the operands."""
+        return weight_gradient(self.grad_outputs, self.inputs)
+
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        """Into ``buffer`` ``[n, k]``."""
+        self.kernel.write(buffer, self.grad_outputs, self.inputs, accumulate)
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor in the form in which products take it."""
@@ -87,8 +139,8 @@ class LinearProducts(Protocol):
     def input_gradient(self, grad_outputs: Operand, weight: Tensor) -> Tensor:
         """``grad_outputs @ weight``, ``[..., k]``."""
 
-    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Tensor:
-        """``grad_outputs^T @ inputs``, ``[n, k]``; may be wider than the weight."""
+    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Gradient:
+        """``grad_outputs^T @ inputs``, ``[n, k]``, maybe yet to be multiplied; may be wider than the weight."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +168,9 @@ class PlainProducts:
 
     is_plain = True
 
+    def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
+        self._kernel = kernel or SeparateWeightGradient()
+
     def prepare_input(self, inputs: Tensor) -> Operand:
         """``inputs`` themselves."""
         return Operand(inputs)
@@ -132,6 +187,6 @@ class PlainProducts:
         """``grad_outputs @ weight``."""
         return linear(grad_outputs.data, weight.t())
 
-    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Tensor:
-        """``grad_outputs^T @ inputs``."""
-        return weight_gradient(grad_outputs.data, inputs.data)
+    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Gradient:
+        """``grad_outputs^T @ inputs``, yet to be multiplied."""
+        return WeightGradientProduct(grad_outputs.data, inputs.data, self._kernel)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.fp8 import Fp8Role, Fp8Scaling
-from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
+from megatron.core.gradient import Gradient, WeightGradientQueue, deliver_gradient, slot_of
 from megatron.core.ops.matmul import (
     LinearProducts,
     Operand,
     PlainProducts,
+    WeightGradientKernel,
     input_gradient_product,
     output_product,
 )
@@ -62,7 +63,7 @@ class _ColumnParallelLinear(Function):
         grad_outputs = products.prepare_gradient(gradients[0])
         input_gradient = input_gradient_product(products, weight)
 
-        def product(whole: Tensor) -> Tensor:
+        def product(whole: Tensor) -> Gradient:
             return products.weight_gradient(grad_outputs, replace(inputs, data=whole))
 
         if queue.is_holding:
@@ -100,7 +101,7 @@ class _RowParallelLinear(Function):
         products: LinearProducts = ctx.products
         grad_part = products.prepare_gradient(gradients[0])
 
-        def product(whole: Tensor) -> Tensor:
+        def product(whole: Tensor) -> Gradient:
             return products.weight_gradient(replace(grad_part, data=whole), inputs)
 
         input_gradient = input_gradient_product(products, weight)
@@ -170,6 +171,8 @@ class LayerContext:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
     weights_device: torch.device | None = field(default=None, kw_only=True)
     """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
+    weight_gradient: WeightGradientKernel | None = field(default=None, kw_only=True)
+    """How their products come into gradient buffers; None: a product, and then a sum."""
     fp8: Fp8Scaling | None = field(default=None, kw_only=True)
     """Scales of linear layers that multiply in FP8; None where they multiply in ``dtype``."""
 
@@ -181,7 +184,7 @@ class LayerContext:
         """How the linear layer ``name`` multiplies, of whose tensors each tensor-parallel rank has a part of those that
         are ``divided``, and all of the others."""
         if self.fp8 is None:
-            return PlainProducts()
+            return PlainProducts(self.weight_gradient)
         return self.fp8.linear_products(name, self.dtype, self.parallel.communicator, divided)
 
 
@@ -227,7 +230,12 @@ def column_parallel_linear(
     With ``graph_only`` the product is not computed, for a second run whose output nobody reads.
     """
     output: Tensor = _ColumnParallelLinear.apply(
-        inputs, weight, context.parallel, context.weight_gradients, products or PlainProducts(), graph_only
+        inputs,
+        weight,
+        context.parallel,
+        context.weight_gradients,
+        products or PlainProducts(context.weight_gradient),
+        graph_only,
     )
     return output
 
