@@ -278,6 +278,20 @@ def fp8_matrix() -> Iterator[tuple[Task, Layout]]:
     yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(pieces, cpu_offloading_num_layers=2))
 
 
+def transformer_engine_matrix() -> Iterator[tuple[Task, Layout]]:
+    """What meets layers of another make: who divides them, when their gradients are due and where they go, what runs
+    again."""
+    theirs = Layout(transformer_engine=True)
+    yield SGD_SHORT, theirs
+    yield ADAM, replace(theirs, microbatches=4)
+    yield SGD_SHORT, replace(theirs, tp=2, microbatches=2, activations=full("uniform", 2))
+    yield SGD_SHORT, replace(theirs, microbatches=2, activations=selective("core_attn", "mlp_act"))
+    for strategy in get_args(ShardingStrategy):
+        buckets = Layout(2, 2, True, strategy, microbatches=2, bucket_size=3000, overlap_grad_reduce=True)
+        yield SGD_SHORT, replace(buckets, transformer_engine=True)
+    yield DEEP_TIED_SHORT, replace(theirs, pp=2, schedule="interleaved", microbatches=4, activations=full("block", 1))
+
+
 def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
     """The rows ordered so that the ranks seldom have to join anew."""
     return sorted(rows, key=lambda row: row[1].world_size)
@@ -295,6 +309,7 @@ def _identifier(value: object) -> str:
         )
         flags += "-overlap" if value.overlap_grad_reduce else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
+        flags += "-te" if value.transformer_engine else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
@@ -342,6 +357,12 @@ def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: T
 @pytest.mark.parametrize(("task", "layout"), by_world_size(fp8_matrix()), ids=_identifier)
 def test_fp8_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     """Quantised numbers are the same in all layouts, so that what they are rounded to must not differ either."""
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), by_world_size(transformer_engine_matrix()), ids=_identifier)
+def test_transformer_engine_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    """Layers that Transformer Engine's interface stands between are those that stand here."""
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

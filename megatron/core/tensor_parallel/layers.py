@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.fp8 import Fp8Role, Fp8Scaling
+from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
 from megatron.core.ops.matmul import LinearProducts, Operand, PlainProducts
 from megatron.core.parameter import (
@@ -163,8 +163,8 @@ class LayerContext:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
     weights_device: torch.device | None = field(default=None, kw_only=True)
     """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
-    fp8: Fp8Scaling | None = field(default=None, kw_only=True)
-    """Scales of linear layers that multiply in FP8; None where they multiply in ``dtype``."""
+    fp8: Fp8Layers | None = field(default=None, kw_only=True)
+    """Linear layers that multiply in FP8; None where they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
         """An uninitialised parameter."""
@@ -175,6 +175,7 @@ class LayerContext:
         are ``divided``, and all of the others."""
         if self.fp8 is None:
             return PlainProducts()
+        assert isinstance(self.fp8, Fp8Scaling), "others bring layers of their own"
         return self.fp8.linear_products(name, self.dtype, self.parallel.communicator, divided)
 
 
