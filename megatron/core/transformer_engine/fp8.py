@@ -112,14 +112,14 @@ class TransformerEngineFp8(Fp8Layers):
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """As of all."""
         for name, module in self._modules.items() if self.is_delayed else ():
-            if f"{name}/scale" not in saved:
-                continue
-            scale, past = saved[f"{name}/scale"], saved[f"{name}/amax_history"]
             for role, (key, column) in enumerate(_ROLES):
                 meta = module.fp8_meta[key]
-                # Where there is none yet, theirs is one.
-                meta.scale[column] = torch.where(scale[role] > 0.0, scale[role], 1.0)
-                history = meta.amax_history[:, column]
-                length = min(history.shape[0] - 1, past.shape[-1])
-                history.zero_()
-                history[history.shape[0] - length :] = past[role, :length].flip(0)
+                if f"{name}/scale" in saved:
+                    scale = saved[f"{name}/scale"][role]
+                    # Where there is none yet, theirs is one.
+                    meta.scale[column] = torch.where(scale > 0.0, scale, 1.0)
+                if f"{name}/amax_history" in saved:
+                    past, history = saved[f"{name}/amax_history"][role], meta.amax_history[:, column]
+                    length = min(history.shape[0] - 1, past.shape[0])
+                    history.zero_()
+                    history[history.shape[0] - length :] = past[:length].flip(0)

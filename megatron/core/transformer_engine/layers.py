@@ -134,7 +134,6 @@ class TransformerEngineParts:
             parallel_mode="column",
             **_arguments(context),
         )
-        # In the order of the forward pass, which buckets follow.
         return _Linear(self.engine, module, {"layer_norm_weight": gain, "weight": weight}, context)
 
     def row(self, name: str, input_size: int, output_size: int, context: LayerContext, init_std: float) -> nn.Module:

@@ -99,7 +99,7 @@ class _Delayed:
         self.amax_history.copy_(self.amax_history.roll(-1, 0))
         self.amax_history[0] = 0.0
         is_usable = (amax > 0.0) & amax.isfinite()
-        self.scale.copy_(torch.where(is_usable, largest / amax / 2.0**recipe.margin, self.scale))
+        self.scale.copy_(torch.where(is_usable, torch.tensor(largest) / amax / 2.0**recipe.margin, self.scale))
 
 
 class _Quantizer:
@@ -120,7 +120,7 @@ class _Quantizer:
         else:
             scale = torch.where(amax > 0.0, self.largest / amax, 1.0)
         rounded = (tensor * scale).clamp(-self.largest, self.largest).to(FORMATS[self.largest])
-        return rounded.to(tensor.dtype) / scale.to(tensor.dtype)
+        return rounded.to(tensor.dtype) * scale.reciprocal().to(tensor.dtype)
 
 
 class _Module(nn.Module):
