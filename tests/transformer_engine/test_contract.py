@@ -200,15 +200,16 @@ def test_attention_is_the_definition(bench: Bench, in_documents: bool) -> None:
         assert bench.is_close(found, wanted)
 
 
-def test_attention_beside_fp8_layers_is_not_in_fp8(bench: Bench) -> None:
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_beside_fp8_layers_is_not_in_fp8(bench: Bench, is_causal: bool) -> None:
     fp8 = bench.context(DELAYED).fp8
     assert fp8 is not None
     kernel = TransformerEngineAttention(bench.engine)
     query = bench.numbers(BATCH, 4, LENGTH, 32, seed=1)
     with torch.no_grad():
-        wanted = ReferenceAttention().forward(query, query, query, True).output
+        wanted = ReferenceAttention().forward(query, query, query, is_causal).output
         with fp8.forward_pass():
-            assert bench.is_close(kernel.forward(query, query, query, True).output, wanted)
+            assert bench.is_close(kernel.forward(query, query, query, is_causal).output, wanted)
 
 
 def step_in_fp8(
