@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from megatron.config.errors import ConfigError
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "attention": ("flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
+    "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
     "rms_norm": ("eager", "compiled", "apex", "te"),
     "swiglu": ("eager", "compiled"),
     "rope": ("eager", "compiled"),
@@ -31,8 +31,8 @@ class KernelConfig:
     """Which implementation computes what; chosen by itself unless a flag forces it."""
 
     kernel: tuple[str, ...] = ()
-    """Forced implementations, each as OPERATION=IMPLEMENTATION: attention={flash3,cudnn,flash,sdpa,cpu,reference},
-    rms_norm={eager,compiled,apex,te}, swiglu, rope and cross_entropy={eager,compiled},
+    """Forced implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,flash,sdpa,cpu,
+    reference}, rms_norm={eager,compiled,apex,te}, swiglu, rope and cross_entropy={eager,compiled},
     weight_gradient={separate,in_place,apex}, adam and l2_norm={torch,apex,te}. What is not there is refused."""
     bias_swiglu_fusion: bool = True
     """The negative form is --kernel swiglu=eager; there is no bias."""

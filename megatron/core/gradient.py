@@ -82,6 +82,14 @@ class GradientSlot:
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
         self._delivered()
 
+    @contextmanager
+    def accumulating(self) -> Iterator[Tensor]:
+        """The buffer, for an operation that itself adds to what is in it; the end is a delivery."""
+        if not self.is_filled:
+            self.buffer.zero_()
+        yield self.buffer
+        self._delivered()
+
     def _delivered(self) -> None:
         self.is_filled = True
         if self.on_delivery is not None:

@@ -21,10 +21,10 @@ from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
-from megatron.core.fp8 import Fp8Scaling
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.kernels.choice import table
 from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
-from megatron.core.model.layer import BuildContext
+from megatron.core.model.layer import BuildContext, LocalParts
 from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import AttentionShape
@@ -41,6 +41,9 @@ from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.topology import Topology
+from megatron.core.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
 from megatron.training.flops import model_flops_per_token, resolve_peak
@@ -201,6 +204,7 @@ def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary)
         # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
         needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
         attention_backend=config.model.attention_backend,
+        engine=find_transformer_engine(config, topology),
     )
     return choose_kernels(config.kernels, setting)
 
@@ -222,7 +226,8 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
         context_parallel=context_parallel,
         weights_device=weights_device,
         activations=config.activations,
-        fp8=build_fp8(config, topology),
+        parts=LocalParts() if kernels.engine is None else TransformerEngineParts(kernels.engine),
+        fp8=build_fp8(config, topology, kernels.engine),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
@@ -241,10 +246,31 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
     return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
 
 
-def build_fp8(config: RunConfig, topology: Topology) -> Fp8Scaling | None:
-    """The scales of FP8 linear layers, if ``--fp8-format`` asks for them."""
+def find_transformer_engine(config: RunConfig, topology: Topology) -> TransformerEngine | None:
+    """Transformer Engine, if ``--transformer-impl`` asks for it."""
+    if config.model.transformer_impl == "local":
+        return None
+    try:
+        return TransformerEngine.find(topology.device)
+    except UnavailableError as error:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine needs that package, which {error}: install requirements-cuda.txt "
+            "on a machine with a GPU, or use --transformer-impl local."
+        ) from error
+
+
+def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine | None) -> Fp8Layers | None:
+    """What FP8 linear layers share, if ``--fp8-format`` asks for them."""
     if config.precision.fp8_format is None:
         return None
+    if engine is not None:
+        reason = why_unsupported(engine, config.precision)
+        if reason is not None:
+            raise ConfigError(
+                f"--fp8-recipe {config.precision.fp8_recipe} does not run on {device_name(topology.device)} "
+                f"({reason}): use another recipe, or remove --fp8-format."
+            )
+        return TransformerEngineFp8(engine, config.precision, topology.stage_ranks)
     if not supports_fp8(topology.device):
         raise ConfigError(
             f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
@@ -463,17 +489,19 @@ def describe_activations(activations: ActivationConfig) -> str:
     return "; ".join(words)
 
 
-def describe_fp8(fp8: Fp8Scaling, num_layers: int) -> str:
+def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
     """What is in FP8, and how it is scaled."""
     config = fp8.config
     layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
     scaling = "scales of the tensors at hand"
+    if config.fp8_recipe in ("blockwise", "mxfp8"):
+        scaling = f"scales of blocks ({config.fp8_recipe})"
     if fp8.is_delayed:
         history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
         scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
     return (
         f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
-        "torch._scaled_mm; the rest in bf16"
+        f"{fp8.multiplier}; the rest in bf16"
     )
 
 

@@ -21,6 +21,7 @@ FULL = "--recompute-granularity full"
 UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
+ENGINE = f"{GOOD} --transformer-impl transformer_engine"
 
 Row = tuple[str, int, str]
 """Arguments, number of processes, and what the sentence must say (fragments separated by `` ... ``)."""
@@ -178,7 +179,23 @@ BAD: list[Row] = [
     (f"{GOOD} --no-cross-entropy-loss-fusion", 1, "--no-cross-entropy-loss-fusion ... remove it"),
     (f"{GOOD} --no-use-flash-attn", 1, "--no-use-flash-attn ... choose the kernel with --attention-backend local"),
     (f"{GOOD} --no-use-mcore-models", 1, "--no-use-mcore-models ... remove it"),
-    (f"{GOOD} --transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine ... use local"),
+    (f"{ENGINE} --fp64", 1, "--fp64 ... --transformer-impl transformer_engine ... use --transformer-impl local"),
+    *(
+        (f"{STAGES} --transformer-impl transformer_engine --pipeline-schedule {name}", 2, f"{name} ... use 1f1b")
+        for name in ("zb-h1", "zb-v")
+    ),
+    (f"{ENGINE} --cpu-offloading-num-layers 1", 1, "--cpu-offloading-num-layers ... remove it, or use --transformer"),
+    (
+        f"{ENGINE} --recompute-granularity selective --recompute-modules layernorm mlp",
+        1,
+        "--recompute-modules layernorm ... remove layernorm",
+    ),
+    (
+        f"{ENGINE} --bf16 --fp8-format hybrid --recompute-activations",
+        1,
+        "--recompute-granularity selective ... --fp8-recipe delayed ... use another recipe",
+    ),
+    (f"{ENGINE} --bf16 --fp8-format hybrid --use-torch-fsdp2", 1, "--fp8-format ... optim_grads_params ... use"),
     # Sizes of the architecture.
     (f"{GOOD} --kv-channels 3", 1, "head size 3 is odd ... change --kv-channels"),
     (f"{GOOD} --hidden-size 40", 1, "head size 5 is odd ... change --kv-channels, or --hidden-size"),
@@ -711,6 +728,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --loss-scale 4096", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
         (f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
+        (f"{ENGINE} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --recompute-activations", 1),
+        (f"{ENGINE} --bf16 --fp8-format hybrid --first-last-layers-bf16 --use-distributed-optimizer", 1),
+        (f"{ENGINE} --bf16 --use-torch-fsdp2 {UNIFORM} 1", 2),
         (f"{FP8} --fp8-margin 1 --fp8-amax-history-len 1024 --fp8-amax-compute-algo max", 1),
         (f"{FP8} --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),

@@ -5,6 +5,7 @@ The functions that torch.compile takes are compared in all formats as they are; 
 
 import random
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (found.double() - expected.double()).abs().max() <= TOLERANCE[dtype] * scale
 
 
-def check_norm(forward: Any, backward: Any, dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> None:
+def check_norm(forward: Any, backward: Any, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
     eager = EagerRMSNorm()
     for shape in shapes:
         inputs, gradient, weight = made(*shape, dtype=dtype), made(*shape, dtype=dtype, seed=1), made(shape[-1])
@@ -60,7 +61,7 @@ def check_norm(forward: Any, backward: Any, dtype: torch.dtype, shapes: list[tup
             assert_close(found, wanted, dtype)
 
 
-def check_swiglu(forward: Any, backward: Any, dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> None:
+def check_swiglu(forward: Any, backward: Any, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> None:
     eager = EagerSwiGLU()
     for rows, batch, width in shapes:
         inputs, gradient = made(rows, batch, 2 * width, dtype=dtype), made(rows, batch, width, dtype=dtype, seed=1)
@@ -68,7 +69,9 @@ def check_swiglu(forward: Any, backward: Any, dtype: torch.dtype, shapes: list[t
         assert_close(backward(gradient, inputs), eager.backward(gradient, inputs), dtype)
 
 
-def check_cross_entropy(kernel: CrossEntropyKernel, dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> None:
+def check_cross_entropy(
+    kernel: CrossEntropyKernel, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> None:
     eager, wide = EagerCrossEntropy(), torch.promote_types(dtype, torch.float32)
     for rows, _, width in shapes:
         # As of a padded vocabulary: not contiguous.

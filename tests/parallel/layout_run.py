@@ -22,8 +22,8 @@ from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.fp8 import Fp8Scaling
-from megatron.core.model.layer import BuildContext
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
+from megatron.core.model.layer import BuildContext, LocalParts
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
@@ -39,10 +39,13 @@ from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.overlap import EdgeProducts, PipelinedEdges
 from megatron.core.topology import RankGrid, Topology
+from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.transformer_engine.layers import TransformerEngineParts
 from megatron.data.loader import Microbatch
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
 from tests.parallel.symmetric_memory import symmetric_memory_edges_on_cpu
+from tests.stand_ins import transformer_engine
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(
@@ -91,6 +94,8 @@ class Layout:
     order: str = "tp-cp-ep-pp-dp"
     activations: ActivationConfig = KEEP_ALL
     tp_overlap: TensorParallelOverlap | None = None
+    transformer_engine: bool = False
+    """Linear layers are those of the stand-in for Transformer Engine."""
 
     @property
     def world_size(self) -> int:
@@ -139,7 +144,7 @@ class RecordingOptimizer(Optimizer):
     """Notes the gradient of the mean loss before clipping touches it."""
 
     trace: Trace
-    fp8: Fp8Scaling | None
+    fp8: Fp8Layers | None
     """The scales that are to be updated with the weights."""
 
     def step(self, learning_rate: float, gradient_factor: float, count_zeros: bool = False) -> StepResult:
@@ -198,7 +203,7 @@ FP8_SCALES = torch.tensor([2.0**6, 2.0**12, 2.0**21])
 """About right for input, weight and output gradient."""
 
 
-def start_scales(fp8: Fp8Scaling) -> None:
+def start_scales(fp8: Fp8Layers) -> None:
     """Let delayed scaling begin with scales that are the same in every layout. The first ones of a run come from each
     rank's own tensors, which a layout divides."""
     fp8.load({name: FP8_SCALES for name in fp8.state() if name.endswith("/scale")})
@@ -219,8 +224,10 @@ def context(
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
     kernel = choose_attention_kernel("auto", CPU, dtype)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
-    fp8 = None
-    if precision is not None:
+    fp8: Fp8Layers | None = None
+    if precision is not None and layout.transformer_engine:
+        fp8 = TransformerEngineFp8(transformer_engine(), precision, topology.stage_ranks)
+    elif precision is not None:
         keeps_weights = layout.strategy != "optim_grads_params"
         fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, scaled_product_reference)
     return BuildContext(
@@ -231,6 +238,7 @@ def context(
         context_parallel=context_parallel,
         activations=layout.activations,
         fp8=fp8,
+        parts=TransformerEngineParts(transformer_engine()) if layout.transformer_engine else LocalParts(),
         # As a run has it in fp64.
         weight_gradient=InPlaceWeightGradient() if dtype == torch.float64 else None,
     )

@@ -315,6 +315,24 @@ def tensor_parallel_overlap_matrix() -> Iterator[Case]:
     yield TENSORWISE, replace(symmetric, microbatches=1)
 
 
+def transformer_engine_matrix() -> Iterator[Case]:
+    """What meets layers of another make: who divides them, when their gradients are due and where they go, what runs
+    again."""
+    theirs = Layout(transformer_engine=True)
+    yield SGD_SHORT, theirs
+    yield ADAM, replace(theirs, microbatches=4)
+    yield SGD_SHORT, replace(theirs, tp=2, microbatches=2, activations=full("uniform", 2))
+    yield SGD_SHORT, replace(theirs, microbatches=2, activations=selective("core_attn", "mlp_act"))
+    for strategy in get_args(ShardingStrategy):
+        buckets = Layout(2, 2, True, strategy, microbatches=2, bucket_size=3000, overlap_grad_reduce=True)
+        yield SGD_SHORT, replace(buckets, transformer_engine=True)
+    # Once a step and once a microbatch is the same with one microbatch.
+    yield DELAYED, Layout(2, 2, True, "optim_grads", transformer_engine=True)
+    yield DELAYED, replace(theirs, pp=2)
+    yield TENSORWISE, replace(theirs, activations=full("uniform", 1))
+    yield DEEP_TIED_SHORT, replace(theirs, pp=2, schedule="interleaved", microbatches=4, activations=full("block", 1))
+
+
 PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {
     "tensor": tensor_product,
     "pipeline": pipeline_product,
@@ -366,6 +384,7 @@ def _identifier(value: object) -> str:
         flags += "-overlap" if value.overlap_grad_reduce else ""
         flags += f"-{value.tp_overlap}" if value.tp_overlap is not None else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
+        flags += "-te" if value.transformer_engine else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
@@ -418,6 +437,12 @@ def test_overlapped_tensor_parallelism_equals_one_process(sixteen_ranks: RankPoo
 @pytest.mark.parametrize(("task", "layout"), rows_of(fp8_matrix()), ids=_identifier)
 def test_fp8_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     """Quantised numbers are the same in all layouts, so that what they are rounded to must not differ either."""
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(transformer_engine_matrix()), ids=_identifier)
+def test_transformer_engine_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    """Layers that Transformer Engine's interface stands between are those that stand here."""
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -45,6 +45,8 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
+from megatron.core.transformer_engine.attention import TransformerEngineAttention
+from megatron.core.transformer_engine.package import TransformerEngine
 
 T = TypeVar("T")
 
@@ -75,6 +77,8 @@ class Kernels:
     weight_gradient: WeightGradientKernel
     layers: LayerKernels
     optimizer: OptimizerKernels
+    engine: TransformerEngine | None
+    """Whose modules are the linear layers with the norms before them, where they are not ours."""
     choices: tuple[Choice, ...]
     """In the order of the table that is printed."""
 
@@ -92,6 +96,8 @@ class Setting:
     needs_log_sum_exp: bool = False
     """Whether partial results of attention will be merged, or what it keeps must be plain tensors."""
     attention_backend: str = "auto"
+    engine: TransformerEngine | None = None
+    """Asked for as the implementation of the layers."""
 
     @property
     def on_gpu(self) -> bool:
@@ -114,7 +120,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
 
     Raises :class:`~megatron.config.errors.ConfigError` where one that is wanted is not there.
     """
-    choices: list[Choice] = []
+    choices = [_linear(setting)]
 
     def chosen(operation: str, candidates: Sequence[Candidate[T]]) -> T:
         kernel, choice = choose(operation, candidates, config.wanted(operation))
@@ -134,8 +140,17 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
             adam=chosen("adam", _adam(setting)),
             squared_norm=chosen("l2_norm", _l2_norm(setting)),
         ),
+        engine=setting.engine,
         choices=tuple(choices),
     )
+
+
+def _linear(setting: Setting) -> Choice:
+    """Who multiplies: --transformer-impl says it."""
+    if setting.engine is None:
+        return Choice("linear", "local", "the layers of this project")
+    asked = f"version {setting.engine.version}, by --transformer-impl; with the norms before linear layers"
+    return Choice("linear", "transformer_engine", asked)
 
 
 # Attention
@@ -160,6 +175,10 @@ _MERITS = {
 
 def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
     makers: list[Callable[[], AttentionKernel]] = []
+    candidates = []
+    if wanted is not None or (setting.engine is not None and setting.attention_backend == "auto"):
+        make = partial(_usable_attention, partial(_transformer_engine_attention, setting), setting)
+        candidates.append(Candidate("te", make, "Transformer Engine chooses the kernel"))
     if wanted is not None or (setting.is_hopper and setting.attention_backend in ("auto", "flash")):
         makers.append(FlashAttention3)
     if wanted is not None or (setting.is_hopper and setting.attention_backend == "auto"):
@@ -167,11 +186,16 @@ def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[Attent
     makers += [type(kernel) for kernel in attention_kernels(setting.attention_backend)]
     if wanted is not None:
         makers += [CudaFlashAttention]
-    candidates = []
     for maker in dict.fromkeys(makers):
         name = _NAMES[maker]  # type: ignore[index]
         candidates.append(Candidate(name, partial(_usable_attention, maker, setting), _MERITS[name]))
     return candidates
+
+
+def _transformer_engine_attention(setting: Setting) -> AttentionKernel:
+    if setting.engine is None:
+        raise Unavailable("it comes with --transformer-impl transformer_engine")
+    return TransformerEngineAttention(setting.engine)
 
 
 def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> AttentionKernel:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -25,12 +26,36 @@ from megatron.core.recompute import Piece, in_sequence, recompute
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
+class LayerParts(Protocol):
+    """Makes a transformer layer's linear layers, each a :class:`~megatron.core.recompute.Piece`, and the norms before
+    them. Whoever makes them, weights have the same names, facts and layout."""
+
+    def norm(self, name: str, size: int, epsilon: float, context: "BuildContext") -> nn.Module:
+        """The norm ``name`` of ``size`` features."""
+
+    def column(
+        self,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: "BuildContext",
+        init_std: float,
+        norm: str,
+        epsilon: float,
+    ) -> nn.Module:
+        """A column-parallel layer behind :meth:`norm`; it may contain what ``norm`` does, which is nothing then."""
+
+    def row(self, name: str, input_size: int, output_size: int, context: "BuildContext", init_std: float) -> nn.Module:
+        """A row-parallel layer."""
+
+
 @dataclass(frozen=True)
 class BuildContext(LayerContext):
     """What a model is built in: that of its layers, the kernels that compute, the ranks that share a sequence, and what
     is kept for the backward pass."""
 
     attention_kernel: AttentionKernel
+    parts: LayerParts = field(default_factory=lambda: LocalParts(), kw_only=True)
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
     activations: ActivationConfig = field(default_factory=ActivationConfig, kw_only=True)
     kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
@@ -57,6 +82,31 @@ class RMSNorm(nn.Module):
         return rms_norm(inputs, self.weight, self.epsilon, self.kernel)
 
 
+class LocalParts:
+    """The layers of :mod:`megatron.core.tensor_parallel.layers`."""
+
+    def norm(self, name: str, size: int, epsilon: float, context: BuildContext) -> nn.Module:
+        """RMSNorm."""
+        return RMSNorm(name, size, epsilon, context)
+
+    def column(
+        self,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: BuildContext,
+        init_std: float,
+        norm: str,
+        epsilon: float,
+    ) -> nn.Module:
+        """The product alone."""
+        return ColumnParallelLinear(name, input_size, output_sections, context, init_std)
+
+    def row(self, name: str, input_size: int, output_size: int, context: BuildContext, init_std: float) -> nn.Module:
+        """The product and its sum over the ranks."""
+        return RowParallelLinear(name, input_size, output_size, context, init_std)
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention; the heads are divided over the tensor-parallel ranks."""
 
@@ -70,14 +120,16 @@ class SelfAttention(nn.Module):
         self.shape = AttentionShape(
             config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels
         )
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = context.parts.column(
             f"{name}.linear_qkv",
             config.hidden_size,
             sections,
             context,
             config.init_method_std,
+            f"layers.{layer}.input_layernorm",
+            config.norm_epsilon,
         )
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = context.parts.row(
             f"{name}.linear_proj",
             config.query_size,
             config.hidden_size,
@@ -101,17 +153,20 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU MLP; gate and up projections are one column-parallel weight."""
 
-    def __init__(self, name: str, config: LlamaConfig, context: BuildContext) -> None:
+    def __init__(self, layer: int, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
+        name = f"layers.{layer}.mlp"
         self.activation = partial(swiglu, kernel=context.kernels.swiglu)
-        self.linear_fc1 = ColumnParallelLinear(
+        self.linear_fc1 = context.parts.column(
             f"{name}.linear_fc1",
             config.hidden_size,
             (config.ffn_hidden_size, config.ffn_hidden_size),
             context,
             config.init_method_std,
+            f"layers.{layer}.pre_mlp_layernorm",
+            config.norm_epsilon,
         )
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = context.parts.row(
             f"{name}.linear_fc2",
             config.ffn_hidden_size,
             config.hidden_size,
@@ -139,10 +194,11 @@ class TransformerLayer(nn.Module):
         self.recomputed = context.activations.modules
         if context.fp8 is not None and not context.fp8.includes(number, config.num_layers):
             context = replace(context, fp8=None)
-        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.norm_epsilon, context)
+        norm = partial(context.parts.norm, size=config.hidden_size, epsilon=config.norm_epsilon, context=context)
+        self.input_layernorm = norm(f"{name}.input_layernorm")
         self.self_attention = SelfAttention(number, config, context)
-        self.pre_mlp_layernorm = RMSNorm(f"{name}.pre_mlp_layernorm", config.hidden_size, config.norm_epsilon, context)
-        self.mlp = MLP(f"{name}.mlp", config, context)
+        self.pre_mlp_layernorm = norm(f"{name}.pre_mlp_layernorm")
+        self.mlp = MLP(number, config, context)
 
     def forward(
         self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None, *, graph_only: bool = False

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.fp8 import Fp8Role, Fp8Scaling
+from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import Gradient, WeightGradientQueue, deliver_gradient, slot_of
 from megatron.core.ops.matmul import (
     LinearProducts,
@@ -173,8 +173,8 @@ class LayerContext:
     """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
     weight_gradient: WeightGradientKernel | None = field(default=None, kw_only=True)
     """How their products come into gradient buffers; None: a product, and then a sum."""
-    fp8: Fp8Scaling | None = field(default=None, kw_only=True)
-    """Scales of linear layers that multiply in FP8; None where they multiply in ``dtype``."""
+    fp8: Fp8Layers | None = field(default=None, kw_only=True)
+    """Linear layers that multiply in FP8; None where they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
         """An uninitialised parameter."""
@@ -185,6 +185,7 @@ class LayerContext:
         are ``divided``, and all of the others."""
         if self.fp8 is None:
             return PlainProducts(self.weight_gradient)
+        assert isinstance(self.fp8, Fp8Scaling), "others bring layers of their own"
         return self.fp8.linear_products(name, self.dtype, self.parallel.communicator, divided)
 
 
