@@ -111,7 +111,9 @@ def describe_values(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(map(str, arguments))
     if get_origin(kind) in (UnionType, Union):
-        return " or ".join(describe_values(part) for part in arguments if part is not NoneType)
+        # One that is neither on nor off unless it is given takes its value as a word.
+        parts = [part for part in arguments if part is not NoneType]
+        return "True, False" if bool in parts else " or ".join(map(describe_values, parts))
     assert get_origin(kind) is tuple, kind
     if arguments[-1] is Ellipsis:
         return f"one or more: {describe_values(arguments[0])}"

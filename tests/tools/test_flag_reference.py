@@ -28,7 +28,7 @@ def test_the_pages_are_what_the_code_says() -> None:
 @pytest.mark.parametrize("name", ["flags.md", "coming_from_megatron.md"])
 def test_a_page_that_says_something_else_is_refused_and_mended(tmp_path: Path, name: str) -> None:
     page = copied_pages(tmp_path) / name
-    page.write_text(page.read_text().replace("number of", "sum of").replace("states what is so", "is ignored"))
+    page.write_text(page.read_text().replace("| States what", "| Is what").replace("| supported |", "| ignored |"))
     changed = page.read_text()
     with pytest.raises(ConfigError, match=f"{name} is not what the code says: run python tools/flag_reference.py"):
         flag_reference.write(ReferenceConfig(check=True, docs=tmp_path))
@@ -97,6 +97,7 @@ def test_a_flag_of_megatron_without_an_answer_is_an_error() -> None:
     ("kind", "expected"),
     [
         (bool, "on, off"),
+        (bool | None, "True, False"),
         (int | None, "integer"),
         (Literal["a", "b"] | None, "a, b"),
         (tuple[str, ...], "one or more: text"),
