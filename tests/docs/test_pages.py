@@ -151,3 +151,27 @@ def test_every_flag_of_a_command_is_one_of_its_program(text: Path) -> None:
 def test_commands_are_read_to_their_end() -> None:
     text = "torchrun --nnodes 2 a.py \\\n  --one 1 \\\n  --two=2 | tools/b.py --three # --comment\nX=(--array)"
     assert commands(text) == [("a.py", {"--one"}), ("a.py", {"--two"}), ("tools/b.py", {"--three"})]
+
+
+@cache
+def messages() -> str:
+    """All strings of the code, with an ellipsis for what is filled in."""
+    found: list[str] = []
+    for path in [REPOSITORY / "pretrain_llama.py", *REPOSITORY.glob("megatron/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_every_message_that_is_explained_can_be_said() -> None:
+    page = (REPOSITORY / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [part for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for part in re.findall(r"`(.*?)`", row)]
+    quoted += re.findall(r"^`(Iteration .*?)`", page, re.MULTILINE)
+    assert len(quoted) > 25
+    for message in quoted:
+        parts = [part.strip(" ?:().") for part in message.split("…")]
+        assert any(parts) and all(part in messages() for part in parts), message
