@@ -115,42 +115,50 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text))
 
 
-@every_text
-def test_every_flag_that_is_named_exists(text: Path) -> None:
+def code_of(text: Path) -> str:
+    """The commands of a page or script, without what is for SLURM."""
     content = text.read_text(encoding="utf-8")
-    known = all_flags() | FOREIGN | NAMED_AS_REFUSED.get(text.name, set())
-    if text.name == "coming_from_megatron.md":
-        known |= {flag.flag for flag in megatron_flags()}
-    assert not flags_in(content) - known
+    if text.suffix == ".md":
+        content = "\n".join(re.findall(r"^```bash\n(.*?)^```", content, re.MULTILINE | re.DOTALL))
+    return re.sub(r"^#SBATCH.*$", "", content, flags=re.MULTILINE)
 
 
-def commands(content: str) -> list[tuple[str, set[str]]]:
-    """Programs and the flags that follow them, in the commands of a text; programs of ours by their path."""
+def commands(code: str) -> list[tuple[str, set[str]]]:
+    """Programs and the flags that follow them; programs of ours by their path."""
     found: list[tuple[str, set[str]]] = []
-    for line in content.replace("\\\n", " ").splitlines():
+    for line in code.replace("\\\n", " ").splitlines():
         program = ""
         for word in re.split(r"[\s\"'()]+", line.partition(" #")[0]):
             if word.endswith(".py") or word in FOREIGN_PROGRAMS or word in ("|", "&&", ";"):
                 program = word
-            elif program.endswith(".py"):
+            elif program:
                 found.append((program, flags_in(word)))
     return [(program, flags) for program, flags in found if flags]
 
 
 @every_text
+def test_every_flag_that_is_named_exists(text: Path) -> None:
+    content = code_of(text) if text.suffix == ".sh" else text.read_text(encoding="utf-8")
+    known = all_flags() | FOREIGN | NAMED_AS_REFUSED.get(text.name, set())
+    known = known.union(*(flags for program, flags in commands(code_of(text)) if program in FOREIGN_PROGRAMS))
+    if text.name == "coming_from_megatron.md":
+        known |= {flag.flag for flag in megatron_flags()}
+    assert not flags_in(content) - known
+
+
+@every_text
 def test_every_flag_of_a_command_is_one_of_its_program(text: Path) -> None:
-    content = text.read_text(encoding="utf-8")
-    if text.suffix == ".md":
-        content = "\n".join(re.findall(r"^```bash\n(.*?)^```", content, re.MULTILINE | re.DOTALL))
-    for program, flags in commands(content):
+    for program, flags in commands(code_of(text)):
         name = Path(program).stem
-        known = pretrain_flags() if name == "pretrain_llama" else flags_of_tool(name)
-        assert not flags - known - {"--help"}, program
+        if program.endswith(".py"):
+            known = pretrain_flags() if name == "pretrain_llama" else flags_of_tool(name)
+            assert not flags - known - {"--help"}, program
 
 
 def test_commands_are_read_to_their_end() -> None:
-    text = "torchrun --nnodes 2 a.py \\\n  --one 1 \\\n  --two=2 | tools/b.py --three # --comment\nX=(--array)"
-    assert commands(text) == [("a.py", {"--one"}), ("a.py", {"--two"}), ("tools/b.py", {"--three"})]
+    code = "torchrun --nnodes 2 a.py \\\n  --one 1 \\\n  --two=2 | tools/b.py --three # --comment\nX=(--array)"
+    ours, theirs = [("a.py", {"--one"}), ("a.py", {"--two"}), ("tools/b.py", {"--three"})], ("torchrun", {"--nnodes"})
+    assert commands(code) == [theirs, *ours]
 
 
 @cache
