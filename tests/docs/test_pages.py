@@ -14,7 +14,7 @@ from tools.flag_reference import Flag, accepted_flags, flags_of, megatron_flags
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
-SCRIPTS = sorted(REPOSITORY.glob("examples/**/*.sh"))
+SCRIPTS = sorted(path for suffix in ("sh", "sbatch") for path in REPOSITORY.glob(f"examples/**/*.{suffix}"))
 TO_COME = {"docs/tensor_parallel.md", "docs/dry_run.md", "docs/kernels.md", "examples/slurm"}
 """What is linked to and written at the same time by others."""
 
@@ -138,12 +138,13 @@ def commands(code: str) -> list[tuple[str, set[str]]]:
 
 @every_text
 def test_every_flag_that_is_named_exists(text: Path) -> None:
-    content = code_of(text) if text.suffix == ".sh" else text.read_text(encoding="utf-8")
+    content = text.read_text(encoding="utf-8") if text.suffix == ".md" else code_of(text)
     known = all_flags() | FOREIGN | NAMED_AS_REFUSED.get(text.name, set())
     known = known.union(*(flags for program, flags in commands(code_of(text)) if program in FOREIGN_PROGRAMS))
     if text.name == "coming_from_megatron.md":
         known |= {flag.flag for flag in megatron_flags()}
-    assert not flags_in(content) - known
+    unknown = flags_in(content) - known
+    assert not unknown
 
 
 @every_text
@@ -152,7 +153,8 @@ def test_every_flag_of_a_command_is_one_of_its_program(text: Path) -> None:
         name = Path(program).stem
         if program.endswith(".py"):
             known = pretrain_flags() if name == "pretrain_llama" else flags_of_tool(name)
-            assert not flags - known - {"--help"}, program
+            unknown = flags - known - {"--help"}
+            assert not unknown, program
 
 
 def test_commands_are_read_to_their_end() -> None:
