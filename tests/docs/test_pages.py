@@ -185,3 +185,12 @@ def test_every_message_that_is_explained_can_be_said() -> None:
     for message in quoted:
         parts = [part.strip(" ?:().") for part in message.split("…")]
         assert any(parts) and all(part in messages() for part in parts), message
+
+
+def test_the_picture_of_the_strategies_has_a_letter_for_half_a_byte() -> None:
+    page = (REPOSITORY / "docs/data_parallel.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(no_shard|optim\w*) +([wgmo ]+?) +([\d.]+)$", page, re.MULTILINE)
+    assert [(name, len(letters.replace(" ", "")) / 2) for name, letters, _ in rows] == [
+        (name, float(number)) for name, _, number in rows
+    ]
+    assert [float(number) for *_, number in rows] == [18, 6 + 12 / 8, 2 + 16 / 8, 16 / 8]
