@@ -125,8 +125,8 @@ class ModelConfig:
     """States what is so: the loss never makes fp32 logits of a whole microbatch, and writes its gradient over the
     logits."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Attention kernel: auto and flash take torch's fastest memory-efficient kernel, unfused and local the
-    plain reference."""
+    """Attention kernel: auto takes the fastest there (docs/kernels.md), flash a FlashAttention, fused cuDNN's, unfused
+    and local the plain reference."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Implementation of the layers; only local for now."""
 
