@@ -25,11 +25,14 @@ _TORCHRUN = """--nnodes --nproc-per-node --node-rank --standalone --rdzv-id --rd
     --master-addr --master-port --max-restarts --shutdown-timeout --signals-to-handle --numa-binding --log-dir --tee"""
 _SLURM = """--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --exclusive --exclude --partition --account --time
     --job-name --output --error --array --mem --signal --requeue --open-mode --kill-on-bad-exit --export"""
-_OTHERS = "--help --pid --no-build-isolation --config-settings --build-option --cpp_ext --cuda_ext"  # py-spy, pip, apex
+_OTHERS = "--help --whole-matrix --pid --no-build-isolation --config-settings --build-option --cpp_ext --cuda_ext"  # ours, py-spy, pip
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
 
-NAMED_AS_REFUSED = {"context_parallel.md": {"--hierarchical-context-parallel-sizes"}}
+NAMED_AS_REFUSED = {
+    "context_parallel.md": {"--hierarchical-context-parallel-sizes"},
+    "tensor_parallel.md": {"--tp-comm-overlap-cfg"},
+}
 """Flags that a page names in order to say that they are not there."""
 
 FOREIGN_PROGRAMS = {"torchrun", "srun", "sbatch", "pip", "scontrol", "squeue", "wandb", "nvidia-smi", "python", "git"}
