@@ -56,6 +56,7 @@ PYTHON
 TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
 if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
+    # shellcheck disable=SC2086  # PRECISION is one word or none
     torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py \
         --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer $PRECISION \
         --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \

@@ -35,6 +35,9 @@ class CheckpointConfig:
     load_hf: str | None = None
     """Directory of a Hugging Face Llama whose weights to start from where --load holds no checkpoint yet; each rank
     reads its own part."""
+    pretrained_checkpoint: str | None = None
+    """Directory of checkpoints of another run, whose latest weights to start from at iteration 0 where --load holds no
+    checkpoint yet."""
     ckpt_step: int | None = None
     """Load this iteration instead of the latest."""
     checkpoint_fallback: bool = True
@@ -101,3 +104,11 @@ class CheckpointConfig:
         ):
             if is_given and self.load is None:
                 raise ConfigError(f"{flag} needs --load with a directory.")
+        for flag, is_given in (
+            ("--load-hf", self.load_hf is not None),
+            ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
+        ):
+            if is_given and self.pretrained_checkpoint is not None:
+                raise ConfigError(
+                    f"--pretrained-checkpoint and {flag} differ on what a run without a checkpoint does: remove one."
+                )

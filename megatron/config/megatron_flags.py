@@ -103,7 +103,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--multiple-validation-sets",
     ),
     "checkpoints have one format and load in any layout; --async-save alone decides how they are saved: remove it.": (
-        "--pretrained-checkpoint",
         "--ckpt-format",
         "--auto-detect-ckpt-format",
         "--ckpt-convert-format",

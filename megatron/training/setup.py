@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import ConfigError
+from megatron.config.errors import CheckpointError, ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
@@ -87,8 +87,8 @@ def build_trainer(
     on_first_rank(topology.world, lambda: check_trace_path(config.logging.profile_pipeline))
     seed_random(config.training.seed)
     vocabulary = together(topology.world, lambda: load_vocabulary(config))
-    saved = find_saved_run(config.checkpoint, topology.world)
-    progress = Progress() if saved is None or config.checkpoint.finetune else saved.progress
+    saved, is_own = find_start(config.checkpoint, topology.world)
+    progress = saved.progress if saved is not None and is_own else Progress()
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
@@ -108,7 +108,7 @@ def build_trainer(
         flags=dataclasses.asdict(config),
         fp8=model.context.fp8,
     )
-    resume(state, saved, config, topology.world, say)
+    resume(state, saved, is_own, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, model, state, batches, train_iters, say)
@@ -284,8 +284,21 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
     )
 
 
-def resume(state: RunState, saved: SavedRun | None, config: RunConfig, world: Communicator, say: Say) -> None:
-    """Load the checkpoint that was found for ``--load``, if any, else the model of ``--load-hf``."""
+def find_start(config: CheckpointConfig, world: Communicator) -> tuple[SavedRun | None, bool]:
+    """The checkpoint to start from, if any, and whether it is of this run, so that more than its weights counts."""
+    saved, base = find_saved_run(config, world), config.pretrained_checkpoint
+    if saved is not None or base is None:
+        return saved, not config.finetune
+    saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), world)
+    if saved is None:
+        raise CheckpointError(f"--pretrained-checkpoint {base} holds no checkpoint: check the path.")
+    return saved, False
+
+
+def resume(
+    state: RunState, saved: SavedRun | None, is_own: bool, config: RunConfig, world: Communicator, say: Say
+) -> None:
+    """Load the checkpoint that :func:`find_start` found, if any, else the model of ``--load-hf``."""
     source = config.checkpoint.load_hf
     if saved is None:
         start = "random weights" if source is None else f"the weights of {source}"
@@ -295,7 +308,7 @@ def resume(state: RunState, saved: SavedRun | None, config: RunConfig, world: Co
             state.load_hugging_face(Path(source), world)
             say(f"loaded the weights of {source}")
         return
-    state.load(saved, config.checkpoint, weights_only=config.checkpoint.finetune or config.validation.skip_train)
+    state.load(saved, config.checkpoint, weights_only=not is_own or config.validation.skip_train)
     say(f"loaded checkpoint {saved.root}, continuing after iteration {state.progress.iteration}")
 
 

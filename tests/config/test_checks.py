@@ -601,6 +601,16 @@ BAD: list[Row] = [
     (f"{UNKNOWN} --hidden-size 0", 1, "--hidden-size 0 must be at least 1"),
     (f"{GOOD} --no-checkpoint-fallback", 1, "--no-checkpoint-fallback needs --load"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
+    (
+        f"{GOOD} --load run --pretrained-checkpoint base --load-hf hf",
+        1,
+        "--pretrained-checkpoint and --load-hf ... remove",
+    ),
+    (
+        f"{GOOD} --load run --pretrained-checkpoint base --exit-on-missing-checkpoint",
+        1,
+        "--pretrained-checkpoint and --exit-on-missing-checkpoint differ ... remove one",
+    ),
     (f"{GOOD} --overlap-param-gather", 1, "--overlap-param-gather ... --use-distributed-optimizer"),
     (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 11", 1, "iteration 11 ... --train-iters 10"),
     (f"{GOOD} --profile-pipeline trace.json --skip-train --eval-interval 5", 1, "--profile-pipeline ... --skip-train"),
