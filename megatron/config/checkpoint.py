@@ -1,6 +1,7 @@
 """Flags for checkpoints."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.config.errors import ConfigError
 from megatron.config.intervals import IntervalSchedule
@@ -45,6 +46,15 @@ class CheckpointConfig:
     --no-checkpoint-fallback fails instead. Nothing that is damaged is deleted."""
     exit_on_missing_checkpoint: bool = False
     """Fail when --load holds no checkpoint, instead of starting afresh."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Accepted for Megatron-LM recipes, and in its sense: a checkpoint loads in any layout. (Its files are safetensors
+    and a manifest, which Megatron-LM does not read, nor the other way round.)"""
+    ckpt_fully_parallel_save: bool = True
+    """States what is so: ranks write different parts."""
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """States what is so: the optimizer's state loads in any layout."""
+    verify_integrity: bool = True
+    """States what is so: every file has a digest, which is compared before it is loaded."""
     save_optim: bool = True
     """Save the optimizer's state; --no-save-optim saves weights only."""
     save_rng: bool = True
@@ -78,6 +88,13 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        for flag, is_so in (
+            ("--no-ckpt-fully-parallel-save", self.ckpt_fully_parallel_save),
+            ("--no-dist-ckpt-optim-fully-reshardable", self.dist_ckpt_optim_fully_reshardable),
+            ("--no-verify-integrity", self.verify_integrity),
+        ):
+            if not is_so:
+                raise ConfigError(f"{flag} asks for another way to save and load, and there is one: remove it.")
         retained = {
             "--save-retain-last": self.save_retain_last,
             "--save-retain-interval": self.save_retain_interval,

@@ -33,6 +33,10 @@ class ParallelConfig:
     """Ranks that share the experts; 1 for now."""
     rank_order: str = "-".join(RANK_AXES)
     """Axes of the rank grid from neighbouring ranks to distant ones."""
+    use_tp_pp_dp_mapping: bool = False
+    """Another spelling of the default --rank-order, tp-cp-ep-pp-dp. (Megatron-LM's default is tp-cp-ep-dp-pp.)"""
+    disable_gloo_process_groups: bool = True
+    """States what is so: on GPUs there are no process groups of gloo beside NCCL's."""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
     """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
     optimizer state (ZeRO-1), optim_grads also gradients, which are then reduced with every microbatch (ZeRO-2),
@@ -118,6 +122,12 @@ class ParallelConfig:
             raise ConfigError(
                 f"--rank-order {self.rank_order} must name each of {', '.join(RANK_AXES)} once: for example "
                 f"{'-'.join(RANK_AXES)}."
+            )
+        if self.use_tp_pp_dp_mapping and self.rank_order != "-".join(RANK_AXES):
+            raise ConfigError(f"--use-tp-pp-dp-mapping contradicts --rank-order {self.rank_order}: remove one.")
+        if not self.disable_gloo_process_groups:
+            raise ConfigError(
+                "--no-disable-gloo-process-groups asks for process groups that nothing would use: remove it."
             )
         for flag, size in sizes.items():
             if flag.split("-")[2] == "expert" and size > 1:

@@ -31,6 +31,7 @@ from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.weight_decay import build_weight_decay_schedule
 from megatron.core.pipeline_parallel.executor import PipelineExecutor, ReadDocuments
 from megatron.core.pipeline_parallel.schedule import Schedule
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
@@ -42,9 +43,17 @@ from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
 from megatron.training.flops import model_flops_per_token, resolve_peak
 from megatron.training.launch import on_first_rank, together
-from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
+from megatron.training.listeners import (
+    Checkpoints,
+    Evaluation,
+    GarbageCollection,
+    MemoryRelease,
+    Metrics,
+    device_name,
+)
 from megatron.training.metrics import MetricsWriter
 from megatron.training.pipeline_profile import PipelineProfile, check_trace_path
+from megatron.training.profile import build_profile
 from megatron.training.saver import Saver
 from megatron.training.state import Progress, RunState, SavedRun, find_saved_run, seed_random
 from megatron.training.stop import SignalWatch, StopConditions
@@ -107,6 +116,9 @@ def build_trainer(
         device=topology.device,
         flags=dataclasses.asdict(config),
         fp8=model.context.fp8,
+        weight_decay=build_weight_decay_schedule(
+            config.optimizer, config.training.train_samples or batches.total_samples(train_iters)
+        ),
     )
     resume(state, saved, is_own, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
@@ -136,6 +148,8 @@ def build_trainer(
         seq_length=config.seq_length,
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
         count_zeros=config.logging.log_num_zeros_in_grad,
+        iterations_to_skip=frozenset(config.training.iterations_to_skip),
+        before_update=memory_release(config, topology.device, level=1),
     )
 
 
@@ -357,7 +371,7 @@ def build_listeners(
     evaluation = Evaluation(
         config.validation.eval_interval,
         config.validation.eval_iters,
-        batches.final_batch_size // batches.unit,
+        evaluation_batch_size(config, batches) // batches.unit,
         data.validation,
         data.test,
     )
@@ -368,11 +382,36 @@ def build_listeners(
     if config.training.manual_gc:
         intervals = config.training.manual_gc_interval, config.validation.eval_interval
         listeners.append(GarbageCollection(*intervals, config.checkpoint.save_schedule))
+    release = memory_release(config, topology.device, level=2)
+    if release is not None:
+        listeners.insert(0, MemoryRelease(release))
+    profile = build_profile(config, topology.rank, topology.device, say)
+    if profile is not None:
+        # First, so that it records the iteration alone.
+        listeners.insert(0, profile)
     if config.logging.profile_pipeline is not None:
         iteration = config.logging.profile_pipeline_iteration
         # First, because evaluation uses the pipeline, too.
         listeners.insert(0, PipelineProfile(config.logging.profile_pipeline, iteration, say))
     return listeners
+
+
+def memory_release(config: RunConfig, device: torch.device, level: int) -> Callable[[], None] | None:
+    """How to give unused memory back to the GPU, where ``--empty-unused-memory-level`` is at least ``level``."""
+    return (
+        torch.cuda.empty_cache if device.type != "cpu" and config.training.empty_unused_memory_level >= level else None
+    )
+
+
+def evaluation_batch_size(config: RunConfig, batches: BatchSchedule) -> int:
+    """Sequences of an evaluation batch; raises :class:`ConfigError` where the ranks do not divide them."""
+    size = config.validation.eval_global_batch_size
+    if size is not None and size % batches.unit:
+        raise ConfigError(
+            f"--eval-global-batch-size {size} does not divide into --micro-batch-size {batches.micro_batch_size} x "
+            f"data-parallel size {batches.data_parallel_size}: use a multiple of {batches.unit}."
+        )
+    return size or batches.final_batch_size
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
