@@ -9,32 +9,12 @@ source tools/environment.sh requirements.txt
 
 RUN=${RUN:-runs/quickstart}        # everything is written here
 ITERATIONS=${ITERATIONS:-240}
-VOCABULARY=${VOCABULARY:-4096}
-mkdir -p "$RUN"
-export OMP_NUM_THREADS=1            # one thread for each of the two processes
+DATA=$RUN
+source examples/quickstart_recipe.sh
 
-step() { printf '\n== %s\n' "$1"; }
-
-if [ ! -f "$RUN/corpus.jsonl" ]; then
-    step "Corpus: the source of Python's standard library"
-    python examples/gather_python_source.py "$RUN/corpus.jsonl"
-fi
-if [ ! -f "$RUN/tokenizer.model" ]; then
-    step "Tokenizer: SentencePiece, $VOCABULARY ids"
-    python tools/train_tokenizer.py --input "$RUN/corpus.jsonl" --model-prefix "$RUN/tokenizer" --vocab-size "$VOCABULARY"
-fi
-TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$RUN/tokenizer.model")
-if [ ! -f "$RUN/corpus_text_document.idx" ]; then
-    step "Data: tokens"
-    python tools/preprocess_data.py --input "$RUN/corpus.jsonl" --output-prefix "$RUN/corpus" \
-        --append-eod --workers 2 "${TOKENIZER[@]}"
-fi
-
-# Two processes: on two GPUs if there are as many, on one GPU alone, otherwise on the CPU with one thread each.
-GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
-PROCESSES=$((GPUS == 1 ? 1 : 2))
 # bf16 where the device multiplies it faster than fp32.
-PRECISION=$(PYTHONPATH=. python - <<'PYTHON'
+fastest_precision() {
+    PYTHONPATH=. python - <<'PYTHON'
 import time
 import torch
 from megatron.core.ops.matmul import linear
@@ -51,19 +31,16 @@ def seconds(dtype):
 torch.set_num_threads(1)
 print("--bf16" if torch.cuda.is_available() or seconds(torch.bfloat16) < 0.7 * seconds(torch.float32) else "")
 PYTHON
-)
+}
 
 TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
 if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
+    PROCESSES=$(count_processes)
+    PRECISION=$(fastest_precision)
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
+    mapfile -t RECIPE < <(recipe "$ITERATIONS")
     # shellcheck disable=SC2086  # PRECISION is one word or none
-    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py \
-        --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer $PRECISION \
-        --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \
-        --seq-length 256 --micro-batch-size 8 --global-batch-size 16 \
-        --train-iters "$ITERATIONS" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $((ITERATIONS / 12)) \
-        --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-        --data-path "$RUN/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}" \
+    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${RECIPE[@]}" $PRECISION \
         --eval-interval $((ITERATIONS < 60 ? ITERATIONS : 60)) --eval-iters 8 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 --override-opt-param-scheduler \
         --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard"

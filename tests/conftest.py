@@ -14,6 +14,22 @@ from tests.rank_pool import RankPool
 settings.register_profile("default", deadline=None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What is left out by default, to be run when there is time."""
+    parser.addoption(
+        "--whole-matrix", action="store_true", help="all rows of products of factors, and more kills at random moments"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked whole_matrix, unless it is asked for."""
+    if config.getoption("--whole-matrix"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("whole_matrix")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("whole_matrix")]
+
+
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Four gloo ranks for a module."""

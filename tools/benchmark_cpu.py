@@ -51,6 +51,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import PipelinedEdges
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.training.launch import Process, prepare_cpu
 from megatron.training.step import train_step
@@ -119,7 +120,8 @@ def samples(length: int = LENGTH) -> Tensor:
 
 def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     """A step of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
-    ``sequence_parallel``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of ``length``."""
+    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of
+    ``length``."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
         tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
@@ -133,7 +135,8 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
         )
         replicas = config.data_parallel_replicas(dp)
         topology = Topology(RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
-        parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False))
+        overlap = PipelinedEdges(topology.tensor_parallel) if layout.get("tp_overlap", False) else None
+        parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False), overlap)
         kernel = choose_attention_kernel("auto", CPU, torch.float32)
         schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
         placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
@@ -256,6 +259,7 @@ CONTENDERS = (
     Contender("DP2 FSDP, gathered once", 2, ours(dp=2, strategy="optim_grads_params", reshard=False), 8),
     Contender("TP2", 2, ours(tp=2), 16),
     Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
+    Contender("TP2 + sequence parallel, overlap", 2, ours(tp=2, sequence_parallel=True, tp_overlap=True), 16),
     *(Contender(f"CP2 {kind}", 2, ours(cp=2, cp_comm_type=kind), 16) for kind in get_args(ContextParallelType)),
     Contender("one rank, 2048 tokens", 1, ours(length=2048), 1),
     *(

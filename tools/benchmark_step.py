@@ -32,6 +32,8 @@ from megatron.config.command_line import preset_of
 from megatron.config.errors import ConfigError, UserError
 from megatron.config.model import ModelConfig
 from megatron.config.ranges import require_at_least
+from megatron.core.kernels.choice import Choice
+from megatron.core.kernels.choice import table as kernel_choices
 from megatron.training.flops import achieved_tflops, mfu, model_flops_per_token, resolve_peak
 from megatron.training.launch import Process, choose_device, prepare_cpu
 from megatron.training.listeners import device_name
@@ -216,6 +218,7 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
         "torch": torch.__version__,
         "precision": precision,
         "peak": source,
+        "kernels": [asdict(choice) for choice in config.slice.choose_kernels(config.slice.topology(device)).choices],
         "flags": asdict(config),
         "flops_per_token": config.flops_per_token,
         "rows": {
@@ -236,6 +239,11 @@ def describe(config: BenchmarkConfig, figures: dict[str, Any]) -> str:
         f"{slice_.seq_length} tokens, {figures['precision']}, on {figures['device']} ({figures['threads']} CPU "
         f"threads{', processor time' if config.cpu_time else ''}), torch {figures['torch']}\n{figures['peak']}"
     )
+
+
+def choices_table(choices: Sequence[dict[str, str]]) -> str:
+    """What computed each operation of ours."""
+    return "\n".join(["our kernels:", *kernel_choices([Choice(**choice) for choice in choices])])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -320,7 +328,9 @@ def main() -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
     rows = figures["rows"]
-    print(describe(config, figures), speed_table(rows), kernel_table(rows), sep="\n\n")
+    print(
+        describe(config, figures), choices_table(figures["kernels"]), speed_table(rows), kernel_table(rows), sep="\n\n"
+    )
     if config.json is not None:
         Path(config.json).write_text(json.dumps(figures, indent=1) + "\n")
     return 0

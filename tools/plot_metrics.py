@@ -4,6 +4,7 @@
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import DataError, UserError
+from megatron.config.errors import ConfigError, DataError, UserError
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,12 @@ class PlotConfig:
     """Metrics files, one per run."""
     output: str
     """PNG to write."""
+    names: tuple[str, ...] = ()
+    """What to call the runs, one name each; by default as their files are called."""
     vocab_size: int | None = None
     """Also draw ln(vocabulary), the loss of a model that knows nothing."""
+    smooth: int = 1
+    """Draw training loss as the mean over so many logged values; the first of them are not drawn."""
 
 
 def read_curve(path: str, key: str) -> tuple[list[int], list[float]]:
@@ -38,17 +43,35 @@ def read_curve(path: str, key: str) -> tuple[list[int], list[float]]:
     return [iteration for iteration, _ in points], [value for _, value in points]
 
 
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Means over ``window`` neighbours, from the first whole window on."""
+    return [sum(values[stop - window : stop]) / window for stop in range(window, len(values) + 1)]
+
+
+def name_runs(config: PlotConfig) -> Sequence[str]:
+    """What the legend calls each run."""
+    if config.names and len(config.names) != len(config.metrics):
+        raise ConfigError(
+            f"--names has {len(config.names)} names for {len(config.metrics)} --metrics: give one each, or none."
+        )
+    return config.names or [Path(path).stem for path in config.metrics]
+
+
 def draw(config: PlotConfig) -> None:
     """Training loss as lines, validation loss as dots."""
+    names = name_runs(config)
+    if config.smooth < 1:
+        raise ConfigError(f"--smooth {config.smooth} is no number of values: give 1 or more.")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for path in config.metrics:
-        label = Path(path).stem
-        (line,) = axes.plot(*read_curve(path, "lm_loss"), linewidth=1.2, alpha=0.8, label=f"{label}: training")
+    for path, label in zip(config.metrics, names):
+        iterations, losses = read_curve(path, "lm_loss")
+        places, means = iterations[config.smooth - 1 :], moving_mean(losses, config.smooth)
+        (line,) = axes.plot(places, means, linewidth=1.2, alpha=0.8, label=f"{label}: training")
         iterations, losses = read_curve(path, "validation_loss")
         if iterations:
             axes.plot(iterations, losses, "o-", color=line.get_color(), markersize=5, label=f"{label}: validation")

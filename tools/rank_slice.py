@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.kernels import KernelConfig
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.config.optimizer import PrecisionConfig
 from megatron.config.parallel import ParallelConfig
@@ -16,11 +17,12 @@ from megatron.config.ranges import require_at_least
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator, Pending, Reduction
+from megatron.core.kernels.selection import Kernels
 from megatron.core.model.llama import LlamaModel
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid, Topology
 from megatron.training.data import Vocabulary
-from megatron.training.setup import build_parallel_model
+from megatron.training.setup import build_kernels, build_parallel_model
 
 
 class SilentCommunicator(Communicator):
@@ -58,6 +60,8 @@ class SliceConfig:
     """Model architecture; --num-layers are those that this rank has."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Precision."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """Kernels."""
     tensor_model_parallel_size: int = 1
     """Ranks that share a layer, of which one is measured, without communication."""
     sequence_parallel: bool = False
@@ -82,7 +86,7 @@ class SliceConfig:
                 "--micro-batch-size": self.micro_batch_size,
             },
         )
-        for group in (self.model, self.precision):
+        for group in (self.model, self.precision, self.kernels):
             group.check()
         self.run_config().check_architecture(self.grid.world_size)
 
@@ -116,6 +120,7 @@ class SliceConfig:
         return RunConfig(
             model=replace(self.model, num_layers=self.architecture.num_layers * self._num_stages),
             precision=self.precision,
+            kernels=self.kernels,
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tensor_model_parallel_size,
                 sequence_parallel=self.sequence_parallel,
@@ -131,6 +136,15 @@ class SliceConfig:
         stage = self._num_stages // 2
         return LoneTopology(self.grid, stage * self.tensor_model_parallel_size + tensor_parallel_rank, device)
 
-    def build(self, topology: Topology) -> LlamaModel:
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.vocab_size, self.vocab_size - 1)
+
+    def choose_kernels(self, topology: Topology) -> Kernels:
+        """What computes each operation, as in a training run."""
+        return build_kernels(self.run_config(), topology, self._vocabulary)
+
+    def build(self, topology: Topology, kernels: Kernels | None = None) -> LlamaModel:
         """What that rank has of the model, its weights not initialised."""
-        return build_parallel_model(self.run_config(), topology, Vocabulary(self.vocab_size, self.vocab_size - 1))
+        kernels = kernels or self.choose_kernels(topology)
+        return build_parallel_model(self.run_config(), topology, self._vocabulary, kernels)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import ConfigError
 from megatron.core.model.llama import LlamaModel
-from megatron.core.ops.attention import TorchAttention, choose_attention_kernel
+from megatron.core.ops.attention import TorchAttention
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.setup import build_data_parallel
@@ -85,7 +85,8 @@ class Passes:
 def our_slice(config: SliceConfig, samples: Samples, device: torch.device, with_optimizer: bool) -> Contender:
     """The slice as a training run has it."""
     run, topology = config.run_config(), config.topology(device)
-    model = config.build(topology)
+    kernels = config.choose_kernels(topology)
+    model = config.build(topology, kernels)
     data_parallel = build_data_parallel(run, topology, model)
     passes = our_passes(config, samples, model)
     memory = data_parallel.memory()
@@ -100,7 +101,7 @@ def our_slice(config: SliceConfig, samples: Samples, device: torch.device, with_
 
     phases = {"forward": forward, "backward": backward}
     if with_optimizer:
-        optimizer = Optimizer(run.optimizer, data_parallel, topology)
+        optimizer = Optimizer(run.optimizer, data_parallel, topology, kernels.optimizer)
         memory |= optimizer.memory()
 
         def update() -> None:
@@ -129,7 +130,7 @@ def bound(config: SliceConfig, device: torch.device, is_ours: bool) -> Contender
     """The slice's matrix products and attention alone, by torch's own functions or by the operators of our layers."""
     model, size = config.architecture, config.tensor_model_parallel_size
     shapes = linear_shapes(model, size, config.with_head)
-    kernel = choose_attention_kernel("auto", device, config.dtype) if is_ours else TorchAttention()
+    kernel = config.choose_kernels(config.topology(device)).attention if is_ours else TorchAttention()
     products = BareProducts(shapes, config.tokens, config.dtype, device, linear if is_ours else F.linear)
     attention = BareAttention(
         model, config.micro_batch_size, config.seq_length, config.dtype, device, size, kernel=kernel

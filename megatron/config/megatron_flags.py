@@ -29,20 +29,9 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
     "activations go to the host layer by layer: use --cpu-offloading-num-layers instead.": (
         "--fine-grained-activation-offloading",
     ),
-    "kernels are chosen without flags: remove it.": (
-        "--no-bias-swiglu-fusion",
-        "--no-bias-dropout-fusion",
-        "--no-rope-fusion",
-        "--no-masked-softmax-fusion",
-        "--no-persist-layer-norm",
-        "--no-gradient-accumulation-fusion",
-        "--cuda-graph-impl",
-    ),
     "layouts are tensor, sequence, context, pipeline and data parallelism: remove it.": (
         "--expert-tensor-parallel-size",
         "--overlap-param-gather-with-optimizer-step",
-        "--tp-comm-overlap",
-        "--tp-comm-overlap-cfg",
     ),
     "gradients are sums over tokens, which are divided once, after all ranks' are added up: remove it.": (
         "--ddp-average-in-collective",
@@ -51,6 +40,7 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--no-async-tensor-model-parallel-allreduce",
     ),
     "scales change with every step: remove it.": ("--fp8-interval",),
+    "the overlap of --tp-comm-overlap has nothing to set: remove it.": ("--tp-comm-overlap-cfg",),
     "FSDP is PyTorch's: use --use-torch-fsdp2 instead.": ("--use-megatron-fsdp",),
     "it is spelled --no-torch-fsdp2-reshard-after-forward.": ("--torch-fsdp2-no-reshard-after-forward",),
     "context-parallel ranks exchange in one level: use --cp-comm-type p2p, allgather or a2a instead.": (

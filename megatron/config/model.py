@@ -131,10 +131,11 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = True
     """States what is so: every attention kernel computes its softmax in fp32 (in fp64 under --fp64)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Attention kernel: auto and flash take torch's fastest memory-efficient kernel, unfused and local the
-    plain reference."""
+    """Attention kernel: auto and flash take torch's fastest memory-efficient kernel (auto with --transformer-impl
+    transformer_engine Transformer Engine's), unfused and local the plain reference."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Implementation of the layers; only local for now."""
+    """Who computes the linear layers of the transformer layers and the norms before them: this code, or Transformer
+    Engine's modules, which need that package and a GPU. Checkpoints are the same; see docs/precision.md."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that a Llama cannot honour."""
@@ -181,10 +182,6 @@ class ModelConfig:
             raise ConfigError("--no-attention-softmax-in-fp32 asks for what no kernel does: remove it.")
         if not self.use_mcore_models:
             raise ConfigError("--no-use-mcore-models asks for a second model implementation: remove it, there is one.")
-        if self.transformer_impl != "local":
-            raise ConfigError(
-                f"--transformer-impl {self.transformer_impl} is not supported yet: use local, or leave the flag out."
-            )
 
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> LlamaConfig:
         """The concrete architecture for a tokenizer of ``vocab_size`` ids.

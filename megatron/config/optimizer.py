@@ -9,8 +9,8 @@ from megatron.config.ranges import require_at_least, require_fraction, require_p
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
 """The formats in which a model computes."""
 
-FP8_UNIT = 16
-"""Sizes of matrices that are multiplied in FP8 are multiples of this."""
+FP8_UNITS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""Sizes of matrices that are multiplied in FP8 are multiples of this, by recipe."""
 
 BF16_SPACING = 2.0**-7
 """Largest relative distance of neighbouring bf16 numbers."""
@@ -210,7 +210,8 @@ class PrecisionConfig:
     e4m3 with gradients of outputs in e5m2, which has more range and fewer bits. See docs/precision.md."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
     """Where scales come from: a tensor's magnitudes in past steps (delayed), or the tensor itself (tensorwise).
-    blockwise and mxfp8 need Transformer Engine."""
+    blockwise (Hopper) and mxfp8 (Blackwell) scale blocks of a tensor and need --transformer-impl
+    transformer_engine."""
     fp8_margin: int = 0
     """Delayed scaling leaves this many powers of two of the range free."""
     fp8_amax_history_len: int = 1
@@ -318,12 +319,6 @@ class PrecisionConfig:
             remedy = "add --bf16" if self.name == "fp32" else f"use --bf16 instead of --{self.name}"
             raise ConfigError(
                 f"--fp8-format {self.fp8_format} multiplies in FP8 and does everything else in bf16: {remedy}."
-            )
-        if self.fp8_recipe in ("blockwise", "mxfp8"):
-            hardware = "Hopper" if self.fp8_recipe == "blockwise" else "Blackwell"
-            raise ConfigError(
-                f"--fp8-recipe {self.fp8_recipe} needs kernels that Transformer Engine has on {hardware}, and "
-                "--transformer-impl local does not: use delayed or tensorwise."
             )
 
     @property

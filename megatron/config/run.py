@@ -8,9 +8,10 @@ from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError
+from megatron.config.kernels import KernelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import FP8_UNIT, LearningRateConfig, OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import FP8_UNITS, LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import SCHEDULES, PipelineConfig
 from megatron.config.training import TrainingConfig, ValidationConfig
@@ -28,6 +29,8 @@ class RunConfig:
     """Pipeline."""
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     """Activation memory."""
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    """Kernels."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Training loop."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -58,6 +61,7 @@ class RunConfig:
             self.parallel,
             self.pipeline,
             self.activations,
+            self.kernels,
             self.training,
             self.optimizer,
             self.learning_rate,
@@ -134,6 +138,18 @@ def _check_tensor_parallel(run: RunConfig, world_size: int) -> None:
         raise ConfigError(
             f"--sequence-parallel splits the sequence over the tensor-parallel ranks, but --seq-length "
             f"{run.data.seq_length} is not divisible by --tensor-model-parallel-size {size}: change one of them."
+        )
+
+
+def _check_tensor_parallel_overlap(run: RunConfig, world_size: int) -> None:
+    # Layers of Transformer Engine have an overlap of their own.
+    if run.model.transformer_impl != "local" or not run.parallel.tp_comm_overlap:
+        return
+    size = run.parallel.tensor_model_parallel_size
+    if size > 1 and not run.parallel.sequence_parallel:
+        raise ConfigError(
+            f"--tp-comm-overlap overlaps the collectives of --sequence-parallel, which --tensor-model-parallel-size "
+            f"{size} does not imply: add --sequence-parallel, or remove --tp-comm-overlap."
         )
 
 
@@ -218,11 +234,53 @@ def _check_formats(run: RunConfig, world_size: int) -> None:
         raise ConfigError("--fp64 keeps everything in fp64: remove it, or --use-precision-aware-optimizer.")
 
 
+def _check_transformer_engine(run: RunConfig, world_size: int) -> None:
+    precision, activations, flag = run.precision, run.activations, "--transformer-impl transformer_engine"
+    if run.model.transformer_impl == "local":
+        if precision.fp8_recipe in ("blockwise", "mxfp8"):
+            hardware = "Hopper" if precision.fp8_recipe == "blockwise" else "Blackwell"
+            raise ConfigError(
+                f"--fp8-recipe {precision.fp8_recipe} needs kernels that Transformer Engine has on {hardware}, and "
+                f"--transformer-impl local does not: use delayed or tensorwise, or {flag}."
+            )
+        return
+    if precision.fp64:
+        raise ConfigError(f"--fp64 is a format that {flag} does not know: use --transformer-impl local.")
+    if run.pipeline.pipeline_schedule is not None and SCHEDULES[run.pipeline.pipeline_schedule].splits_backward:
+        raise ConfigError(
+            f"--pipeline-schedule {run.pipeline.pipeline_schedule} computes weight gradients apart from the backward "
+            f"pass, and {flag} in it: use 1f1b or interleaved, or --transformer-impl local."
+        )
+    if activations.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"--cpu-offloading-num-layers would take to the host what {flag} saves, weights included: remove it, or "
+            "use --transformer-impl local."
+        )
+    if "layernorm" in activations.modules:
+        raise ConfigError(
+            f"--recompute-modules layernorm has no norm of its own to recompute under {flag}, where the norm and the "
+            "projection are one module: remove layernorm, or use --transformer-impl local."
+        )
+    if precision.fp8_format is None:
+        return
+    if precision.fp8_recipe == "delayed" and activations.granularity is not None:
+        raise ConfigError(
+            f"--recompute-granularity {activations.granularity} would run layers twice, of which --fp8-recipe delayed "
+            f"under {flag} counts each run: use another recipe, keep the activations, or use --transformer-impl local."
+        )
+    if run.parallel.sharding_strategy == "optim_grads_params":
+        raise ConfigError(
+            f"--fp8-format with {flag} keeps FP8 copies of whole weights, of which --data-parallel-sharding-strategy "
+            "optim_grads_params keeps shards: use optim_grads, or --transformer-impl local."
+        )
+
+
 def _check_fp8(run: RunConfig, world_size: int) -> None:
     if run.precision.fp8_format is None:
         return
+    unit = FP8_UNITS[run.precision.fp8_recipe]
     size, context_size = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
-    length, samples = run.data.seq_length or FP8_UNIT, run.training.micro_batch_size or FP8_UNIT
+    length, samples = run.data.seq_length or unit, run.training.micro_batch_size or unit
     model = run.model.resolve(1, size, length)
     on_each_rank = {
         "--hidden-size": model.hidden_size,
@@ -234,9 +292,9 @@ def _check_fp8(run: RunConfig, world_size: int) -> None:
         "--micro-batch-size x --seq-length / --context-parallel-size": samples * length // context_size,
     }
     for formula, value in on_each_rank.items():
-        if value % FP8_UNIT:
+        if value % unit:
             raise ConfigError(
-                f"FP8 products take sizes that are multiples of {FP8_UNIT}, but {formula} is {value}: change one of "
+                f"FP8 products take sizes that are multiples of {unit}, but {formula} is {value}: change one of "
                 "them, or remove --fp8-format."
             )
     _check_layers_in_bf16(run.precision, model.num_layers)
@@ -306,13 +364,28 @@ def _check_profile(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_kernels(run: RunConfig, world_size: int) -> None:
+    attention, adam = run.kernels.wanted("attention"), run.kernels.wanted("adam")
+    backend = run.model.attention_backend
+    if attention is not None and backend != "auto":
+        raise ConfigError(f"{attention.flag} and --attention-backend {backend} choose the same kernel: remove one.")
+    if adam is None or adam.implementation == "torch":
+        return
+    other = "--optimizer sgd" if run.optimizer.optimizer == "sgd" else "--use-precision-aware-optimizer"
+    if run.optimizer.optimizer == "sgd" or run.optimizer.use_precision_aware_optimizer:
+        raise ConfigError(f"{adam.flag} does not go with {other}, which has an update of its own: remove one.")
+
+
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
+    _check_tensor_parallel_overlap,
     _check_data_parallel,
     _check_formats,
+    _check_transformer_engine,
     _check_length,
     _check_profile,
+    _check_kernels,
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_tensor_parallel,

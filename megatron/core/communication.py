@@ -61,6 +61,12 @@ class Pending:
         """The result after ``change``."""
         return Pending(self._works, lambda: change(self._finish()))
 
+    @staticmethod
+    def all_of(parts: Sequence["Pending"], combine: Callable[[list[Tensor]], Tensor]) -> "Pending":
+        """What ``combine`` makes of the results of ``parts``."""
+        works = [work for part in parts for work in part._works]
+        return Pending(works, lambda: combine([part._finish() for part in parts]))
+
 
 class _Awaited:
     """A piece of work that a thread waits for, because gloo does not tell whether a send is complete."""
@@ -89,9 +95,28 @@ class _Awaited:
             raise self._error
 
 
+def _is_fp8(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """``tensor`` in a format that every backend knows; to send FP8 is to copy bytes."""
+    return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
+
+
 def _run_in_turn(works: "queue.SimpleQueue[_Awaited | None]") -> None:
     while (work := works.get()) is not None:
         work.run()
+
+
+def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tensor:
+    """The sum of two or more ``parts`` from first to last, in ``output``, which may be one of them, if given."""
+    if len(parts) == 2:
+        return torch.add(parts[0], parts[1], out=output)
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total if output is None else output.copy_(total)
 
 
 class Communicator:
@@ -156,10 +181,13 @@ class Communicator:
         self._sends.put(awaited)
         return awaited
 
-    def _record(self, kind: str, tensor: Tensor) -> None:
+    def record(self, kind: str, num_bytes: int) -> None:
+        """Tell the observer of a collective; called from elsewhere for those that are part of an operator."""
         if self.observer is not None:
-            num_bytes = tensor.numel() * tensor.element_size()
             self.observer(CollectiveRecord(kind, self.name, self.size, num_bytes))
+
+    def _record(self, kind: str, tensor: Tensor) -> None:
+        self.record(kind, tensor.numel() * tensor.element_size())
 
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending:
         """Reduce ``tensor`` over the group, in place."""
@@ -180,11 +208,10 @@ class Communicator:
         """
         if self.size == 1:
             return Pending((), lambda: tensor if output is None else output.copy_(tensor))
-        if tensor.is_floating_point() and tensor.itemsize == 1:
-            # Not every backend knows FP8, and to gather it is to copy bytes.
+        if _is_fp8(tensor):
             assert output is None
             dtype = tensor.dtype
-            return self.start_all_gather(tensor.view(torch.uint8)).then(lambda gathered: gathered.view(dtype))
+            return self.start_all_gather(_sendable(tensor)).then(lambda gathered: gathered.view(dtype))
         if output is None:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self._record("all_gather", output)
@@ -246,12 +273,7 @@ class Communicator:
 
         def add_up() -> Tensor:
             received[self.rank] = parts[self.rank]
-            if self.size == 2:
-                return torch.add(received[0], received[1], out=output)
-            total = received[0] + received[1]
-            for rank in range(2, self.size):
-                total += received[rank]
-            return output.copy_(total)
+            return add_in_order([received[rank] for rank in range(self.size)], output)
 
         return Pending(works, add_up)
 
@@ -261,12 +283,20 @@ class Communicator:
         if self.size == 1:
             return Pending((), lambda: tensor)
         self._record("shift", tensor)
-        received = torch.empty_like(tensor)
-        following, before = self.ranks[(self.rank + 1) % self.size], self.ranks[(self.rank - 1) % self.size]
+        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self._start_exchange(tensor, following, torch.empty_like(tensor), before)
+
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
+        """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``, and receive into
+        ``received`` from the rank ``source``. All ranks exchange at once, in the same order."""
+        self._record("exchange", tensor)
+        return self._start_exchange(tensor, target, received, source)
+
+    def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, following, self.process_group),
-                dist.P2POp(dist.irecv, received, before, self.process_group),
+                dist.P2POp(dist.isend, _sendable(tensor), self.ranks[target], self.process_group),
+                dist.P2POp(dist.irecv, _sendable(received), self.ranks[source], self.process_group),
             ]
         )
         return Pending(works, lambda: received)

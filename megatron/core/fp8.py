@@ -9,6 +9,7 @@ What is recorded is a maximum, so that a forward pass that is repeated in the ba
 """
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -49,12 +50,55 @@ class _Numbers:
     """``[layers, roles]``: the largest magnitudes of this step so far, on this rank."""
 
 
-class Fp8Scaling:
+class Fp8Layers:
+    """A rank's FP8 linear layers, whoever multiplies in them: here what does not depend on that."""
+
+    multiplier: str
+    """Whose products these are."""
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self.config = config
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether scales come from the past."""
+        return self.config.fp8_recipe == "delayed"
+
+    def includes(self, layer: int, num_layers: int) -> bool:
+        """Whether ``layer`` of ``num_layers`` multiplies in FP8."""
+        config = self.config
+        if not config.first_last_layers_bf16:
+            return True
+        return config.num_layers_at_start_in_bf16 <= layer < num_layers - config.num_layers_at_end_in_bf16
+
+    def forward_pass(self) -> AbstractContextManager[object]:
+        """Stands around what a chunk of the model computes forward for one microbatch."""
+        return nullcontext()
+
+    def start_step(self) -> None:
+        """Before the first microbatch of a step."""
+
+    def finish_step(self) -> None:
+        """After the last one, before the weights are updated."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a run that goes on must know, by names that do not depend on the layout; the same on all ranks that have
+        a layer: ``<layer>/scale`` ``[roles]``, zero until there is one, and ``<layer>/amax_history``
+        ``[roles, length]``, the newest first."""
+        return {}
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over the state of those layers that ``saved`` has; of a history of another length the newest."""
+
+
+class Fp8Scaling(Fp8Layers):
     """The scales of a rank's linear layers, between :meth:`start_step` and :meth:`finish_step` the same.
 
     ``ranks`` are those that compute with the same layers, whatever part of them or of the batch. Without
     ``keeps_weights`` a quantised weight is made for every product, for weights that are not kept themselves.
     """
+
+    multiplier = "torch._scaled_mm"
 
     def __init__(
         self,
@@ -64,23 +108,12 @@ class Fp8Scaling:
         keeps_weights: bool = True,
         multiply: ScaledProduct = scaled_product,
     ) -> None:
-        self.config, self.keeps_weights, self.multiply = config, keeps_weights, multiply
+        super().__init__(config)
+        self.keeps_weights, self.multiply = keeps_weights, multiply
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Products] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3
         self.formats: dict[Fp8Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "output_gradient": gradient}
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether scales come from the steps before."""
-        return self.config.fp8_recipe == "delayed"
-
-    def includes(self, layer: int, num_layers: int) -> bool:
-        """Whether ``layer`` of ``num_layers`` multiplies in FP8."""
-        config = self.config
-        if not config.first_last_layers_bf16:
-            return True
-        return config.num_layers_at_start_in_bf16 <= layer < num_layers - config.num_layers_at_end_in_bf16
 
     def linear_products(
         self, name: str, dtype: torch.dtype, tensor_parallel: Communicator, divided: Collection[Fp8Role]
@@ -141,8 +174,7 @@ class Fp8Scaling:
             layer.has_scales = has_scales
 
     def state(self) -> dict[str, Tensor]:
-        """What a run that goes on must know, by names that do not depend on the layout; the same on all ranks that have
-        a layer. Current scaling remembers nothing."""
+        """As of all; current scaling remembers nothing."""
         if not self.is_delayed:
             return {}
         state: dict[str, Tensor] = {}
@@ -168,6 +200,8 @@ class Fp8Products:
     Under delayed scaling a layer without scales, that is in its first step, takes those of the tensors themselves:
     gradients are so small that with any fixed scale the step would be lost.
     """
+
+    is_plain = False
 
     def __init__(
         self,

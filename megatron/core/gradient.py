@@ -10,12 +10,26 @@ schedules that compute weight gradients later.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from megatron.core.communication import Pending
 
 _ATTRIBUTE = "gradient_slot"
+
+
+class GradientProduct(Protocol):
+    """A gradient that is yet to be multiplied, so that the product can add to a buffer what it finds."""
+
+    def value(self) -> Tensor:
+        """The gradient."""
+
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        """Add it to ``buffer``, or overwrite what is there."""
+
+
+Gradient = Tensor | GradientProduct
 
 
 class GradientSlot:
@@ -51,9 +65,11 @@ class GradientSlot:
         """Call ``provide``, which must :meth:`lend` one, when a gradient comes and there is no buffer."""
         self._provide = provide
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Gradient) -> None:
         """Accumulate ``gradient``."""
-        if self.is_filled:
+        if not isinstance(gradient, Tensor):
+            gradient.write_to(self.buffer, accumulate=self.is_filled)
+        elif self.is_filled:
             self.buffer.add_(gradient)
         else:
             self.buffer.copy_(gradient)
@@ -64,6 +80,14 @@ class GradientSlot:
         if not self.is_filled:
             self.buffer.zero_()
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
+        self._delivered()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[Tensor]:
+        """The buffer, for an operation that itself adds to what is in it; the end is a delivery."""
+        if not self.is_filled:
+            self.buffer.zero_()
+        yield self.buffer
         self._delivered()
 
     def _delivered(self) -> None:
@@ -89,14 +113,15 @@ def slot_of(parameter: Tensor) -> GradientSlot | None:
     return slot
 
 
-def deliver_gradient(parameter: Tensor, gradient: Tensor) -> Tensor | None:
+def deliver_gradient(parameter: Tensor, gradient: Gradient) -> Tensor | None:
     """Deliver a gradient, which may be wider than the parameter.
 
     Returns what the autograd function must return for ``parameter``.
     """
     slot = slot_of(parameter)
     if slot is None:
-        return gradient.to(parameter.dtype)
+        whole = gradient if isinstance(gradient, Tensor) else gradient.value()
+        return whole.to(parameter.dtype)
     slot.add(gradient)
     return None
 
@@ -107,7 +132,7 @@ class HeldGradient:
 
     slot: GradientSlot
     gather: Callable[[], Pending]
-    product: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor], Gradient]
 
 
 class WeightGradientQueue:
@@ -133,7 +158,9 @@ class WeightGradientQueue:
         """Whether products wait."""
         return self._held is not None
 
-    def hold_back(self, parameter: Tensor, gather: Callable[[], Pending], product: Callable[[Tensor], Tensor]) -> None:
+    def hold_back(
+        self, parameter: Tensor, gather: Callable[[], Pending], product: Callable[[Tensor], Gradient]
+    ) -> None:
         """Compute later: ``product`` of what ``gather`` brings is the gradient of ``parameter``."""
         slot = slot_of(parameter)
         assert self._held is not None

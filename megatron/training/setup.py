@@ -21,11 +21,13 @@ from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
-from megatron.core.fp8 import Fp8Scaling
-from megatron.core.model.layer import BuildContext
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
+from megatron.core.kernels.choice import table
+from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
+from megatron.core.model.layer import BuildContext, LocalParts
 from megatron.core.model.llama import LlamaModel
 from megatron.core.model.pipeline import build_executor, stage_chunks
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
@@ -38,7 +40,11 @@ from megatron.core.pipeline_parallel.schedules import build_schedule, placement_
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.topology import Topology
+from megatron.core.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
 from megatron.training.flops import model_flops_per_token, resolve_peak
@@ -101,13 +107,14 @@ def build_trainer(
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
-    model = build_parallel_model(config, topology, vocabulary)
+    kernels = build_kernels(config, topology, vocabulary)
+    model = build_parallel_model(config, topology, vocabulary, kernels)
     executor = build_pipeline(config, topology, model)
     data_parallel = build_data_parallel(config, topology, model)
     state = RunState(
         architecture=model.config,
         data_parallel=data_parallel,
-        optimizer=Optimizer(config.optimizer, data_parallel, topology),
+        optimizer=Optimizer(config.optimizer, data_parallel, topology, kernels.optimizer),
         schedule=build_learning_rate(config, train_iters, batches),
         learning_rate=config.learning_rate,
         loss_scaler=build_loss_scaler(config.precision),
@@ -124,6 +131,7 @@ def build_trainer(
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, model, state, batches, train_iters, say)
+    describe_kernels(kernels, say)
     memory = data_parallel.memory() | state.optimizer.memory()
     say(f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}")
     return Trainer(
@@ -197,27 +205,43 @@ def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progr
         )
 
 
-def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> LlamaModel:
-    """This rank's part of the model, without initial weights."""
-    parallel = TensorParallel(
-        topology.tensor_parallel, config.parallel.sequence_parallel and topology.tensor_parallel.size > 1
+def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> Kernels:
+    """What computes each operation on this rank."""
+    size = topology.tensor_parallel.size
+    model = config.model.resolve(vocabulary.size, size, config.seq_length)
+    formats = number_formats(config.precision, config.optimizer)
+    setting = Setting(
+        topology.device,
+        formats.weight,
+        formats.gradient,
+        AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
+        # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
+        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
+        attention_backend=config.model.attention_backend,
+        engine=find_transformer_engine(config, topology),
     )
+    return choose_kernels(config.kernels, setting)
+
+
+def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary, kernels: Kernels) -> LlamaModel:
+    """This rank's part of the model, without initial weights."""
+    parallel = build_tensor_parallel(config, topology)
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
-    # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
-    tells = context_parallel.ranks.size > 1 or config.activations.cpu_offloading_num_layers > 0
-    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=tells)
     weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
     context = BuildContext(
         parallel,
         dtype,
         topology.device,
-        kernel,
+        kernels.attention,
+        kernels=kernels.layers,
+        weight_gradient=kernels.weight_gradient,
         context_parallel=context_parallel,
         weights_device=weights_device,
         activations=config.activations,
-        fp8=build_fp8(config, topology),
+        parts=LocalParts() if kernels.engine is None else TransformerEngineParts(kernels.engine),
+        fp8=build_fp8(config, topology, kernels.engine),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
@@ -227,10 +251,40 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     return LlamaModel(architecture, context, mine)
 
 
-def build_fp8(config: RunConfig, topology: Topology) -> Fp8Scaling | None:
-    """The scales of FP8 linear layers, if ``--fp8-format`` asks for them."""
+def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParallel:
+    """How layers are shared; one rank alone splits and overlaps nothing."""
+    ranks = topology.tensor_parallel
+    if ranks.size == 1 or not config.parallel.sequence_parallel:
+        return TensorParallel(ranks)
+    overlap = choose_overlap(ranks, topology.device) if config.parallel.tp_comm_overlap else None
+    return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
+
+
+def find_transformer_engine(config: RunConfig, topology: Topology) -> TransformerEngine | None:
+    """Transformer Engine, if ``--transformer-impl`` asks for it."""
+    if config.model.transformer_impl == "local":
+        return None
+    try:
+        return TransformerEngine.find(topology.device)
+    except UnavailableError as error:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine needs that package, which {error}: install requirements-cuda.txt "
+            "on a machine with a GPU, or use --transformer-impl local."
+        ) from error
+
+
+def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine | None) -> Fp8Layers | None:
+    """What FP8 linear layers share, if ``--fp8-format`` asks for them."""
     if config.precision.fp8_format is None:
         return None
+    if engine is not None:
+        reason = why_unsupported(engine, config.precision)
+        if reason is not None:
+            raise ConfigError(
+                f"--fp8-recipe {config.precision.fp8_recipe} does not run on {device_name(topology.device)} "
+                f"({reason}): use another recipe, or remove --fp8-format."
+            )
+        return TransformerEngineFp8(engine, config.precision, topology.stage_ranks)
     if not supports_fp8(topology.device):
         raise ConfigError(
             f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
@@ -441,8 +495,7 @@ def describe_run(
     )
     say(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
-        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}, "
-        f"attention: {model.context.attention_kernel.name}"
+        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
     )
     if model.context.fp8 is not None:
         say(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
@@ -450,12 +503,23 @@ def describe_run(
         describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
     if config.activations != ActivationConfig():
         say(f"activations: {describe_activations(config.activations)}")
-    if config.parallel.sequence_parallel and grid.tp == 1:
-        say("--sequence-parallel has nothing to split with --tensor-model-parallel-size 1")
+    if model.context.parallel.overlap is not None:
+        say(f"tensor-parallel overlap: {model.context.parallel.overlap.name}")
+    for flag, is_given, purpose in (
+        ("--sequence-parallel", config.parallel.sequence_parallel, "split"),
+        ("--tp-comm-overlap", config.parallel.tp_comm_overlap, "overlap"),
+    ):
+        if is_given and grid.tp == 1:
+            say(f"{flag} has nothing to {purpose} with --tensor-model-parallel-size 1")
     say(
         f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{num_microbatches} microbatches per rank"
     )
+
+
+def describe_kernels(kernels: Kernels, say: Say) -> None:
+    """The choice of every kernel and its reason."""
+    say("\n".join(["kernels:", *table(kernels.choices)]))
 
 
 def describe_activations(activations: ActivationConfig) -> str:
@@ -477,17 +541,19 @@ def describe_activations(activations: ActivationConfig) -> str:
     return "; ".join(words)
 
 
-def describe_fp8(fp8: Fp8Scaling, num_layers: int) -> str:
+def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
     """What is in FP8, and how it is scaled."""
     config = fp8.config
     layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
     scaling = "scales of the tensors at hand"
+    if config.fp8_recipe in ("blockwise", "mxfp8"):
+        scaling = f"scales of blocks ({config.fp8_recipe})"
     if fp8.is_delayed:
         history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
         scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
     return (
         f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
-        "torch._scaled_mm; the rest in bf16"
+        f"{fp8.multiplier}; the rest in bf16"
     )
 
 

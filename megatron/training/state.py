@@ -30,7 +30,7 @@ from megatron.config.model import LlamaConfig
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel, StoredWeight
-from megatron.core.fp8 import Fp8Scaling
+from megatron.core.fp8 import Fp8Layers
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
@@ -71,7 +71,7 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
     }
 
 
-def fp8_tensors(fp8: Fp8Scaling | None) -> dict[str, Tensor]:
+def fp8_tensors(fp8: Fp8Layers | None) -> dict[str, Tensor]:
     """Scales and amax histories by the global name of their linear layer."""
     return {} if fp8 is None else {f"{FP8}{name}": tensor for name, tensor in fp8.state().items()}
 
@@ -196,7 +196,7 @@ class RunState:
     rank: int
     device: torch.device
     flags: Mapping[str, Any]
-    fp8: Fp8Scaling | None = None
+    fp8: Fp8Layers | None = None
     weight_decay: WeightDecaySchedule | None = None
 
     def vocabulary_learning_rate(self, consumed_samples: int) -> float | None:

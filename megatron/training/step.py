@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.fp8 import Fp8Scaling
+from megatron.core.fp8 import Fp8Layers
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -68,7 +68,7 @@ def train_step(
     ranks: Communicator,
     timers: Timers,
     count_zeros: bool = False,
-    fp8: Fp8Scaling | None = None,
+    fp8: Fp8Layers | None = None,
     vocabulary_learning_rate: float | None = None,
     weight_decay: float | None = None,
     before_update: Callable[[], None] | None = None,

@@ -55,7 +55,11 @@ from tests.checkpoint.file_faults import (
     small_files,
 )
 
-KILLS = 50
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    """How often a run is killed at random moments."""
+    return 50 if request.config.getoption("--whole-matrix") else 15
 
 
 @pytest.fixture
@@ -132,18 +136,20 @@ def kill_at_some_moment(world: World, chance: random.Random) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path: Path, chance: random.Random, kind: str) -> None:
+def test_a_run_that_is_killed_at_random_moments_loses_nothing(
+    tmp_path: Path, chance: random.Random, kills: int, kind: str
+) -> None:
     """One directory, one start after the other; sometimes the iteration that was loaded is saved once more."""
     root = tmp_path / "run"
     history = History(root)
-    for number in range(KILLS):
+    for number in range(kills):
         life = Life(root, number, kind, again=chance.random() < 0.3)
         world = World(tmp_path, 2, run, life)
         victims = kill_at_some_moment(world, chance)
         ending = world.end()
         assert ending.killed & set(victims)
         history.follow(ending.told[0])
-    history.follow(World(tmp_path, 2, run, Life(root, KILLS, kind, saves=2)).end().told[0])
+    history.follow(World(tmp_path, 2, run, Life(root, kills, kind, saves=2)).end().told[0])
     assert len(list_checkpoints(root)) == 2
     assert not leftovers(root) and LOCK not in os.listdir(root)
 

@@ -21,6 +21,7 @@ FULL = "--recompute-granularity full"
 UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
+ENGINE = f"{GOOD} --transformer-impl transformer_engine"
 
 Row = tuple[str, int, str]
 """Arguments, number of processes, and what the sentence must say (fragments separated by `` ... ``)."""
@@ -157,6 +158,24 @@ BAD: list[Row] = [
         2,
         "divides --hidden-size 129 over --tensor-model-parallel-size 2, which does not go: change one",
     ),
+    # Kernels.
+    (f"{GOOD} --cuda-graph-impl local", 1, "--cuda-graph-impl local is not supported ... use none"),
+    (f"{GOOD} --kernel norm=eager", 1, "--kernel norm=eager names no operation: use one of attention, rms_norm"),
+    (f"{GOOD} --kernel rope=apex", 1, "--kernel rope=apex names no implementation of rope: use eager or compiled"),
+    (f"{GOOD} --kernel rope", 1, "--kernel rope names no implementation of rope: use eager or compiled"),
+    (f"{GOOD} --kernel rope=compiled --no-rope-fusion", 1, "--no-rope-fusion and --kernel rope=compiled contradict"),
+    (f"{GOOD} --kernel adam=te adam=apex", 1, "--kernel adam=te and --kernel adam=apex contradict each other: remove"),
+    (
+        f"{GOOD} --kernel attention=sdpa --attention-backend flash",
+        1,
+        "--attention-backend flash choose the same kernel",
+    ),
+    (f"{GOOD} --kernel adam=apex --optimizer sgd", 1, "--kernel adam=apex does not go with --optimizer sgd ... remove"),
+    (
+        f"{GOOD} --kernel adam=te --use-precision-aware-optimizer",
+        1,
+        "--kernel adam=te does not go with --use-precision-aware-optimizer ... remove one",
+    ),
     # What is not a Llama.
     (f"{GOOD} --no-swiglu", 1, "--no-swiglu ... --swiglu True ... remove"),
     (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear ... --disable-bias-linear True ... remove"),
@@ -166,7 +185,23 @@ BAD: list[Row] = [
     (f"{GOOD} --no-cross-entropy-loss-fusion", 1, "--no-cross-entropy-loss-fusion ... remove it"),
     (f"{GOOD} --no-use-flash-attn", 1, "--no-use-flash-attn ... choose the kernel with --attention-backend local"),
     (f"{GOOD} --no-use-mcore-models", 1, "--no-use-mcore-models ... remove it"),
-    (f"{GOOD} --transformer-impl transformer_engine", 1, "--transformer-impl transformer_engine ... use local"),
+    (f"{ENGINE} --fp64", 1, "--fp64 ... --transformer-impl transformer_engine ... use --transformer-impl local"),
+    *(
+        (f"{STAGES} --transformer-impl transformer_engine --pipeline-schedule {name}", 2, f"{name} ... use 1f1b")
+        for name in ("zb-h1", "zb-v")
+    ),
+    (f"{ENGINE} --cpu-offloading-num-layers 1", 1, "--cpu-offloading-num-layers ... remove it, or use --transformer"),
+    (
+        f"{ENGINE} --recompute-granularity selective --recompute-modules layernorm mlp",
+        1,
+        "--recompute-modules layernorm ... remove layernorm",
+    ),
+    (
+        f"{ENGINE} --bf16 --fp8-format hybrid --recompute-activations",
+        1,
+        "--recompute-granularity selective ... --fp8-recipe delayed ... use another recipe",
+    ),
+    (f"{ENGINE} --bf16 --fp8-format hybrid --use-torch-fsdp2", 1, "--fp8-format ... optim_grads_params ... use"),
     # Sizes of the architecture.
     (f"{GOOD} --kv-channels 3", 1, "head size 3 is odd ... change --kv-channels"),
     (f"{GOOD} --hidden-size 40", 1, "head size 5 is odd ... change --kv-channels, or --hidden-size"),
@@ -246,6 +281,12 @@ BAD: list[Row] = [
         2,
         "--sequence-parallel ... --seq-length 63 ... --tensor-model-parallel-size 2 ... change one",
     ),
+    (
+        f"{GOOD} --tp-comm-overlap --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
+    ),
+    (f"{GOOD} --tp-comm-overlap --transformer-impl transformer_engine", 1, "--transformer-impl ... use local"),
     (
         f"{GOOD} --num-distributed-optimizer-instances 2",
         2,
@@ -722,6 +763,8 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (GOOD, 7),
         (f"{GOOD} --tensor-model-parallel-size 4 --sequence-parallel", 8),
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
+        (f"{GOOD} --sequence-parallel --tp-comm-overlap --tensor-model-parallel-size 4", 4),
+        (f"{GOOD} --tp-comm-overlap", 1),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
         (f"{GOOD} --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward --defer-grad-reduce", 4),
@@ -740,6 +783,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --loss-scale 4096", 1),
         (f"{GOOD} --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 1),
         (f"{FP8} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2", 1),
+        (f"{ENGINE} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --recompute-activations", 1),
+        (f"{ENGINE} --bf16 --fp8-format hybrid --first-last-layers-bf16 --use-distributed-optimizer", 1),
+        (f"{ENGINE} --bf16 --use-torch-fsdp2 {UNIFORM} 1", 2),
         (f"{FP8} --fp8-margin 1 --fp8-amax-history-len 1024 --fp8-amax-compute-algo max", 1),
         (f"{FP8} --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 4),
         (f"{GOOD} --pipeline-model-parallel-size 2", 2),

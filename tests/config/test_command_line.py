@@ -296,6 +296,8 @@ RECIPE = """
     --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --save out --load out
     --log-throughput --timing-log-level 1 --tensorboard-dir tb --exit-duration-in-mins 230 --exit-signal-handler
     --wandb-project p --wandb-exp-name n
+    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion
+    --no-bias-swiglu-fusion --no-gradient-accumulation-fusion --cuda-graph-impl none
 """
 
 
@@ -308,6 +310,10 @@ def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
     assert config.parallel.sharding_strategy == "optim"
     assert config.data_parallel_size(16) == 8
     assert config.optimizer.adam_beta2 == 0.95
+    for operation, implementation in (("rope", "eager"), ("swiglu", "eager"), ("weight_gradient", "separate")):
+        wanted = config.kernels.wanted(operation)
+        assert wanted is not None and wanted.implementation == implementation
+    assert config.kernels.wanted("rms_norm") is None
 
 
 PIPELINE_RECIPE = f"""

@@ -453,6 +453,18 @@ def test_evaluation_needs_no_gradient() -> None:
 # Matrix products
 
 
+def test_fp16_products_are_those_of_fp32_rounded_once() -> None:
+    """However many numbers are added up, and however large a sum is in between."""
+    inputs, weight = random(3, 4096, dtype=torch.float16), random(5, 4096, dtype=torch.float16)
+    assert torch.equal(linear(inputs, weight), linear(inputs.float(), weight.float()).half())
+    tokens, gradients = random(4096, 8, dtype=torch.float16), random(4096, 4, dtype=torch.float16)
+    wide = weight_gradient(gradients.float(), tokens.float())
+    assert torch.equal(weight_gradient(gradients, tokens), wide.half())
+    large = torch.full((1, 2), 60000.0, dtype=torch.float16)
+    assert linear(large, torch.tensor([[2.0, -2.0]], dtype=torch.float16)).item() == 0.0
+    assert linear(large, torch.ones(1, 2, dtype=torch.float16)).item() == math.inf
+
+
 @every_dtype
 @pytest.mark.parametrize("has_onednn", [True, False])
 def test_linear_is_torchs(has_onednn: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,12 @@ TWO_RANKS: dict[str, Flags] = {
 FOUR_RANKS: dict[str, Flags] = {
     "four parts, p2p": {"context_parallel_size": 4},
     "four parts, a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
-    "tensor parallel": {**TWO_RANKS["a2a"], "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tensor parallel": {
+        **TWO_RANKS["a2a"],
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "tp_comm_overlap": True,
+    },
     "interleaved": {
         **TWO_RANKS["one type per layer"],
         "pipeline_model_parallel_size": 2,
@@ -224,6 +229,15 @@ def test_two_ranks_that_share_a_sequence_of_documents_train_as_one(in_two: Runs,
 def test_context_parallelism_beside_another_trains_as_one_process(in_four: Runs, alone: Runs, layout: str) -> None:
     assert SAID[layout] in in_four.said[layout]
     assert_same_run(in_four, layout, alone, ALL)
+
+
+def test_the_log_says_how_tensor_parallelism_overlaps_or_that_it_has_nothing_to(
+    corpus: Corpus, in_four: Runs, tmp_path: Path
+) -> None:
+    said = "tensor-parallel overlap: pipelined (symmetric memory needs GPUs)"
+    assert [name for name in FOUR_RANKS if said in in_four.said[name]] == ["tensor parallel"]
+    alone = call_training(flags_of(corpus, **{**RUN, "train_iters": 1, "lr_warmup_iters": 0}, tp_comm_overlap=True))
+    assert "--tp-comm-overlap has nothing to overlap with --tensor-model-parallel-size 1" in alone.succeeded().stdout
 
 
 def test_ranks_that_share_a_sequence_train_as_one_where_documents_are_ignored(in_two: Runs, alone: Runs) -> None:

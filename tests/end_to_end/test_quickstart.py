@@ -24,6 +24,7 @@ from tests.end_to_end.run_process import (
     environment,
     free_port,
     heed_interrupts,
+    losses,
     records,
     run_tool,
     wait_until,
@@ -162,3 +163,30 @@ def assert_finished(quickstart: Quickstart, output: str) -> None:
     ]
     assert f"validation loss {final:.3f}, that is" in output
     assert re.search(r"== A sample\nimport os\n\ndef read_file\(path\):\n.", output, re.DOTALL)
+
+
+def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quickstart) -> None:
+    """Two of them, for two iterations of one layer."""
+    settings = {
+        "RUN": str(quickstart.clone / "precisions"),
+        "DATA": str(quickstart.run_directory),
+        "VOCABULARY": str(VOCABULARY),
+        "ITERATIONS": "2",
+        "PRECISIONS": "fp32 fp8-tensorwise",
+        "MASTER_PORT": str(free_port()),
+    }
+    process = subprocess.run(
+        ["bash", "examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1"],
+        cwd=quickstart.clone,
+        env=environment() | settings,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output
+    assert re.search(r"^\| fp32 \| [0-9.]+ \| [0-9.]+ \| 0 \| - \| - \|$", output, re.MULTILINE), output
+    assert re.search(r"^\| fp8-tensorwise \| .* % \(iteration 2\) \| 1 % \|$", output, re.MULTILINE), output
+    assert (quickstart.clone / "precisions" / "precisions.png").read_bytes().startswith(b"\x89PNG\r\n")
+    found = {name: losses(quickstart.clone / "precisions" / f"{name}.jsonl") for name in ("fp32", "fp8-tensorwise")}
+    assert len(found["fp32"]) == 2 and found["fp32"] != found["fp8-tensorwise"]

@@ -6,6 +6,7 @@ A later parallelism adds fields to :class:`Layout` and rows to the matrix, not f
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.fp8 import Fp8Scaling
-from megatron.core.model.layer import BuildContext
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
+from megatron.core.model.layer import BuildContext, LocalParts
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
 from megatron.core.ops.attention import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import scaled_product_reference
+from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
@@ -35,10 +37,15 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import EdgeProducts, PipelinedEdges
 from megatron.core.topology import RankGrid, Topology
+from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.transformer_engine.layers import TransformerEngineParts
 from megatron.data.loader import Microbatch
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
+from tests.parallel.symmetric_memory import symmetric_memory_edges_on_cpu
+from tests.stand_ins import transformer_engine
 
 CPU = torch.device("cpu")
 MODEL = LlamaConfig(
@@ -56,6 +63,7 @@ MODEL = LlamaConfig(
 TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
 DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
+TensorParallelOverlap = Literal["pipelined", "symmetric memory"]
 KEEP_ALL = ActivationConfig()
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 FP64 = PrecisionConfig(fp64=True)
@@ -85,6 +93,9 @@ class Layout:
     cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
     order: str = "tp-cp-ep-pp-dp"
     activations: ActivationConfig = KEEP_ALL
+    tp_overlap: TensorParallelOverlap | None = None
+    transformer_engine: bool = False
+    """Linear layers are those of the stand-in for Transformer Engine."""
 
     @property
     def world_size(self) -> int:
@@ -133,7 +144,7 @@ class RecordingOptimizer(Optimizer):
     """Notes the gradient of the mean loss before clipping touches it."""
 
     trace: Trace
-    fp8: Fp8Scaling | None
+    fp8: Fp8Layers | None
     """The scales that are to be updated with the weights."""
 
     def step(
@@ -194,25 +205,44 @@ FP8_SCALES = torch.tensor([2.0**6, 2.0**12, 2.0**21])
 """About right for input, weight and output gradient."""
 
 
-def start_scales(fp8: Fp8Scaling) -> None:
+def start_scales(fp8: Fp8Layers) -> None:
     """Let delayed scaling begin with scales that are the same in every layout. The first ones of a run come from each
     rank's own tensors, which a layout divides."""
     fp8.load({name: FP8_SCALES for name in fp8.state() if name.endswith("/scale")})
+
+
+def overlap_of(topology: Topology, layout: Layout) -> EdgeProducts | None:
+    """How the layout's layers multiply at the edges of tensor-parallel regions, if not one after the other."""
+    if layout.tp_overlap is None:
+        return None
+    ranks = topology.tensor_parallel
+    return PipelinedEdges(ranks) if layout.tp_overlap == "pipelined" else symmetric_memory_edges_on_cpu(ranks)
 
 
 def context(
     topology: Topology, layout: Layout, dtype: torch.dtype = torch.float64, precision: PrecisionConfig | None = None
 ) -> BuildContext:
     """What a model of the layout is built in, with FP8 as in ``precision``."""
-    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel)
+    parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
     kernel = choose_attention_kernel("auto", CPU, dtype)
     context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
-    fp8 = None
-    if precision is not None:
+    fp8: Fp8Layers | None = None
+    if precision is not None and layout.transformer_engine:
+        fp8 = TransformerEngineFp8(transformer_engine(), precision, topology.stage_ranks)
+    elif precision is not None:
         keeps_weights = layout.strategy != "optim_grads_params"
         fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, scaled_product_reference)
     return BuildContext(
-        parallel, dtype, CPU, kernel, context_parallel=context_parallel, activations=layout.activations, fp8=fp8
+        parallel,
+        dtype,
+        CPU,
+        kernel,
+        context_parallel=context_parallel,
+        activations=layout.activations,
+        fp8=fp8,
+        parts=TransformerEngineParts(transformer_engine()) if layout.transformer_engine else LocalParts(),
+        # As a run has it in fp64.
+        weight_gradient=InPlaceWeightGradient() if dtype == torch.float64 else None,
     )
 
 

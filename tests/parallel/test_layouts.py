@@ -2,11 +2,13 @@
 
 Compared: the loss, the gradient norm, every parameter's gradient and the weights after each step, on batches
 whose ranks and microbatches have very different numbers of unmasked tokens.
+
+Of the products of factors those rows run in which every three factors are seen together; ``--whole-matrix`` runs all.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import fields, replace
 from functools import cache
 from itertools import product
 from typing import Any, get_args
@@ -20,6 +22,7 @@ from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.model.llama import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
+from tests.parallel.covering import covering
 from tests.parallel.layout_run import (
     BATCH,
     DEEP_MODEL,
@@ -53,6 +56,7 @@ DEEP_TIED_SHORT = replace(DEEP_TIED, steps=2)
 CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
 CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
+TIED_SHORT = replace(TIED, steps=2)
 DELAYED = replace(
     SGD_SHORT,
     steps=4,
@@ -64,8 +68,11 @@ TENSORWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="hybri
 UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
 
-def matrix() -> Iterator[tuple[Task, Layout]]:
-    """Every layout once with each of two tasks, and other tasks on the layouts that cross everything."""
+Case = tuple[Task, Layout]
+
+
+def tensor_product() -> Iterator[Case]:
+    """Every layout of tensor and data parallelism once with each of two tasks."""
     for tp in (1, 2, 4):
         for dp in (1, 2):
             for sequence_parallel in (False, True) if tp > 1 else (False,):
@@ -74,6 +81,10 @@ def matrix() -> Iterator[tuple[Task, Layout]]:
                         layout = Layout(tp, dp, sequence_parallel, strategy, microbatches=count)
                         yield ADAM_CLIPPED_HARD, layout
                         yield SGD_UNCLIPPED, layout
+
+
+def matrix() -> Iterator[Case]:
+    """Other tasks on the layouts that cross everything."""
     for task in (ADAM, ADAM_UNCLIPPED, SGD, TIED):
         for sequence_parallel in (False, True):
             yield task, Layout(2, 2, sequence_parallel, strategy="optim", microbatches=2)
@@ -85,13 +96,10 @@ def matrix() -> Iterator[tuple[Task, Layout]]:
         yield ADAM, Layout(1, 4, strategy="optim", instances=2, bucket_size=buckets, overlap_grad_reduce=True)
 
 
-def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
-    """Every schedule with every number of stages, ranks and microbatches (on sixteen ranks the least and the most), in
-    half of the rows with sequence parallelism, in the other half with sharded optimizer state and overlapped reduction
-    of small buckets."""
+def pipeline_product() -> Iterator[Case]:
+    """Every schedule with every number of stages, ranks and microbatches; half of the rows have sequence parallelism,
+    the others sharded optimizer state and overlapped reduction of small buckets."""
     for schedule, pp, tp, dp, count in product(SCHEDULES, (2, 4), (1, 2), (1, 2), (1, 2, 4, 8)):
-        if pp * tp * dp == 16 and count in (2, 4):
-            continue
         overlap = count in (2, 8)
         yield (
             DEEP_SGD,
@@ -107,6 +115,10 @@ def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
                 overlap_grad_reduce=overlap,
             ),
         )
+
+
+def pipeline_matrix() -> Iterator[Case]:
+    """Every schedule with other tasks, and stages that are cut in other ways."""
     for schedule in SCHEDULES:
         yield DEEP_ADAM, Layout(pp=4, schedule=schedule, microbatches=8)
         yield DEEP_TIED, Layout(pp=4, schedule=schedule, microbatches=4)
@@ -122,7 +134,7 @@ def pipeline_matrix() -> Iterator[tuple[Task, Layout]]:
     yield DEEP_ADAM, Layout(pp=2, schedule="zb-v", split="Et||ttttt|ttL", microbatches=4)
 
 
-def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
+def data_parallel_product() -> Iterator[Case]:
     """Every strategy with instances, tensor and pipeline parallelism, overlap and accumulation; on sixteen ranks, which
     two cores take seconds for, only with both of the latter."""
     for strategy, dp, tp, pp, overlap, count in product(
@@ -144,6 +156,10 @@ def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
                 overlap_param_gather=overlap and strategy != "no_shard",
             )
             yield SGD_SHORT, layout
+
+
+def data_parallel_matrix() -> Iterator[Case]:
+    """ZeRO-2 and FSDP under every schedule, and what FSDP divides unevenly or does at other times."""
     for schedule in SCHEDULES:
         yield (
             DEEP_TIED_SHORT,
@@ -188,12 +204,16 @@ def data_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
             yield TIED, replace(fsdp, dp=2, tp=2, sequence_parallel=True, overlap_param_gather=overlap)
 
 
-def context_parallel_matrix() -> Iterator[tuple[Task, Layout]]:
+def context_parallel_product() -> Iterator[Case]:
     """Every way to attend with tensor and pipeline parallelism, in documents and without them."""
     for task, cp, kind, tp, pp in product(
         (CONTEXT, CONTEXT_IN_DOCUMENTS), (2, 4), get_args(ContextParallelType), (1, 2), (1, 2)
     ):
         yield task, Layout(tp, 1, tp > 1, cp=cp, cp_comm_type=(kind,), pp=pp, microbatches=2)
+
+
+def context_parallel_matrix() -> Iterator[Case]:
+    """Context parallelism with other ranks that share weights, under every schedule, and documents without it."""
     # Other ranks share keys than share heads, layers differ, and gradients add up over both kinds of ranks.
     grouped = replace(CONTEXT_IN_DOCUMENTS, model=MODEL)
     for strategy, instances in (*((strategy, 1) for strategy in get_args(ShardingStrategy)), ("optim_grads_params", 2)):
@@ -219,7 +239,7 @@ def full(method: RecomputeMethod, layers: int, **more: Any) -> ActivationConfig:
     return ActivationConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers, **more)
 
 
-def activation_matrix() -> Iterator[tuple[Task, Layout]]:
+def activation_matrix() -> Iterator[Case]:
     """Every way not to keep activations, with what else runs or communicates in a backward pass."""
     host = ActivationConfig(cpu_offloading_num_layers=1)
     pieces = selective("core_attn", "layernorm", "mlp_act")
@@ -256,7 +276,7 @@ def activation_matrix() -> Iterator[tuple[Task, Layout]]:
     yield CONTEXT, Layout(cp=2, cp_comm_type=("a2a", "p2p"), activations=replace(host, cpu_offloading_num_layers=2))
 
 
-def fp8_matrix() -> Iterator[tuple[Task, Layout]]:
+def fp8_matrix() -> Iterator[Case]:
     """What divides a tensor, or delays a product of it. Under delayed scaling no division changes a scale; under
     tensorwise scaling only the batch does that."""
     for sequence_parallel in (False, True):
@@ -278,9 +298,77 @@ def fp8_matrix() -> Iterator[tuple[Task, Layout]]:
     yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(pieces, cpu_offloading_num_layers=2))
 
 
-def by_world_size(rows: Iterable[tuple[Task, Layout]]) -> list[tuple[Task, Layout]]:
-    """The rows ordered so that the ranks seldom have to join anew."""
-    return sorted(rows, key=lambda row: row[1].world_size)
+def tensor_parallel_overlap_matrix() -> Iterator[Case]:
+    """Both overlaps, beside whatever runs, delays or repeats a product, or divides the sequence a second time."""
+    pipelined = Layout(2, 1, True, tp_overlap="pipelined")
+    yield TIED_SHORT, replace(pipelined, tp=4, microbatches=2)
+    yield TENSORWISE, pipelined
+    yield DELAYED, replace(pipelined, pp=2, schedule="zb-h1", microbatches=4)
+    yield SGD_SHORT, replace(pipelined, dp=2, strategy="optim_grads_params", activations=full("uniform", 1))
+    yield CONTEXT_IN_DOCUMENTS, replace(pipelined, cp=2, activations=selective("layernorm", "mlp_act"))
+    staged = replace(pipelined, tp=4, pp=2, microbatches=2, strategy="optim")
+    yield DEEP_SGD, staged
+    yield DEEP_SGD, replace(staged, tp=2, schedule="zb-v")
+    symmetric = replace(pipelined, tp_overlap="symmetric memory", microbatches=2)
+    yield SGD_SHORT, symmetric
+    yield SGD_SHORT, replace(symmetric, tp=4)
+    yield TENSORWISE, replace(symmetric, microbatches=1)
+
+
+def transformer_engine_matrix() -> Iterator[Case]:
+    """What meets layers of another make: who divides them, when their gradients are due and where they go, what runs
+    again."""
+    theirs = Layout(transformer_engine=True)
+    yield SGD_SHORT, theirs
+    yield ADAM, replace(theirs, microbatches=4)
+    yield SGD_SHORT, replace(theirs, tp=2, microbatches=2, activations=full("uniform", 2))
+    yield SGD_SHORT, replace(theirs, microbatches=2, activations=selective("core_attn", "mlp_act"))
+    for strategy in get_args(ShardingStrategy):
+        buckets = Layout(2, 2, True, strategy, microbatches=2, bucket_size=3000, overlap_grad_reduce=True)
+        yield SGD_SHORT, replace(buckets, transformer_engine=True)
+    # Once a step and once a microbatch is the same with one microbatch.
+    yield DELAYED, Layout(2, 2, True, "optim_grads", transformer_engine=True)
+    yield DELAYED, replace(theirs, pp=2)
+    yield TENSORWISE, replace(theirs, activations=full("uniform", 1))
+    yield DEEP_TIED_SHORT, replace(theirs, pp=2, schedule="interleaved", microbatches=4, activations=full("block", 1))
+
+
+PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {
+    "tensor": tensor_product,
+    "pipeline": pipeline_product,
+    "data": data_parallel_product,
+    "context": context_parallel_product,
+}
+
+
+def factors_of(cases: list[Case]) -> list[dict[str, Hashable]]:
+    """What tells the rows of a product apart, by row."""
+    rows = [{"task": task} | {one.name: getattr(layout, one.name) for one in fields(layout)} for task, layout in cases]
+    varying = [name for name in rows[0] if len({row[name] for row in rows}) > 1]
+    return [{name: row[name] for name in varying} for row in rows]
+
+
+def ranks_of(case: Case) -> int:
+    """What a row costs."""
+    return case[1].world_size
+
+
+@cache
+def default_places(name: str) -> frozenset[int]:
+    """Rows of a product that have every three factors together, with as few ranks as may be."""
+    cases = list(PRODUCTS[name]())
+    return frozenset(covering(factors_of(cases), [ranks_of(case) for case in cases]))
+
+
+def rows_of(others: Iterable[Case], product_name: str | None = None) -> list[Any]:
+    """Parameters of a test, ordered so that the ranks seldom have to join anew; marked are those rows of a product that
+    do not run by default."""
+    rows = [(case, False) for case in others]
+    if product_name is not None:
+        by_default = default_places(product_name)
+        rows += [(case, place not in by_default) for place, case in enumerate(PRODUCTS[product_name]())]
+    rows.sort(key=lambda row: ranks_of(row[0]))
+    return [pytest.param(*case, marks=[pytest.mark.whole_matrix] * is_extra) for case, is_extra in rows]
 
 
 @cache
@@ -294,7 +382,9 @@ def _identifier(value: object) -> str:
             f"-{value.strategy}" if value.strategy != "no_shard" else ""
         )
         flags += "-overlap" if value.overlap_grad_reduce else ""
+        flags += f"-{value.tp_overlap}" if value.tp_overlap is not None else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
+        flags += "-te" if value.transformer_engine else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
@@ -314,34 +404,45 @@ def _name_activations(activations: ActivationConfig) -> str:
     return "".join(f"-{name}" for name in names)
 
 
-@pytest.mark.parametrize(("task", "layout"), by_world_size(matrix()), ids=_identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(matrix(), "tensor"), ids=_identifier)
 def test_layout_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-@pytest.mark.parametrize(("task", "layout"), by_world_size(pipeline_matrix()), ids=_identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(pipeline_matrix(), "pipeline"), ids=_identifier)
 def test_pipeline_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-@pytest.mark.parametrize(("task", "layout"), by_world_size(context_parallel_matrix()), ids=_identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(context_parallel_matrix(), "context"), ids=_identifier)
 def test_context_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-@pytest.mark.parametrize(("task", "layout"), by_world_size(data_parallel_matrix()), ids=_identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(data_parallel_matrix(), "data"), ids=_identifier)
 def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-@pytest.mark.parametrize(("task", "layout"), by_world_size(activation_matrix()), ids=_identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(activation_matrix()), ids=_identifier)
 def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-@pytest.mark.parametrize(("task", "layout"), by_world_size(fp8_matrix()), ids=_identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(tensor_parallel_overlap_matrix()), ids=_identifier)
+def test_overlapped_tensor_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(fp8_matrix()), ids=_identifier)
 def test_fp8_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     """Quantised numbers are the same in all layouts, so that what they are rounded to must not differ either."""
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(transformer_engine_matrix()), ids=_identifier)
+def test_transformer_engine_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    """Layers that Transformer Engine's interface stands between are those that stand here."""
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import LlamaConfig
 from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.kernels.selection import LayerKernels
 from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
@@ -24,14 +26,39 @@ from megatron.core.recompute import Piece, in_sequence, recompute
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
+class LayerParts(Protocol):
+    """Makes a transformer layer's linear layers, each a :class:`~megatron.core.recompute.Piece`, and the norms before
+    them. Whoever makes them, weights have the same names, facts and layout."""
+
+    def norm(self, name: str, size: int, epsilon: float, context: "BuildContext") -> nn.Module:
+        """The norm ``name`` of ``size`` features."""
+
+    def column(
+        self,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: "BuildContext",
+        init_std: float,
+        norm: str,
+        epsilon: float,
+    ) -> nn.Module:
+        """A column-parallel layer behind :meth:`norm`; it may contain what ``norm`` does, which is nothing then."""
+
+    def row(self, name: str, input_size: int, output_size: int, context: "BuildContext", init_std: float) -> nn.Module:
+        """A row-parallel layer."""
+
+
 @dataclass(frozen=True)
 class BuildContext(LayerContext):
-    """What a model is built in: that of its layers, the kernel that attends, the ranks that share a sequence, and what
+    """What a model is built in: that of its layers, the kernels that compute, the ranks that share a sequence, and what
     is kept for the backward pass."""
 
     attention_kernel: AttentionKernel
+    parts: LayerParts = field(default_factory=lambda: LocalParts(), kw_only=True)
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
     activations: ActivationConfig = field(default_factory=ActivationConfig, kw_only=True)
+    kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
 
 
 class RMSNorm(nn.Module):
@@ -39,7 +66,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, name: str, size: int, epsilon: float, context: BuildContext) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.kernel = epsilon, context.kernels.rms_norm
         info = ParameterInfo(
             f"{name}.weight",
             *sharded_boxes((size,), (), rank=0, size=1),
@@ -52,7 +79,32 @@ class RMSNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[..., h] -> [..., h]``."""
-        return rms_norm(inputs, self.weight, self.epsilon)
+        return rms_norm(inputs, self.weight, self.epsilon, self.kernel)
+
+
+class LocalParts:
+    """The layers of :mod:`megatron.core.tensor_parallel.layers`."""
+
+    def norm(self, name: str, size: int, epsilon: float, context: BuildContext) -> nn.Module:
+        """RMSNorm."""
+        return RMSNorm(name, size, epsilon, context)
+
+    def column(
+        self,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: BuildContext,
+        init_std: float,
+        norm: str,
+        epsilon: float,
+    ) -> nn.Module:
+        """The product alone."""
+        return ColumnParallelLinear(name, input_size, output_sections, context, init_std)
+
+    def row(self, name: str, input_size: int, output_size: int, context: BuildContext, init_std: float) -> nn.Module:
+        """The product and its sum over the ranks."""
+        return RowParallelLinear(name, input_size, output_size, context, init_std)
 
 
 class SelfAttention(nn.Module):
@@ -64,17 +116,20 @@ class SelfAttention(nn.Module):
         sections = (config.query_size, config.key_value_size, config.key_value_size)
         size = context.parallel.size
         self.attention = context.context_parallel.attention(layer, context.attention_kernel)
+        self.rotate = context.kernels.rotate
         self.shape = AttentionShape(
             config.num_attention_heads // size, config.num_query_groups // size, config.kv_channels
         )
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = context.parts.column(
             f"{name}.linear_qkv",
             config.hidden_size,
             sections,
             context,
             config.init_method_std,
+            f"layers.{layer}.input_layernorm",
+            config.norm_epsilon,
         )
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = context.parts.row(
             f"{name}.linear_proj",
             config.query_size,
             config.hidden_size,
@@ -88,7 +143,9 @@ class SelfAttention(nn.Module):
         """From the output of ``linear_qkv`` ``[s, b, (n + 2 groups) d / tp]``, which it overwrites, to
         ``[s(/tp), b, h]``; ``rotary`` rotates the ``s`` positions."""
         # Where it runs again, the first run has rotated queries and keys in place.
-        attended = fused_attention(fused, rotary, self.shape, self.attention, documents, is_rotated=graph_only)
+        attended = fused_attention(
+            fused, rotary, self.shape, self.attention, documents, is_rotated=graph_only, rotate=self.rotate
+        )
         output: Tensor = self.linear_proj(attended, graph_only=graph_only)
         return output
 
@@ -96,16 +153,20 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU MLP; gate and up projections are one column-parallel weight."""
 
-    def __init__(self, name: str, config: LlamaConfig, context: BuildContext) -> None:
+    def __init__(self, layer: int, config: LlamaConfig, context: BuildContext) -> None:
         super().__init__()
-        self.linear_fc1 = ColumnParallelLinear(
+        name = f"layers.{layer}.mlp"
+        self.activation = partial(swiglu, kernel=context.kernels.swiglu)
+        self.linear_fc1 = context.parts.column(
             f"{name}.linear_fc1",
             config.hidden_size,
             (config.ffn_hidden_size, config.ffn_hidden_size),
             context,
             config.init_method_std,
+            f"layers.{layer}.pre_mlp_layernorm",
+            config.norm_epsilon,
         )
-        self.linear_fc2 = RowParallelLinear(
+        self.linear_fc2 = context.parts.row(
             f"{name}.linear_fc2",
             config.ffn_hidden_size,
             config.hidden_size,
@@ -115,7 +176,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor, *, graph_only: bool = False) -> Tensor:
         """``[s(/tp), b, h] -> [s(/tp), b, h]``."""
-        output: Tensor = self.linear_fc2(swiglu(self.linear_fc1(hidden)), graph_only=graph_only)
+        output: Tensor = self.linear_fc2(self.activation(self.linear_fc1(hidden)), graph_only=graph_only)
         return output
 
 
@@ -133,10 +194,11 @@ class TransformerLayer(nn.Module):
         self.recomputed = context.activations.modules
         if context.fp8 is not None and not context.fp8.includes(number, config.num_layers):
             context = replace(context, fp8=None)
-        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", config.hidden_size, config.norm_epsilon, context)
+        norm = partial(context.parts.norm, size=config.hidden_size, epsilon=config.norm_epsilon, context=context)
+        self.input_layernorm = norm(f"{name}.input_layernorm")
         self.self_attention = SelfAttention(number, config, context)
-        self.pre_mlp_layernorm = RMSNorm(f"{name}.pre_mlp_layernorm", config.hidden_size, config.norm_epsilon, context)
-        self.mlp = MLP(f"{name}.mlp", config, context)
+        self.pre_mlp_layernorm = norm(f"{name}.pre_mlp_layernorm")
+        self.mlp = MLP(number, config, context)
 
     def forward(
         self, hidden: Tensor, rotary: Tensor, documents: Documents | None = None, *, graph_only: bool = False
@@ -155,7 +217,7 @@ class TransformerLayer(nn.Module):
         if "mlp" in self.recomputed:
             return recompute(mlp, norm(hidden))
         gate_and_up = self._run("layernorm", in_sequence(norm, last=mlp.linear_fc1), hidden)
-        return self._run("mlp_act", in_sequence(swiglu, last=mlp.linear_fc2), gate_and_up, graph_only)
+        return self._run("mlp_act", in_sequence(mlp.activation, last=mlp.linear_fc2), gate_and_up, graph_only)
 
     def _run(self, module: RecomputeModule, piece: Piece, inputs: Tensor, graph_only: bool = False) -> Tensor:
         """Run the piece that begins with the activations of ``module`` and ends with the next product, which must have

@@ -1,6 +1,7 @@
 """Llama as one rank holds it: all of it, or the chunks of a pipeline stage."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -75,6 +76,7 @@ class LlamaHead(nn.Module):
             self.output_layer.first_id,
             self.config.vocab_size,
             self.context.parallel.communicator,
+            self.context.kernels.cross_entropy,
         )
         return loss.t()
 
@@ -95,7 +97,7 @@ class LlamaChunk(nn.Module):
         copies: HostCopies | None = None,
     ) -> None:
         super().__init__()
-        self.rotary, self.copies = rotary, copies
+        self.rotary, self.copies, self.fp8 = rotary, copies, context.fp8
         self.sequence_parts = context.parallel.sequence_parts
         self.embedding = embedding
         plan = context.activations.units(len(layers))
@@ -118,6 +120,10 @@ class LlamaChunk(nn.Module):
     def forward(self, inputs: Tensor, documents: Documents | None = None) -> Tensor:
         """Token ids ``[b, s]`` at the start of the model, elsewhere activations ``[s(/tp), b, h]``, to activations,
         or at the end to this rank's part of the logits ``[s, b, v/tp]``; ``s`` are this rank's positions."""
+        with nullcontext() if self.fp8 is None else self.fp8.forward_pass():
+            return self._run(inputs, documents)
+
+    def _run(self, inputs: Tensor, documents: Documents | None) -> Tensor:
         if self.embedding is None:
             length, hidden = inputs.shape[0] * self.sequence_parts, inputs
         else:

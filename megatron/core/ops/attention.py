@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.core.ops.documents import Documents, attention_spans
-from megatron.core.ops.rope import rotate_
+from megatron.core.ops.rope import Rotation, rotate_
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of query, key and value."""
@@ -296,26 +296,30 @@ class TorchAttention:
         return grads[0], grads[1], grads[2]
 
 
-def choose_attention_kernel(
-    backend: str, device: torch.device, dtype: torch.dtype, needs_log_sum_exp: bool = False
-) -> AttentionKernel:
-    """The kernel for ``--attention-backend``: the fastest that runs there, or the plain reference.
-
-    ``needs_log_sum_exp`` where partial results will be merged.
-    """
+def attention_kernels(backend: str) -> list[AttentionKernel]:
+    """torch's kernels and the reference, in the order in which ``--attention-backend`` prefers them."""
     if backend in ("unfused", "local"):
-        return ReferenceAttention()
+        return [ReferenceAttention()]
     asked_for: dict[str, list[AttentionKernel]] = {"flash": [CudaFlashAttention()], "fused": [CudnnAttention()]}
-    kernels = [
+    return [
         *asked_for.get(backend, []),
         CpuFlashAttention(),
         TorchAttention(),
         CudaFlashAttention(),
         ReferenceAttention(),
     ]
+
+
+def choose_attention_kernel(
+    backend: str, device: torch.device, dtype: torch.dtype, needs_log_sum_exp: bool = False
+) -> AttentionKernel:
+    """The first of :func:`attention_kernels` that runs there.
+
+    ``needs_log_sum_exp`` where partial results will be merged.
+    """
     return next(
         kernel
-        for kernel in kernels
+        for kernel in attention_kernels(backend)
         if kernel.supports(device, dtype) and (kernel.tells_log_sum_exp or not needs_log_sum_exp)
     )
 
@@ -521,21 +525,23 @@ class _FusedAttention(Function):
         attention: Attention,
         documents: Documents | None,
         is_rotated: bool,
+        rotate: Rotation,
     ) -> Tensor:
         # Detached: the in-place rotation is this function's own affair, not autograd's.
         fused = fused.detach()
         if not is_rotated:
-            rotate_(fused[..., : shape.rotated_size], table)
+            rotate(fused[..., : shape.rotated_size], table)
         output, kept = attention.forward(*shape.split(fused), documents)
         # What the next layer keeps, too: [s, b, n d].
         joined = output.permute(2, 0, 1, 3).flatten(2)
         tensors, ctx.restore = _take_tensors(kept)
         ctx.save_for_backward(fused, joined, *tensors)
         ctx.table, ctx.shape, ctx.attention, ctx.documents = table, shape, attention, documents
+        ctx.rotate = rotate
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         fused, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
@@ -544,8 +550,8 @@ class _FusedAttention(Function):
         for whole, part in zip(shape.split(grad_fused), parts, strict=True):
             whole.copy_(part)
         # A rotation's adjoint is the rotation back.
-        rotate_(grad_fused[..., : shape.rotated_size], ctx.table.conj())
-        return grad_fused, None, None, None, None, None
+        ctx.rotate(grad_fused[..., : shape.rotated_size], ctx.table.conj())
+        return grad_fused, None, None, None, None, None, None
 
 
 def fused_attention(
@@ -556,6 +562,7 @@ def fused_attention(
     documents: Documents | None = None,
     *,
     is_rotated: bool = False,
+    rotate: Rotation = rotate_,
 ) -> Tensor:
     """Rotate queries and keys and attend, causally: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``.
 
@@ -563,5 +570,5 @@ def fused_attention(
     nobody else reads; with ``is_rotated`` that has been done. ``table`` comes from
     :func:`~megatron.core.ops.rope.rotary_table` .
     """
-    output: Tensor = _FusedAttention.apply(fused, table, shape, attention, documents, is_rotated)
+    output: Tensor = _FusedAttention.apply(fused, table, shape, attention, documents, is_rotated, rotate)
     return output

@@ -1,6 +1,6 @@
 """RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -9,45 +9,92 @@ from torch.autograd import Function
 from megatron.core.gradient import deliver_gradient
 
 
+class RMSNormKernel(Protocol):
+    """The two passes of RMSNorm over the last dim, ``h``; what is kept are the inputs and some number per token."""
+
+    def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """The output ``[..., h]``, and the inverse RMS of every token in the shape that ``backward`` takes."""
+
+    def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the inputs, ``[..., h]``, and of the weight, ``[h]``, which may be wider than it."""
+
+
+def normalise(inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The definition, ``inputs / rms(inputs) * weight`` with statistics in fp32 or wider, and the inverse RMS
+    ``[..., 1]``."""
+    wide = inputs.to(_compute_dtype(inputs))
+    inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (wide * inverse_rms).to(inputs.dtype) * weight, inverse_rms
+
+
+def normalise_backward(gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivative of :func:`normalise`, without a change of any argument; the weight's in fp32 or wider."""
+    gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
+    normalised = inputs * inverse_rms
+    along = gradient * wide_weight
+    mean = (along * normalised).mean(dim=-1, keepdim=True)
+    grad_inputs = (along - normalised * mean) * inverse_rms
+    return grad_inputs.to(inputs.dtype), (gradient * normalised).flatten(0, -2).sum(dim=0)
+
+
 def rms_norm_reference(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """``inputs / rms(inputs) * weight`` over the last dim ``[..., h]``, computed in fp32 or wider."""
-    wide = inputs.to(_compute_dtype(inputs))
-    normalised = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return normalised.to(inputs.dtype) * weight
+    return normalise(inputs, weight, epsilon)[0]
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class _RMSNorm(Function):
-    """Keeps its input and one number per token; few passes over the activations."""
+class EagerRMSNorm:
+    """One operation after the other, with few passes over the activations and in place where that goes."""
 
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        dtype = _compute_dtype(inputs)
-        norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=dtype)
+    def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """Output, and inverse RMS ``[..., 1]``."""
+        norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=_compute_dtype(inputs))
         inverse_rms = norm.square_().div_(inputs.shape[-1]).add_(epsilon).rsqrt_()
-        ctx.save_for_backward(inputs, inverse_rms)
-        ctx.weight = weight
-        return (inputs * inverse_rms).to(inputs.dtype).mul_(weight)
+        return (inputs * inverse_rms).to(inputs.dtype).mul_(weight), inverse_rms
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        inputs, inverse_rms = ctx.saved_tensors
-        weight: Tensor = ctx.weight
-        gradient = gradients[0].to(inverse_rms.dtype)
-        wide_weight = weight.to(inverse_rms.dtype)
+    def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of inputs and weight, the latter in fp32 or wider."""
+        gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
         normalised = inputs * inverse_rms
         product = gradient * normalised
         grad_weight = product.flatten(0, -2).sum(dim=0)
         mean = (product @ wide_weight).div_(inputs.shape[-1]).unsqueeze(-1)
         grad_inputs = torch.mul(gradient, wide_weight, out=product)
         grad_inputs.addcmul_(normalised, mean, value=-1).mul_(inverse_rms)
-        return grad_inputs.to(inputs.dtype), deliver_gradient(weight, grad_weight), None
+        return grad_inputs.to(inputs.dtype), grad_weight
 
 
-def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+class CompiledRMSNorm:
+    """The definition and its derivative through ``torch.compile``."""
+
+    def __init__(self) -> None:
+        self.forward = torch.compile(normalise, fullgraph=True)
+        self.backward = torch.compile(normalise_backward, fullgraph=True)
+
+
+class _RMSNorm(Function):
+    """Keeps its input and one number per token."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel) -> Tensor:
+        output, inverse_rms = kernel.forward(inputs.detach(), weight.detach(), epsilon)
+        ctx.save_for_backward(inputs, inverse_rms)
+        ctx.weight, ctx.kernel = weight, kernel
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        inputs, inverse_rms = ctx.saved_tensors
+        weight: Tensor = ctx.weight
+        kernel: RMSNormKernel = ctx.kernel
+        grad_inputs, grad_weight = kernel.backward(gradients[0], inputs.detach(), inverse_rms, weight.detach())
+        return grad_inputs, deliver_gradient(weight, grad_weight), None, None
+
+
+def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel | None = None) -> Tensor:
     """``inputs / rms(inputs) * weight`` over the last dim ``[..., h]``; statistics in fp32 or wider."""
-    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon)
+    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm())
     return output

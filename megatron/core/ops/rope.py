@@ -6,9 +6,14 @@ two halves of the pairs apart; conversion permutes the rows of the query and key
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+Rotation = Callable[[Tensor, Tensor], Tensor]
+"""Rotates every head of ``[s, b, heads * head_size]`` in place by a table of complex numbers; the conjugate table, as
+``table.conj()`` makes it, rotates back."""
 
 
 def rotary_frequencies(
@@ -48,6 +53,35 @@ def rotate_(activations: Tensor, table: Tensor) -> Tensor:
         pairs.mul_(table)
         return activations
     return activations.copy_(rotate_(activations.to(torch.float32, copy=True), table))
+
+
+def rotated(activations: Tensor, table: Tensor, sign: int) -> Tensor:
+    """Heads ``[s, b, heads * head_size]``, rotated by ``sign`` times the angles of the real table
+    ``[..., head_size / 2, 2]`` of cosines and sines, written out with real numbers."""
+    pairs = activations.unflatten(-1, (-1, *table.shape[-2:])).to(table.dtype)
+    even, odd = pairs.unbind(-1)
+    cosine, sine = table[..., 0], sign * table[..., 1]
+    turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+    return turned.flatten(-3).to(activations.dtype)
+
+
+class CompiledRotation:
+    """:func:`rotated` through ``torch.compile``, which has no complex numbers."""
+
+    def __init__(self) -> None:
+        self._rotate = torch.compile(_write_rotated, fullgraph=True)
+
+    def __call__(self, activations: Tensor, table: Tensor) -> Tensor:
+        """Rotate in place."""
+        # A conjugate is a mark on the same numbers, which real views do not know: no table is computed for it.
+        is_conjugate = table.is_conj()
+        plain = table.conj() if is_conjugate else table
+        self._rotate(activations, torch.view_as_real(plain), -1 if is_conjugate else 1)
+        return activations
+
+
+def _write_rotated(activations: Tensor, table: Tensor, sign: int) -> None:
+    activations.copy_(rotated(activations, table, sign))
 
 
 def rotate_reference(heads: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:

@@ -1,11 +1,21 @@
 """SwiGLU (Shazeer, arXiv 2002.05202): ``silu(gate) * up``."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+
+class SwiGLUKernel(Protocol):
+    """The two passes of SwiGLU; inputs are ``[..., 2f] = [gate, up]``, and must be left as they are."""
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """``silu(gate) * up``, ``[..., f]``."""
+
+    def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
+        """The gradient of the inputs, ``[..., 2f]``."""
 
 
 def swiglu_reference(gate_and_up: Tensor) -> Tensor:
@@ -14,29 +24,61 @@ def swiglu_reference(gate_and_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class _SwiGLU(Function):
-    """Keeps its input only, and computes the activation again in backward."""
+def swiglu_backward(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
+    """The derivative of :func:`swiglu_reference`, in fp32 or wider; changes none of its arguments."""
+    wide = torch.promote_types(gate_and_up.dtype, torch.float32)
+    gate, up = gate_and_up.to(wide).chunk(2, dim=-1)
+    gradient, sigmoid = gradient.to(wide), torch.sigmoid(gate)
+    activated = gate * sigmoid
+    grad_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
+    return torch.cat((grad_gate, gradient * activated), dim=-1).to(gate_and_up.dtype)
 
-    @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_and_up)
+
+class EagerSwiGLU:
+    """One operation after the other, in place where that goes."""
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """``silu(gate) * up``."""
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (gate_and_up,) = ctx.saved_tensors
+    def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
+        """Gradients of gate and up, side by side."""
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_input = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_input.chunk(2, dim=-1)
         activated = F.silu(gate)
-        torch.mul(gradients[0], activated, out=grad_up)
-        torch.mul(gradients[0], up, out=activated)
+        torch.mul(gradient, activated, out=grad_up)
+        torch.mul(gradient, up, out=activated)
         torch.ops.aten.silu_backward.grad_input(activated, gate, grad_input=grad_gate)
         return grad_input
 
 
-def swiglu(gate_and_up: Tensor) -> Tensor:
+class CompiledSwiGLU:
+    """The definition and its derivative through ``torch.compile``."""
+
+    def __init__(self) -> None:
+        self.forward = torch.compile(swiglu_reference, fullgraph=True)
+        self.backward = torch.compile(swiglu_backward, fullgraph=True)
+
+
+class _SwiGLU(Function):
+    """Keeps its input only, and computes the activation again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, kernel: SwiGLUKernel) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        ctx.kernel = kernel
+        return kernel.forward(gate_and_up.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gate_and_up,) = ctx.saved_tensors
+        kernel: SwiGLUKernel = ctx.kernel
+        return kernel.backward(gradients[0], gate_and_up.detach()), None
+
+
+def swiglu(gate_and_up: Tensor, kernel: SwiGLUKernel | None = None) -> Tensor:
     """``silu(gate) * up`` with ``[..., 2f] = [gate, up] -> [..., f]``."""
-    output: Tensor = _SwiGLU.apply(gate_and_up)
+    output: Tensor = _SwiGLU.apply(gate_and_up, kernel or EagerSwiGLU())
     return output

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.kernels.selection import OptimizerKernels
 from megatron.core.optimizer.update import build_torch_optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
@@ -46,7 +47,15 @@ class OptimizerState:
 class Optimizer:
     """Updates the pieces of ``data_parallel``."""
 
-    def __init__(self, config: OptimizerConfig, data_parallel: DataParallel, topology: Topology) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        data_parallel: DataParallel,
+        topology: Topology,
+        kernels: OptimizerKernels | None = None,
+    ) -> None:
+        kernels = kernels or OptimizerKernels()
+        self._squared_norm = kernels.squared_norm
         self._clip_grad = config.clip_grad
         self._data_parallel = data_parallel
         self._ranks = data_parallel.piece_ranks
@@ -64,7 +73,7 @@ class Optimizer:
         self._device = topology.device
         gradients = [piece.gradient for piece in self._pieces]
         groups = self._parameter_groups(config.weight_decay)
-        self._torch_optimizer = build_torch_optimizer(config, groups, self._masters, gradients)
+        self._torch_optimizer = build_torch_optimizer(config, groups, self._masters, gradients, kernels.adam)
 
     def _parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         groups: list[dict[str, object]] = []
@@ -133,8 +142,7 @@ class Optimizer:
         """L2 norm over this rank's ``tensors`` and those of all ranks with other pieces."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if tensors:
-            wide = torch.promote_types(tensors[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square().sum()
+            total += self._squared_norm(tensors)
         return float(self._ranks.all_reduce(total).sqrt())
 
     def weight_norm(self) -> float:

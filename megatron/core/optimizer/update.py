@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.core.kernels.third_party import AdamBuilder, torch_adam
 from megatron.core.precision import DTYPES
 
 _SLICE = 1 << 22
@@ -64,7 +65,11 @@ class PrecisionAwareAdamW(torch.optim.Optimizer):
 
 
 def build_torch_optimizer(
-    config: OptimizerConfig, groups: list[dict[str, Any]], weights: Sequence[Tensor], gradients: Sequence[Tensor]
+    config: OptimizerConfig,
+    groups: list[dict[str, Any]],
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    adam: AdamBuilder = torch_adam,
 ) -> torch.optim.Optimizer:
     """The optimizer of ``groups``, in which are ``weights``, 1-D, with their ``gradients``.
 
@@ -82,9 +87,12 @@ def build_torch_optimizer(
         if config.optimizer == "sgd":
             optimizer = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, fused=True)
         else:
-            optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True)
+            optimizer = adam(groups, betas, config.adam_eps)
     for weight in weights:
         optimizer.state[weight] = _fresh_state(config, weight)
+        if adam is not torch_adam:
+            # They are told the step from the host, which should not wait for the device.
+            optimizer.state[weight]["step"] = torch.zeros((), dtype=torch.float32)
     return optimizer
 
 

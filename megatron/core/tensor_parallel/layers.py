@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.fp8 import Fp8Role, Fp8Scaling
-from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
-from megatron.core.ops.matmul import LinearProducts, Operand, PlainProducts
+from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
+from megatron.core.gradient import Gradient, WeightGradientQueue, deliver_gradient, slot_of
+from megatron.core.ops.matmul import (
+    LinearProducts,
+    Operand,
+    PlainProducts,
+    WeightGradientKernel,
+    input_gradient_product,
+    output_product,
+)
 from megatron.core.parameter import (
     ParameterInfo,
     TiedEnd,
@@ -43,8 +50,8 @@ class _ColumnParallelLinear(Function):
         ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
         if graph_only:
             return _no_values(inputs, inputs.shape[0] * parallel.sequence_parts, weight)
-        whole = parallel.enter(operand.data).wait()
-        return products.output(replace(operand, data=whole), weight)
+        output, _ = parallel.edges.enter_and_multiply(operand, output_product(products, weight))
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
@@ -54,15 +61,16 @@ class _ColumnParallelLinear(Function):
         queue: WeightGradientQueue = ctx.queue
         products: LinearProducts = ctx.products
         grad_outputs = products.prepare_gradient(gradients[0])
+        input_gradient = input_gradient_product(products, weight)
 
-        def product(whole: Tensor) -> Tensor:
+        def product(whole: Tensor) -> Gradient:
             return products.weight_gradient(grad_outputs, replace(inputs, data=whole))
 
         if queue.is_holding:
             queue.hold_back(weight, lambda: parallel.enter(inputs.data), product)
-            return parallel.leave(products.input_gradient(grad_outputs, weight)).wait(), None, None, None, None, None
+            return parallel.edges.multiply_and_leave(grad_outputs, input_gradient).wait(), None, None, None, None, None
         gathering = parallel.enter(inputs.data)
-        grad_inputs = parallel.leave(products.input_gradient(grad_outputs, weight))
+        grad_inputs = parallel.edges.multiply_and_leave(grad_outputs, input_gradient)
         grad_weight = deliver_gradient(weight, product(gathering.wait()))
         return grad_inputs.wait(), grad_weight, None, None, None, None
 
@@ -83,7 +91,7 @@ class _RowParallelLinear(Function):
         ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
         if graph_only:
             return _no_values(inputs, inputs.shape[0] // parallel.sequence_parts, weight)
-        return parallel.leave(products.output(operand, weight)).wait()
+        return parallel.edges.multiply_and_leave(operand, output_product(products, weight)).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
@@ -93,16 +101,16 @@ class _RowParallelLinear(Function):
         products: LinearProducts = ctx.products
         grad_part = products.prepare_gradient(gradients[0])
 
-        def product(whole: Tensor) -> Tensor:
+        def product(whole: Tensor) -> Gradient:
             return products.weight_gradient(replace(grad_part, data=whole), inputs)
 
-        grad_outputs = parallel.enter(grad_part.data).wait()
-        grad_inputs = products.input_gradient(replace(grad_part, data=grad_outputs), weight)
+        input_gradient = input_gradient_product(products, weight)
+        grad_inputs, grad_outputs = parallel.edges.enter_and_multiply(grad_part, input_gradient)
         if queue.is_holding:
             # Holds the rank's part of the sequence and gathers it again, for the whole is as large as a layer's input.
             queue.hold_back(weight, lambda: parallel.enter(grad_part.data), product)
             return grad_inputs, None, None, None, None, None
-        return grad_inputs, deliver_gradient(weight, product(grad_outputs)), None, None, None, None
+        return grad_inputs, deliver_gradient(weight, product(grad_outputs.data)), None, None, None, None
 
 
 def _keep(ctx: Any, inputs: Operand, weight: Tensor) -> None:
@@ -163,8 +171,10 @@ class LayerContext:
     weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
     weights_device: torch.device | None = field(default=None, kw_only=True)
     """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
-    fp8: Fp8Scaling | None = field(default=None, kw_only=True)
-    """Scales of linear layers that multiply in FP8; None where they multiply in ``dtype``."""
+    weight_gradient: WeightGradientKernel | None = field(default=None, kw_only=True)
+    """How their products come into gradient buffers; None: a product, and then a sum."""
+    fp8: Fp8Layers | None = field(default=None, kw_only=True)
+    """Linear layers that multiply in FP8; None where they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
         """An uninitialised parameter."""
@@ -174,7 +184,8 @@ class LayerContext:
         """How the linear layer ``name`` multiplies, of whose tensors each tensor-parallel rank has a part of those that
         are ``divided``, and all of the others."""
         if self.fp8 is None:
-            return PlainProducts()
+            return PlainProducts(self.weight_gradient)
+        assert isinstance(self.fp8, Fp8Scaling), "others bring layers of their own"
         return self.fp8.linear_products(name, self.dtype, self.parallel.communicator, divided)
 
 
@@ -220,7 +231,12 @@ def column_parallel_linear(
     With ``graph_only`` the product is not computed, for a second run whose output nobody reads.
     """
     output: Tensor = _ColumnParallelLinear.apply(
-        inputs, weight, context.parallel, context.weight_gradients, products or PlainProducts(), graph_only
+        inputs,
+        weight,
+        context.parallel,
+        context.weight_gradients,
+        products or PlainProducts(context.weight_gradient),
+        graph_only,
     )
     return output
 

@@ -1,0 +1,41 @@
+# Sourced by scripts that train the quickstart's model, after tools/environment.sh: makes corpus, tokenizer and data in
+# DATA unless they are there, and sets TOKENIZER; count_processes and recipe say how to train.
+# shellcheck shell=bash
+
+VOCABULARY=${VOCABULARY:-4096}
+export OMP_NUM_THREADS=1            # one thread for each of the two processes
+
+step() { printf '\n== %s\n' "$1"; }
+
+mkdir -p "$DATA"
+if [ ! -f "$DATA/corpus.jsonl" ]; then
+    step "Corpus: the source of Python's standard library"
+    python examples/gather_python_source.py "$DATA/corpus.jsonl"
+fi
+if [ ! -f "$DATA/tokenizer.model" ]; then
+    step "Tokenizer: SentencePiece, $VOCABULARY ids"
+    python tools/train_tokenizer.py --input "$DATA/corpus.jsonl" --model-prefix "$DATA/tokenizer" \
+        --vocab-size "$VOCABULARY"
+fi
+TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$DATA/tokenizer.model")
+if [ ! -f "$DATA/corpus_text_document.idx" ]; then
+    step "Data: tokens"
+    python tools/preprocess_data.py --input "$DATA/corpus.jsonl" --output-prefix "$DATA/corpus" \
+        --append-eod --workers 2 "${TOKENIZER[@]}"
+fi
+
+# Two processes: on two GPUs if there are as many, on one GPU alone, otherwise on the CPU with one thread each.
+count_processes() {
+    python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)'
+}
+
+# recipe ITERATIONS: layout, model, batch, learning rate and data for PROCESSES, one flag or value a line.
+recipe() {
+    printf '%s\n' \
+        --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer \
+        --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 8 --num-query-groups 4 \
+        --seq-length 256 --micro-batch-size 8 --global-batch-size 16 \
+        --train-iters "$1" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $(($1 / 12)) \
+        --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
+        --data-path "$DATA/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}"
+}

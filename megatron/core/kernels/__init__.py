@@ -1,0 +1,1 @@
+"""Which implementation computes each operation: chosen once, handed down as objects, and told."""

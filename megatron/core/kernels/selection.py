@@ -1,0 +1,382 @@
+"""The implementations of every operation in the order in which they are preferred, and the choice among them.
+
+On a GPU a kernel that torch or a package leaves to the hardware is tried once, on a few numbers against the reference,
+before it is chosen: what does not run, or is wrong, is told at the start and not at the first step.
+"""
+
+import importlib.util
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.config.kernels import KernelConfig, Wanted
+from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose
+from megatron.core.kernels.third_party import (
+    AdamBuilder,
+    ApexRMSNorm,
+    ApexWeightGradient,
+    FlashAttention3,
+    SquaredNorm,
+    TransformerEngineRMSNorm,
+    apex_adam,
+    apex_squared_norm,
+    torch_adam,
+    torch_squared_norm,
+    transformer_engine_adam,
+    transformer_engine_squared_norm,
+)
+from megatron.core.ops.attention import (
+    AttentionKernel,
+    AttentionShape,
+    CpuFlashAttention,
+    CudaFlashAttention,
+    CudnnAttention,
+    ReferenceAttention,
+    TorchAttention,
+    attention_kernels,
+)
+from megatron.core.ops.cross_entropy import CompiledCrossEntropy, CrossEntropyKernel, EagerCrossEntropy
+from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
+from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
+from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
+from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
+from megatron.core.transformer_engine.attention import TransformerEngineAttention
+from megatron.core.transformer_engine.package import TransformerEngine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """What computes the parts of a layer that are neither products nor attention, and the loss."""
+
+    rms_norm: RMSNormKernel = field(default_factory=EagerRMSNorm)
+    swiglu: SwiGLUKernel = field(default_factory=EagerSwiGLU)
+    rotate: Rotation = rotate_
+    cross_entropy: CrossEntropyKernel = field(default_factory=EagerCrossEntropy)
+
+
+@dataclass(frozen=True)
+class OptimizerKernels:
+    """What updates weights and what measures gradients."""
+
+    adam: AdamBuilder = torch_adam
+    squared_norm: SquaredNorm = torch_squared_norm
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes each operation of a run."""
+
+    attention: AttentionKernel
+    weight_gradient: WeightGradientKernel
+    layers: LayerKernels
+    optimizer: OptimizerKernels
+    engine: TransformerEngine | None
+    """Whose modules are the linear layers with the norms before them, where they are not ours."""
+    choices: tuple[Choice, ...]
+    """In the order of the table that is printed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where kernels are to run, and on what."""
+
+    device: torch.device
+    weight: torch.dtype
+    """Of weights and activations."""
+    gradient: torch.dtype
+    """Of gradient buffers."""
+    attention: AttentionShape
+    needs_log_sum_exp: bool = False
+    """Whether partial results of attention will be merged, or what it keeps must be plain tensors."""
+    attention_backend: str = "auto"
+    engine: TransformerEngine | None = None
+    """Asked for as the implementation of the layers."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def can_try(self) -> bool:
+        """Whether it is there, too, to try a kernel on."""
+        return self.on_gpu and torch.cuda.is_available()
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is a GPU like the H100."""
+        return self.can_try and torch.cuda.get_device_capability(self.device)[0] == 9
+
+
+def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
+    """The kernels of a run.
+
+    Raises :class:`~megatron.config.errors.ConfigError` where one that is wanted is not there.
+    """
+    choices = [_linear(setting)]
+
+    def chosen(operation: str, candidates: Sequence[Candidate[T]]) -> T:
+        kernel, choice = choose(operation, candidates, config.wanted(operation))
+        choices.append(choice)
+        return kernel
+
+    return Kernels(
+        attention=chosen("attention", _attention(setting, config.wanted("attention"))),
+        weight_gradient=chosen("weight_gradient", _weight_gradient(setting)),
+        layers=LayerKernels(
+            rms_norm=chosen("rms_norm", _rms_norm(setting)),
+            swiglu=chosen("swiglu", _swiglu(setting)),
+            rotate=chosen("rope", _rope(setting)),
+            cross_entropy=chosen("cross_entropy", _cross_entropy(setting)),
+        ),
+        optimizer=OptimizerKernels(
+            adam=chosen("adam", _adam(setting)),
+            squared_norm=chosen("l2_norm", _l2_norm(setting)),
+        ),
+        engine=setting.engine,
+        choices=tuple(choices),
+    )
+
+
+def _linear(setting: Setting) -> Choice:
+    """Who multiplies: --transformer-impl says it."""
+    if setting.engine is None:
+        return Choice("linear", "local", "the layers of this project")
+    asked = f"version {setting.engine.version}, by --transformer-impl; with the norms before linear layers"
+    return Choice("linear", "transformer_engine", asked)
+
+
+# Attention
+
+_NAMES: dict[type, str] = {
+    FlashAttention3: "flash3",
+    CudnnAttention: "cudnn",
+    CudaFlashAttention: "flash",
+    TorchAttention: "sdpa",
+    CpuFlashAttention: "cpu",
+    ReferenceAttention: "reference",
+}
+_MERITS = {
+    "flash3": "made for Hopper",
+    "cudnn": "cuDNN's kernel for Hopper",
+    "flash": "torch's FlashAttention 2",
+    "sdpa": "torch chooses the kernel",
+    "cpu": "torch's flash attention for CPUs",
+    "reference": "the definition; holds all scores",
+}
+
+
+def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
+    makers: list[Callable[[], AttentionKernel]] = []
+    candidates = []
+    if wanted is not None or (setting.engine is not None and setting.attention_backend == "auto"):
+        make = partial(_usable_attention, partial(_transformer_engine_attention, setting), setting)
+        candidates.append(Candidate("te", make, "Transformer Engine chooses the kernel"))
+    if wanted is not None or (setting.is_hopper and setting.attention_backend in ("auto", "flash")):
+        makers.append(FlashAttention3)
+    if wanted is not None or (setting.is_hopper and setting.attention_backend == "auto"):
+        makers.append(CudnnAttention)
+    makers += [type(kernel) for kernel in attention_kernels(setting.attention_backend)]
+    if wanted is not None:
+        makers += [CudaFlashAttention]
+    for maker in dict.fromkeys(makers):
+        name = _NAMES[maker]  # type: ignore[index]
+        candidates.append(Candidate(name, partial(_usable_attention, maker, setting), _MERITS[name]))
+    return candidates
+
+
+def _transformer_engine_attention(setting: Setting) -> AttentionKernel:
+    if setting.engine is None:
+        raise Unavailable("it comes with --transformer-impl transformer_engine")
+    return TransformerEngineAttention(setting.engine)
+
+
+def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> AttentionKernel:
+    kernel = make()
+    if not kernel.supports(setting.device, setting.weight):
+        raise Unavailable(f"it does not run on {setting.device.type} in {_short(setting.weight)}")
+    if setting.needs_log_sum_exp and not kernel.tells_log_sum_exp:
+        raise Unavailable("it does not tell the log-sum-exp, which context parallelism and offload need")
+    if setting.can_try and not isinstance(kernel, ReferenceAttention):
+        _try(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
+    return kernel
+
+
+def try_attention(kernel: AttentionKernel, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare a kernel with the reference on some heads of ``shape``; raises :class:`Unavailable`."""
+    groups, length, generator = 2, 192, torch.Generator().manual_seed(0)
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(1, heads, length, shape.head_size, generator=generator).to(device, dtype)
+
+    heads = groups * (shape.query_heads // shape.key_value_heads)
+    query, key, value, grad = random(heads), random(groups), random(groups), random(heads)
+    found, expected = (one.forward(query, key, value, is_causal=True) for one in (kernel, ReferenceAttention()))
+    pairs = [(found.output, expected.output)]
+    if found.log_sum_exp is not None and expected.log_sum_exp is not None:
+        pairs.append((found.log_sum_exp, expected.log_sum_exp))
+    grads, expected_grads = (
+        one.backward(grad, query, key, value, part, is_causal=True)
+        for one, part in ((kernel, found), (ReferenceAttention(), expected))
+    )
+    for one, other in (*pairs, *zip(grads, expected_grads, strict=True)):
+        _compare(one, other)
+
+
+# Products and elementwise work
+
+
+def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
+    def in_place() -> WeightGradientKernel:
+        is_wider = setting.gradient != setting.weight
+        if is_wider and not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
+            formats = f"{_short(setting.weight)} products to {_short(setting.gradient)}"
+            raise Unavailable(f"torch has no kernel that adds {formats} on {setting.device.type}")
+        return _tried_weight_gradient(InPlaceWeightGradient(), setting)
+
+    def apex() -> WeightGradientKernel:
+        if not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
+            raise Unavailable("apex adds half-precision products to fp32 on GPUs")
+        return _tried_weight_gradient(ApexWeightGradient(), setting)
+
+    return [
+        Candidate(
+            "in_place",
+            in_place,
+            "the product adds to the gradient buffer",
+            # On CPUs oneDNN multiplies fp32 matrices faster than what can add in place (docs/performance.md).
+            is_automatic=setting.on_gpu or setting.weight == torch.float64,
+        ),
+        Candidate("separate", SeparateWeightGradient, "a product, then a sum"),
+        Candidate("apex", apex, "", is_automatic=False),
+    ]
+
+
+def _tried_weight_gradient(kernel: WeightGradientKernel, setting: Setting) -> WeightGradientKernel:
+    if setting.can_try:
+        _try(lambda: try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient))
+    return kernel
+
+
+def try_weight_gradient(
+    kernel: WeightGradientKernel, device: torch.device, dtype: torch.dtype, buffer_dtype: torch.dtype
+) -> None:
+    """Compare two products in one buffer with the sum of both; raises :class:`Unavailable`."""
+    generator = torch.Generator().manual_seed(0)
+    grad_outputs, inputs = (
+        torch.randn(64, width, generator=generator, dtype=torch.float64).to(device, dtype) for width in (32, 48)
+    )
+    buffer = torch.full((32, 48), torch.nan, dtype=buffer_dtype, device=device)
+    for accumulate in (False, True):
+        kernel.write(buffer, grad_outputs, inputs, accumulate)
+    _compare(buffer, 2 * (grad_outputs.double().t() @ inputs.double()))
+
+
+def _rms_norm(setting: Setting) -> list[Candidate[RMSNormKernel]]:
+    ours: list[Candidate[RMSNormKernel]] = _elementwise(setting, EagerRMSNorm, CompiledRMSNorm)
+    return [
+        *ours,
+        Candidate("apex", partial(_on_gpu, ApexRMSNorm, setting), "", is_automatic=False),
+        Candidate("te", partial(_on_gpu, TransformerEngineRMSNorm, setting), "", is_automatic=False),
+    ]
+
+
+def _swiglu(setting: Setting) -> list[Candidate[SwiGLUKernel]]:
+    return _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)
+
+
+def _rope(setting: Setting) -> list[Candidate[Rotation]]:
+    return _elementwise(setting, lambda: rotate_, CompiledRotation)
+
+
+def _cross_entropy(setting: Setting) -> list[Candidate[CrossEntropyKernel]]:
+    return _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)
+
+
+def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[], T]) -> list[Candidate[T]]:
+    def compilable() -> T:
+        obstacle = compiler_obstacle(setting)
+        if obstacle is not None:
+            raise Unavailable(obstacle)
+        return compiled()
+
+    return [
+        Candidate("compiled", compilable, "torch.compile fuses it", is_automatic=setting.on_gpu),
+        Candidate("eager", eager, "one operation after the other"),
+    ]
+
+
+def compiler_obstacle(setting: Setting) -> str | None:
+    """What is missing for ``torch.compile``, if anything."""
+    # Triton compiles its launchers, and inductor its CPU kernels.
+    compilers = ("gcc", "clang", "cc") if setting.on_gpu else ("g++", "clang++", "c++")
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"torch.compile needs a compiler ({', '.join(compilers)})"
+    if setting.on_gpu and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton, which is not installed"
+    return None
+
+
+# Optimizer
+
+
+def _adam(setting: Setting) -> list[Candidate[AdamBuilder]]:
+    def make(build: Callable[[], AdamBuilder]) -> AdamBuilder:
+        return _on_gpu(build, setting)
+
+    return [
+        Candidate("torch", lambda: torch_adam, "torch's fused AdamW"),
+        Candidate("apex", partial(make, apex_adam), "", is_automatic=False),
+        Candidate("te", partial(make, transformer_engine_adam), "", is_automatic=False),
+    ]
+
+
+def _l2_norm(setting: Setting) -> list[Candidate[SquaredNorm]]:
+    def make(build: Callable[[], SquaredNorm]) -> SquaredNorm:
+        return _on_gpu(build, setting)
+
+    return [
+        Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"),
+        Candidate("apex", partial(make, apex_squared_norm), "", is_automatic=False),
+        Candidate("te", partial(make, transformer_engine_squared_norm), "", is_automatic=False),
+    ]
+
+
+# What they share
+
+
+def _on_gpu(make: Callable[[], T], setting: Setting) -> T:
+    if not setting.on_gpu:
+        raise Unavailable("it runs on GPUs alone")
+    if setting.weight == torch.float64:
+        raise Unavailable("it does not compute in fp64")
+    return make()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _try(trial: Callable[[], None]) -> None:
+    """Run a trial whose errors, of whatever kind, are reasons not to use the kernel."""
+    try:
+        trial()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        first_line = str(error).strip().split("\n", maxsplit=1)[0]
+        raise Unavailable(f"a trial failed ({first_line})") from error
+
+
+def _compare(found: Tensor, expected: Tensor) -> None:
+    """Within a twentieth of the largest element: wrong masks and heads are further off, roundings never."""
+    if found.shape != expected.shape:
+        raise Unavailable(f"a trial gave {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    if not error < 0.05:
+        raise Unavailable(f"a trial was off by {error:.0%}")

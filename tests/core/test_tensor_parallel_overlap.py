@@ -1,0 +1,243 @@
+"""Collectives behind products: that they are, what they send, what they give, and which way is chosen."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.communication import CollectiveRecord, Communicator, Pending, add_in_order
+from megatron.core.ops.matmul import Operand, RowProduct
+from megatron.core.tensor_parallel.collectives import OneAfterAnother, TensorParallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
+from megatron.core.tensor_parallel.overlap import (
+    EdgeProducts,
+    PipelinedEdges,
+    Seat,
+    SymmetricMemoryEdges,
+    choose_overlap,
+    obstacle_between,
+)
+from megatron.core.topology import single_process
+from tests.parallel.symmetric_memory import symmetric_memory_edges_on_cpu
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, OUTPUTS = 12, 8, 6
+"""Of a whole sequence; rows are divisible by two, three and four ranks."""
+
+# --- the order of things -------------------------------------------------------------------------------------
+
+
+@dataclass
+class RecordingRanks:
+    """Stands for a communicator, and notes when a part starts to travel and when somebody waits for it."""
+
+    rank: int = 1
+    size: int = 4
+    log: list[str] = field(default_factory=list)
+
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
+        self.log.append(f"to {target}, from {source}")
+        received.zero_()
+        return Pending((_Noted(self.log, f"wait for {source}"),), lambda: received)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    log: list[str]
+    line: str
+
+    def wait(self) -> None:
+        self.log.append(self.line)
+
+
+def logged_product(log: list[str]) -> RowProduct:
+    def of(rows: Operand) -> Tensor:
+        log.append(f"multiply {len(rows.data)}")
+        return rows.data * 2.0
+
+    return RowProduct(of, None)
+
+
+def test_the_own_rows_are_multiplied_while_the_others_come() -> None:
+    ranks = RecordingRanks()
+    edges = PipelinedEdges(cast(Communicator, ranks))
+    edges.enter_and_multiply(Operand(torch.ones(3, 1, 2)), logged_product(ranks.log))
+    assert ranks.log == [
+        *("to 2, from 0", "to 3, from 3", "to 0, from 2"),
+        *("multiply 3", "wait for 0", "multiply 3", "wait for 3", "multiply 3", "wait for 2", "multiply 3"),
+    ]
+
+
+def test_rows_of_other_ranks_leave_while_the_next_are_multiplied() -> None:
+    ranks = RecordingRanks()
+    edges = PipelinedEdges(cast(Communicator, ranks))
+    pending = edges.multiply_and_leave(Operand(torch.ones(12, 1, 2)), logged_product(ranks.log))
+    assert ranks.log == [
+        *("multiply 3", "to 2, from 0", "multiply 3", "to 3, from 3", "multiply 3", "to 0, from 2", "multiply 3"),
+    ]
+    pending.wait()
+    assert sorted(ranks.log[7:]) == ["wait for 0", "wait for 2", "wait for 3"]
+
+
+def test_a_sum_is_in_order_and_may_overwrite_a_summand() -> None:
+    parts = [torch.tensor([number], dtype=torch.float32) for number in (1.0, 2.0**24, -(2.0**24), 3.0)]
+    expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert not torch.equal(expected, sum(reversed(parts), torch.zeros(1)))
+    assert torch.equal(add_in_order(parts), expected)
+    assert add_in_order(parts, parts[2]) is parts[2] and torch.equal(parts[2], expected)
+    assert torch.equal(add_in_order(parts[:2], parts[1]), torch.tensor([2.0**24]))
+
+
+# --- what layers compute and send ----------------------------------------------------------------------------
+
+Edges = Callable[[Communicator], EdgeProducts]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a column- and a row-parallel layer gave on a rank, and what was recorded of each forward and backward."""
+
+    results: list[Tensor]
+    records: list[list[CollectiveRecord]]
+
+
+def run_layers(edges: Edges | None, dtype: torch.dtype = torch.float64) -> Ran:
+    """A column-parallel layer and a row-parallel one behind it, with sequence parallelism."""
+    ranks = Communicator(range(dist.get_world_size()), dist.get_rank(), "tp")
+    parallel = TensorParallel(ranks, True, None if edges is None else edges(ranks))
+    inputs, first, second, gradient = whole_tensors(dtype)
+    rank, size = ranks.rank, ranks.size
+    context = LayerContext(parallel, dtype, CPU)
+    column = ColumnParallelLinear("column", WIDTH, (12,), context, 1.0)
+    row = RowParallelLinear("row", 12, OUTPUTS, context, 1.0)
+    column.weight.data.copy_(first.chunk(size)[rank])
+    row.weight.data.copy_(second.chunk(size, dim=1)[rank])
+    mine = inputs.chunk(size)[rank].clone().requires_grad_()
+    records: list[list[CollectiveRecord]] = []
+
+    def recorded(run: Callable[[], Any]) -> Any:
+        records.append([])
+        ranks.observer = records[-1].append
+        return run()
+
+    hidden = recorded(lambda: column(mine))
+    output = recorded(lambda: row(hidden))
+    grad_hidden, grad_row = recorded(
+        lambda: torch.autograd.grad(output, (hidden, row.weight), gradient.chunk(size)[rank])
+    )
+    grad_inputs, grad_column = recorded(lambda: torch.autograd.grad(hidden, (mine, column.weight), grad_hidden))
+    return Ran([hidden.detach(), output.detach(), grad_hidden, grad_row, grad_inputs, grad_column], records)
+
+
+def whole_tensors(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Input, the two weights, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (ROWS, 2, WIDTH), (12, WIDTH), (OUTPUTS, 12), (ROWS, 2, OUTPUTS)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def expected_of(rank: int, size: int) -> list[Tensor]:
+    """What :func:`run_layers` must give, by one process."""
+    inputs, first, second, gradient = whole_tensors(torch.float64)
+    hidden, grad_hidden = inputs @ first.t(), gradient @ second
+    return [
+        hidden.chunk(size, dim=-1)[rank],
+        (hidden @ second.t()).chunk(size)[rank],
+        grad_hidden.chunk(size, dim=-1)[rank],
+        torch.einsum("sbo,sbi->oi", gradient, hidden).chunk(size, dim=1)[rank],
+        (grad_hidden @ first).chunk(size)[rank],
+        torch.einsum("sbo,sbi->oi", grad_hidden, inputs).chunk(size)[rank],
+    ]
+
+
+def sent(records: list[CollectiveRecord]) -> float:
+    """Bytes that a rank sends; of a collective the parts of the others."""
+    return sum(
+        record.num_bytes * (1.0 if record.kind == "exchange" else (record.group_size - 1) / record.group_size)
+        for record in records
+    )
+
+
+@pytest.mark.parametrize("edges", [PipelinedEdges, symmetric_memory_edges_on_cpu])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_layers_give_what_one_process_gives_and_send_what_they_send_without_overlap(
+    four_ranks: RankPool, size: int, edges: Edges
+) -> None:
+    plain: list[Ran] = four_ranks.run(run_layers, None, world_size=size)
+    overlapped: list[Ran] = four_ranks.run(run_layers, edges, world_size=size)
+    for rank, (ran, without) in enumerate(zip(overlapped, plain)):
+        for number, (found, wanted) in enumerate(zip(ran.results, expected_of(rank, size))):
+            assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12), number
+            assert torch.allclose(without.results[number], wanted, rtol=1e-12, atol=1e-12), number
+        assert [sent(records) for records in ran.records] == [sent(records) for records in without.records]
+        kinds = [[record.kind for record in records] for records in ran.records]
+        if edges is PipelinedEdges:
+            parts = ["exchange"] * (size - 1)
+            assert kinds == [parts, parts, parts, ["all_gather", *parts]]
+        else:
+            assert kinds == [["all_gather"], ["reduce_scatter"], ["all_gather"], ["all_gather", "reduce_scatter"]]
+
+
+def run_rounding() -> Tensor:
+    """Summands whose sum depends on the order of additions, as the output of a row-parallel layer."""
+    ranks = Communicator(range(dist.get_world_size()), dist.get_rank(), "tp")
+    mine = Operand(summands()[ranks.rank].clone())
+    return PipelinedEdges(ranks).multiply_and_leave(mine, RowProduct(lambda rows: rows.data, None)).wait()
+
+
+def summands() -> Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(3)) * torch.logspace(0, 6, 64)
+
+
+def test_the_ranks_are_added_in_their_order(four_ranks: RankPool) -> None:
+    parts = summands()
+    in_rank_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert not torch.equal(in_rank_order, ((parts[3] + parts[2]) + parts[1]) + parts[0])
+    assert torch.equal(torch.cat(four_ranks.run(run_rounding, world_size=4)), in_rank_order)
+
+
+# --- which way -----------------------------------------------------------------------------------------------
+
+SEATS = [Seat("node", device, (9, 0), "nccl") for device in range(4)]
+
+
+def everyone(mine: int, other: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("seats", "can_access", "why"),
+    [
+        (SEATS, everyone, None),
+        (SEATS, lambda mine, other: other != 3, "not every GPU reads the memory of every other"),
+        ([*SEATS[:3], replace(SEATS[3], host="another")], everyone, "all tensor-parallel ranks on one host"),
+        ([replace(seat, backend="gloo") for seat in SEATS], everyone, "needs NCCL, not gloo"),
+        ([replace(seat, capability=(8, 0)) for seat in SEATS], everyone, "from compute capability 9.0 on, not 8.0"),
+        # Each process sees one GPU, under the same number: nothing can be asked.
+        ([replace(seat, device=0) for seat in SEATS], everyone, "not every GPU reads the memory of every other"),
+    ],
+)
+def test_symmetric_memory_needs_gpus_that_read_each_others_memory(
+    seats: list[Seat], can_access: Callable[[int, int], bool], why: str | None
+) -> None:
+    found = obstacle_between(seats, 1, can_access)
+    assert found == why or (found is not None and why is not None and why in found)
+
+
+def test_cpus_overlap_part_by_part_and_say_why() -> None:
+    chosen = choose_overlap(single_process().tensor_parallel, CPU)
+    assert isinstance(chosen, PipelinedEdges) and chosen.name == "pipelined (symmetric memory needs GPUs)"
+
+
+def test_gpus_that_can_use_symmetric_memory_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.tensor_parallel.overlap._obstacle_to_symmetric_memory", lambda *_: None)
+    assert isinstance(choose_overlap(single_process().tensor_parallel, CPU), SymmetricMemoryEdges)
+
+
+def test_without_the_flag_nothing_overlaps() -> None:
+    assert isinstance(TensorParallel(single_process().tensor_parallel).edges, OneAfterAnother)

@@ -1,0 +1,190 @@
+"""Which kernels are chosen where, what is said about it, and what is refused."""
+
+import importlib.util
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.errors import ConfigError
+from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig
+from megatron.core.kernels import selection
+from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, table
+from megatron.core.kernels.selection import (
+    Kernels,
+    Setting,
+    choose_kernels,
+    compiler_obstacle,
+    try_attention,
+    try_weight_gradient,
+)
+from megatron.core.kernels.third_party import FlashAttention3
+from megatron.core.ops.attention import AttentionShape, CpuFlashAttention, CudnnAttention, ReferenceAttention
+from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHAPE = AttentionShape(8, 2, 128)
+
+
+def setting(device: torch.device = CPU, weight: torch.dtype = torch.bfloat16, **more: Any) -> Setting:
+    gradient = weight if weight == torch.float64 else torch.float32
+    return Setting(device, weight, more.pop("gradient", gradient), SHAPE, **more)
+
+
+def names(kernels: Kernels) -> dict[str, str]:
+    return {choice.operation: choice.implementation for choice in kernels.choices}
+
+
+ON_A_CPU = {
+    "attention": "cpu",
+    "weight_gradient": "separate",
+    "rms_norm": "eager",
+    "swiglu": "eager",
+    "rope": "eager",
+    "cross_entropy": "eager",
+    "adam": "torch",
+    "l2_norm": "torch",
+}
+ON_A_GPU = {
+    **dict.fromkeys(("rms_norm", "swiglu", "rope", "cross_entropy"), "compiled"),
+    "attention": "sdpa",
+    "weight_gradient": "in_place",
+    "adam": "torch",
+    "l2_norm": "torch",
+}
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if what torch.compile needs were there."""
+    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
+
+
+def test_cpus_get_eager_kernels() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert names(choose_kernels(KernelConfig(), setting(weight=dtype))) == ON_A_CPU
+    in_fp64 = choose_kernels(KernelConfig(), setting(weight=torch.float64))
+    assert names(in_fp64) == ON_A_CPU | {"weight_gradient": "in_place"}
+
+
+def test_gpus_get_compiled_kernels_and_products_in_place(triton: None) -> None:
+    assert names(choose_kernels(KernelConfig(), setting(GPU))) == ON_A_GPU
+    merged = choose_kernels(KernelConfig(), setting(GPU, needs_log_sum_exp=True))
+    assert names(merged) == ON_A_GPU | {"attention": "flash"}
+
+
+def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: "a compiler is missing")
+    kernels = choose_kernels(KernelConfig(), setting(GPU))
+    reasons = {choice.operation: choice.reason for choice in kernels.choices}
+    assert names(kernels)["rope"] == "eager"
+    assert reasons["rope"] == "one operation after the other (not compiled: a compiler is missing)"
+
+
+def test_torch_compile_needs_a_compiler_and_on_gpus_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs, modules = {"gcc", "g++"}, {"triton"}
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in modules else None)
+    assert compiler_obstacle(setting()) is compiler_obstacle(setting(GPU)) is None
+    modules.clear()
+    assert compiler_obstacle(setting()) is None
+    assert "Triton" in str(compiler_obstacle(setting(GPU)))
+    programs.clear()
+    assert "needs a compiler (g++" in str(compiler_obstacle(setting()))
+    assert "needs a compiler (gcc" in str(compiler_obstacle(setting(GPU)))
+
+
+def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
+    kernels = choose_kernels(KernelConfig(), setting(GPU))
+    assert type(kernels.attention) is CudnnAttention
+    assert kernels.choices[0].reason.endswith(
+        "(not flash3: FlashAttention 3 is not installed (no module flash_attn_interface))"
+    )
+    assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="flash")))["attention"] == "flash"
+    monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
+    for backend in ("auto", "flash"):
+        found = choose_kernels(KernelConfig(), setting(GPU, attention_backend=backend))
+        assert names(found)["attention"] == "flash3"
+    assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="fused")))["attention"] == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("flags", "operation", "implementation"),
+    [
+        ({"kernel": ("attention=reference",)}, "attention", "reference"),
+        ({"kernel": ("weight_gradient=separate",)}, "weight_gradient", "separate"),
+        ({"gradient_accumulation_fusion": False}, "weight_gradient", "separate"),
+        ({"rope_fusion": False}, "rope", "eager"),
+        ({"bias_swiglu_fusion": False}, "swiglu", "eager"),
+        ({"kernel": ("cross_entropy=eager",)}, "cross_entropy", "eager"),
+    ],
+)
+def test_a_flag_forces_one_kernel_and_no_other(
+    flags: dict[str, Any], operation: str, implementation: str, triton: None
+) -> None:
+    config = KernelConfig(**flags)
+    config.check()
+    kernels = choose_kernels(config, setting(GPU))
+    assert names(kernels) == ON_A_GPU | {operation: implementation}
+    assert next(choice for choice in kernels.choices if choice.operation == operation).reason.startswith("asked for by")
+
+
+@pytest.mark.parametrize(
+    ("entry", "where", "message"),
+    [
+        ("rms_norm=apex", setting(), "it runs on GPUs alone; what goes here is compiled, eager: use one of these"),
+        ("rms_norm=apex", setting(GPU), "apex is not installed (no module fused_layer_norm_cuda); what goes here is"),
+        ("adam=te", setting(GPU), "Transformer Engine is not installed"),
+        ("adam=apex", setting(GPU), "apex is not installed (no module amp_C); what goes here is torch"),
+        ("l2_norm=apex", setting(GPU, torch.float64), "it does not compute in fp64"),
+        ("weight_gradient=in_place", setting(), "no kernel that adds bfloat16 products to float32 on cpu"),
+        ("weight_gradient=apex", setting(), "apex adds half-precision products to fp32 on GPUs"),
+        ("attention=flash3", setting(GPU), "FlashAttention 3 is not installed"),
+        ("attention=cudnn", setting(), "it does not run on cpu in bfloat16; what goes here is"),
+        ("attention=sdpa", setting(needs_log_sum_exp=True), "it does not tell the log-sum-exp"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_what_is_there(
+    entry: str, where: Setting, message: str, triton: None
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_kernels(KernelConfig(kernel=(entry,)), where)
+    assert str(error.value).startswith(f"--kernel {entry} cannot be honoured: ")
+    assert message in str(error.value)
+    assert str(error.value).endswith("use one of these, or remove it.")
+
+
+def test_every_implementation_of_the_flag_is_a_candidate() -> None:
+    for operation, known in IMPLEMENTATIONS.items():
+        for implementation in known:
+            try:
+                choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), setting())
+            except ConfigError as error:
+                assert "cannot be honoured" in str(error)
+
+
+def test_the_first_that_goes_is_chosen() -> None:
+    def missing() -> int:
+        raise Unavailable("it is not here")
+
+    candidates = [
+        Candidate("first", missing, "best"),
+        Candidate("shy", lambda: 2, "good", is_automatic=False),
+        Candidate("third", lambda: 3, "plain"),
+    ]
+    assert choose("work", candidates, None) == (3, Choice("work", "third", "plain (not first: it is not here)"))
+
+
+def test_the_table_has_columns() -> None:
+    lines = table([Choice("a", "long name", "why"), Choice("operation", "b", "because")])
+    assert lines == ["  a          long name  why", "  operation  b          because"]
+
+
+def test_the_kernels_pass_their_own_trials() -> None:
+    """As they are tried on a GPU: the trial itself is right."""
+    for kernel in (CpuFlashAttention(), ReferenceAttention()):
+        try_attention(kernel, SHAPE, CPU, torch.bfloat16)
+    try_weight_gradient(SeparateWeightGradient(), CPU, torch.bfloat16, torch.float32)
+    try_weight_gradient(InPlaceWeightGradient(), CPU, torch.float32, torch.float32)

@@ -1,0 +1,166 @@
+"""apex, Transformer Engine and FlashAttention 3 as we call them: against stand-ins with their signatures on a CPU, and
+against themselves where they are installed and there is a GPU."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.kernels.choice import Unavailable
+from megatron.core.kernels.selection import try_attention, try_weight_gradient
+from megatron.core.kernels.third_party import (
+    AdamBuilder,
+    ApexRMSNorm,
+    ApexWeightGradient,
+    FlashAttention3,
+    SquaredNorm,
+    TransformerEngineRMSNorm,
+    apex_adam,
+    apex_squared_norm,
+    load,
+    torch_adam,
+    torch_squared_norm,
+    transformer_engine_adam,
+    transformer_engine_squared_norm,
+)
+from megatron.core.ops.attention import AttentionShape, PartialAttention
+from megatron.core.ops.norm import EagerRMSNorm
+from megatron.core.optimizer.update import build_torch_optimizer
+
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
+
+
+@pytest.fixture(params=["stand-in", "real"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Where the packages compute: on the CPU they are stood in for."""
+    if request.param == "real":
+        if not torch.cuda.is_available():
+            pytest.skip("the packages themselves need a GPU")
+        yield torch.device("cuda")
+        return
+    names = {path.stem for path in STAND_INS.iterdir()}
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
+    for name in before:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    yield torch.device("cpu")
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def made(make: Callable[[], object], device: torch.device) -> object:
+    """What ``make`` makes, if the package is there; a stand-in is."""
+    try:
+        return make()
+    except Unavailable as error:
+        assert device.type == "cuda", error
+        pytest.skip(str(error))
+
+
+def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+@pytest.mark.parametrize("kernel", [ApexRMSNorm, TransformerEngineRMSNorm])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_rms_norm(
+    kernel: type[ApexRMSNorm | TransformerEngineRMSNorm], dtype: torch.dtype, tolerance: float, device: torch.device
+) -> None:
+    theirs = made(kernel, device)
+    assert isinstance(theirs, kernel)
+    for shape in ((3, 2, 64), (7, 1, 256)):
+        # Transposed: not contiguous.
+        inputs = random(shape[1], shape[0], shape[2], dtype=dtype, device=device).transpose(0, 1)
+        gradient = random(*shape, dtype=dtype, device=device, seed=1)
+        weight = random(shape[-1], dtype=dtype, device=device, seed=2)
+        found, statistics = theirs.forward(inputs, weight, 1e-3)
+        expected, inverse_rms = EagerRMSNorm().forward(inputs, weight, 1e-3)
+        grads = theirs.backward(gradient, inputs, statistics, weight)
+        expected_grads = EagerRMSNorm().backward(gradient, inputs, inverse_rms, weight)
+        for one, other in zip((found, *grads), (expected, *expected_grads)):
+            assert one.shape == other.shape
+            assert (one.float() - other.float()).abs().max() < tolerance * other.abs().max()
+
+
+def test_weight_gradient(device: torch.device) -> None:
+    kernel = made(ApexWeightGradient, device)
+    assert isinstance(kernel, ApexWeightGradient)
+    try_weight_gradient(kernel, device, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("make", [apex_squared_norm, transformer_engine_squared_norm])
+def test_squared_norm(make: Callable[[], SquaredNorm], device: torch.device) -> None:
+    squared_norm = made(make, device)
+    assert callable(squared_norm)
+    tensors = [random(size, dtype=torch.float32, device=device, seed=size) for size in (1, 1000, 70_000)]
+    found = squared_norm(tensors)
+    assert found.dtype == torch.float64 and found.shape == ()
+    assert float(found) == pytest.approx(float(torch_squared_norm(tensors)), rel=1e-6)
+
+
+def train(adam: AdamBuilder, device: torch.device, steps: range, before: list[Tensor]) -> list[Tensor]:
+    """Weights, moments and step counts after ``steps``, which go on from those of ``before`` if there are any."""
+    weights = [random(size, dtype=torch.float32, device=device, seed=size) for size in (30, 7)]
+    gradients = [torch.zeros_like(weight) for weight in weights]
+    groups = [{"params": [weight], "weight_decay": decay} for weight, decay in zip(weights, (0.1, 0.0))]
+    config = OptimizerConfig(adam_beta2=0.95)
+    optimizer = build_torch_optimizer(config, groups, weights, gradients, adam)
+    kept = [*weights, *(tensor for weight in weights for _, tensor in sorted(optimizer.state[weight].items()))]
+    for tensor, old in zip(kept, before):
+        tensor.copy_(old)
+    for step in steps:
+        for gradient in gradients:
+            gradient.copy_(random(*gradient.shape, dtype=torch.float32, device=device, seed=step))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        optimizer.step()
+    return [tensor.cpu() for tensor in kept]
+
+
+@pytest.mark.parametrize("make", [apex_adam, transformer_engine_adam])
+def test_adam_is_torchs_and_goes_on_from_its_state(make: Callable[[], AdamBuilder], device: torch.device) -> None:
+    """Part of the way the state moves to an optimizer of the other kind, as by a checkpoint, step count included."""
+    theirs = made(make, device)
+    assert callable(theirs)
+    expected = train(torch_adam, device, range(8), [])
+    for first, second in ((theirs, theirs), (torch_adam, theirs), (theirs, torch_adam)):
+        found = train(second, device, range(3, 8), train(first, device, range(3), []))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [AttentionShape(8, 8, 64), AttentionShape(8, 2, 128)])
+def test_flash_attention_3(shape: AttentionShape, device: torch.device) -> None:
+    kernel = made(FlashAttention3, device)
+    assert isinstance(kernel, FlashAttention3)
+    try_attention(kernel, shape, device, torch.bfloat16)
+
+
+def test_a_trial_notices_a_wrong_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = made(FlashAttention3, device)
+    assert isinstance(kernel, FlashAttention3)
+    right = kernel.forward
+
+    def wrong(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
+        return right(query, key, value, is_causal=False)
+
+    monkeypatch.setattr(kernel, "forward", wrong)
+    with pytest.raises(Unavailable, match="a trial was off by"):
+        try_attention(kernel, AttentionShape(4, 2, 64), device, torch.bfloat16)
+
+
+def test_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match=r"apex is not installed \(no module a_module_that_is_nowhere\)"):
+        load("a_module_that_is_nowhere", "apex")
+    (tmp_path / "a_broken_module.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    with pytest.raises(Unavailable, match=r"does not load \(undefined symbol"):
+        load("a_broken_module", "apex")

@@ -1,0 +1,324 @@
+"""Transformer Engine's interface means what our layers take it to mean: on the stand-in, and on the package itself
+where it is installed and there is a GPU."""
+
+import inspect
+from dataclasses import replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.optimizer import PrecisionConfig
+from megatron.core.fp8 import ROLES
+from megatron.core.gradient import GradientSlot, attach_slot
+from megatron.core.model.layer import BuildContext
+from megatron.core.ops.attention import AttentionShape, LocalAttention, ReferenceAttention, fused_attention
+from megatron.core.ops.documents import Documents
+from megatron.core.ops.rope import rotary_frequencies, rotary_table
+from megatron.core.parameter import info_of
+from megatron.core.recompute import recompute
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import single_process
+from megatron.core.transformer_engine.attention import TransformerEngineAttention
+from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
+from tests.stand_ins import transformer_engine
+from tests.transformer_engine.signatures import SIGNATURES
+
+SIZE, OUTPUTS, LENGTH, BATCH = 64, (32, 16, 16), 16, 2
+STALE = 1e6
+"""What the last step left in a buffer."""
+DELAYED = PrecisionConfig(
+    bf16=True, fp8_format="hybrid", fp8_margin=1, fp8_amax_history_len=3, fp8_amax_compute_algo="max"
+)
+TENSORWISE = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise")
+
+
+class Bench:
+    """One make of the package, and what it is tested with."""
+
+    def __init__(self, name: str) -> None:
+        self.is_real = name == "installed"
+        self.device = torch.device("cuda" if self.is_real else "cpu")
+        self.dtype = torch.bfloat16 if self.is_real else torch.float64
+        self.tolerance = 2e-2 if self.is_real else 1e-12
+
+    @cached_property
+    def engine(self) -> TransformerEngine:
+        return TransformerEngine.find(self.device) if self.is_real else transformer_engine()
+
+    def context(self, precision: PrecisionConfig | None = None) -> BuildContext:
+        topology = single_process(self.device)
+        fp8 = None if precision is None else TransformerEngineFp8(self.engine, precision, topology.stage_ranks)
+        return BuildContext(
+            TensorParallel(topology.tensor_parallel),
+            self.dtype,
+            self.device,
+            ReferenceAttention(),
+            parts=TransformerEngineParts(self.engine),
+            fp8=fp8,
+        )
+
+    def column(self, context: BuildContext) -> nn.Module:
+        return self._filled(context.parts.column("linear", SIZE, OUTPUTS, context, 1.0, "norm", 1e-5))
+
+    def row(self, context: BuildContext) -> nn.Module:
+        return self._filled(context.parts.row("linear", SIZE, sum(OUTPUTS), context, 1.0))
+
+    def _filled(self, layer: nn.Module) -> nn.Module:
+        for parameter in layer.parameters():
+            parameter.data.copy_(self.numbers(*parameter.shape, seed=7) / 8 + (parameter.dim() == 1))
+        return layer
+
+    def numbers(self, *shape: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
+
+    def inputs(self, seed: int = 0) -> Tensor:
+        return self.numbers(LENGTH, BATCH, SIZE, seed=seed).requires_grad_()
+
+    def is_close(self, found: Tensor, wanted: Tensor) -> bool:
+        error = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+        return bool(error < self.tolerance)
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    bench = Bench(request.param)
+    if bench.is_real:
+        if not torch.cuda.is_available():
+            pytest.skip("Transformer Engine needs a GPU")
+        try:
+            _ = bench.engine
+        except UnavailableError as error:
+            pytest.skip(f"Transformer Engine {error}")
+    return bench
+
+
+def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {info_of(parameter).name: parameter for parameter in layer.parameters()}
+
+
+def with_slots(layer: nn.Module, dtype: torch.dtype) -> dict[str, GradientSlot]:
+    """A stale buffer for each parameter, by its name."""
+    slots = {}
+    for name, parameter in parameters_of(layer).items():
+        slots[name] = GradientSlot(torch.full_like(parameter, STALE, dtype=dtype))
+        attach_slot(parameter, slots[name])
+    return slots
+
+
+def gradients_by_autograd(bench: Bench, layer: nn.Module, is_column: bool, seed: int) -> tuple[Tensor, ...]:
+    """Output, and gradients of input, weight and gain, by the definition."""
+    inputs = bench.inputs(seed).detach().double().requires_grad_()
+    weights = {name: p.detach().double().requires_grad_() for name, p in parameters_of(layer).items()}
+    normed = F.rms_norm(inputs, (SIZE,), weights["norm.weight"], 1e-5) if is_column else inputs
+    output = normed @ weights["linear.weight"].t()
+    output.backward(bench.numbers(*output.shape, seed=seed + 100).double())
+    gradients = [weights[name].grad for name in ("linear.weight", "norm.weight") if name in weights]
+    assert inputs.grad is not None
+    return output.detach(), inputs.grad, *[gradient for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str) -> None:
+    """The first microbatch overwrites what is stale, the second adds, and each is one delivery."""
+    layer = getattr(bench, kind)(bench.context())
+    slots = with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    deliveries: list[str] = []
+    for name, slot in slots.items():
+        slot.on_delivery = lambda name=name: deliveries.append(name)
+    wanted = [gradients_by_autograd(bench, layer, kind == "column", seed) for seed in (0, 1)]
+    for seed in (0, 1):
+        inputs = bench.inputs(seed)
+        output = layer(inputs)
+        output.backward(bench.numbers(*output.shape, seed=seed + 100))
+        assert bench.is_close(output, wanted[seed][0])
+        assert inputs.grad is not None and bench.is_close(inputs.grad, wanted[seed][1])
+        assert sorted(deliveries) == sorted([*slots] * (seed + 1))
+    assert sorted(slots) == (["linear.weight", "norm.weight"] if kind == "column" else ["linear.weight"])
+    for name, place in (("linear.weight", 2), ("norm.weight", 3)):
+        if name in slots:
+            assert bench.is_close(slots[name].buffer, wanted[0][place] + wanted[1][place]), name
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench) -> None:
+    layer = bench.row(bench.context())
+    weight = parameters_of(layer)["linear.weight"]
+    slot = GradientSlot()
+    lent: list[Tensor] = []
+
+    def lend() -> None:
+        lent.append(torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32)))
+        slot.lend(lent[-1])
+
+    slot.provide_with(lend)
+    slot.on_delivery = slot.reclaim
+    attach_slot(weight, slot)
+    output = layer(bench.inputs())
+    assert not lent
+    output.backward(bench.numbers(*output.shape, seed=100))
+    assert len(lent) == 1 and not hasattr(weight, "main_grad")
+    assert bench.is_close(lent[0], gradients_by_autograd(bench, layer, False, 0)[2])
+
+
+def test_without_a_buffer_the_gradient_goes_to_autograd(bench: Bench) -> None:
+    layer = bench.column(bench.context())
+    output = layer(bench.inputs())
+    output.backward(bench.numbers(*output.shape, seed=100))
+    for name, wanted in zip(("linear.weight", "norm.weight"), gradients_by_autograd(bench, layer, True, 0)[2:]):
+        gradient = parameters_of(layer)[name].grad
+        assert gradient is not None and bench.is_close(gradient, wanted)
+
+
+def test_without_gradients_there_is_no_graph(bench: Bench) -> None:
+    with torch.no_grad():
+        assert not bench.column(bench.context())(bench.inputs()).requires_grad
+
+
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_attention_is_the_definition(bench: Bench, in_documents: bool) -> None:
+    shape, length = AttentionShape(4, 2, 32), 32
+    starts = torch.zeros(BATCH, length, dtype=torch.bool)
+    starts[0, 11] = starts[1, 19] = True
+    documents = Documents(starts, masks_attention=True, resets_positions=False) if in_documents else None
+    table = rotary_table(rotary_frequencies(32, 10000.0), torch.arange(length), bench.dtype).to(bench.device)
+    results = []
+    for kernel in (TransformerEngineAttention(bench.engine), ReferenceAttention()):
+        leaf = bench.numbers(length, BATCH, 8 * 32, seed=3).requires_grad_()
+        output = fused_attention(leaf * 1.0, table, shape, LocalAttention(kernel), documents)
+        output.backward(bench.numbers(*output.shape, seed=4))
+        assert leaf.grad is not None
+        results.append((output, leaf.grad))
+    for found, wanted in zip(*results):
+        assert bench.is_close(found, wanted)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_beside_fp8_layers_is_not_in_fp8(bench: Bench, is_causal: bool) -> None:
+    fp8 = bench.context(DELAYED).fp8
+    assert fp8 is not None
+    kernel = TransformerEngineAttention(bench.engine)
+    query = bench.numbers(BATCH, 4, LENGTH, 32, seed=1)
+    with torch.no_grad():
+        wanted = ReferenceAttention().forward(query, query, query, is_causal).output
+        with fp8.forward_pass():
+            assert bench.is_close(kernel.forward(query, query, query, is_causal).output, wanted)
+
+
+def step_in_fp8(
+    bench: Bench, layer: nn.Module, context: BuildContext, scale: float, recomputed: bool = False
+) -> Tensor:
+    """One microbatch, in which all is ``scale`` times as large; the gradient of the input."""
+    assert context.fp8 is not None
+    inputs = (bench.inputs().detach() * scale).requires_grad_()
+    with context.fp8.forward_pass():
+        output = recompute(layer, inputs) if recomputed else layer(inputs)
+    output.backward(bench.numbers(*output.shape, seed=5) * scale)
+    assert inputs.grad is not None
+    return inputs.grad
+
+
+def test_delayed_scales_follow_the_magnitudes(bench: Bench) -> None:
+    """State has our form, whoever computes: columns by role, the newest magnitude first."""
+    context = bench.context(DELAYED)
+    layer = bench.row(context)
+    with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    assert context.fp8 is not None
+    for scale in (1.0, 4.0, 2.0):
+        step_in_fp8(bench, layer, context, scale)
+    state = context.fp8.state()
+    amax = torch.stack(
+        [
+            bench.inputs().detach().abs().amax(),
+            parameters_of(layer)["linear.weight"].detach().abs().amax(),
+            bench.numbers(LENGTH, BATCH, sum(OUTPUTS), seed=5).abs().amax(),
+        ]
+    ).float()
+    largest = torch.tensor([448.0, 448.0, 57344.0], device=bench.device)
+    grown = torch.tensor([4.0, 1.0, 4.0], device=bench.device)
+    torch.testing.assert_close(state["linear/scale"], largest / (amax * grown) / 2, rtol=1e-2, atol=0.0)
+    history = state["linear/amax_history"]
+    assert history.shape == (len(ROLES), 3)
+    for place, factor in ((0, 2.0), (1, 4.0)):
+        torch.testing.assert_close(history[[0, 2], place], amax[[0, 2]] * factor, rtol=1e-2, atol=0.0)
+
+
+def test_delayed_state_comes_back(bench: Bench) -> None:
+    """Into as long a history, and into shorter ones the newest."""
+    context = bench.context(DELAYED)
+    layer = bench.row(context)
+    with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    assert context.fp8 is not None
+    for scale in (1.0, 4.0, 2.0):
+        step_in_fp8(bench, layer, context, scale)
+    saved = {name: tensor.clone() for name, tensor in context.fp8.state().items()}
+    for length in (1, 2, 3, 5):
+        other = bench.context(replace(DELAYED, fp8_amax_history_len=length))
+        bench.row(other)
+        assert other.fp8 is not None
+        other.fp8.load(saved)
+        state = other.fp8.state()
+        assert torch.equal(state["linear/scale"], saved["linear/scale"])
+        known = min(length - 1, 2)
+        assert torch.equal(state["linear/amax_history"][:, :known], saved["linear/amax_history"][:, :known])
+        assert not state["linear/amax_history"][:, known:].any()
+
+
+def test_weights_are_quantised_anew_when_a_step_has_changed_them(bench: Bench) -> None:
+    context = bench.context(TENSORWISE)
+    layer = bench.row(context)
+    with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    assert context.fp8 is not None
+    context.fp8.start_step()
+    before = step_in_fp8(bench, layer, context, 1.0)
+    assert torch.equal(step_in_fp8(bench, layer, context, 1.0), before)
+    context.fp8.finish_step()
+    parameters_of(layer)["linear.weight"].data.neg_()
+    assert torch.equal(step_in_fp8(bench, layer, context, 1.0), -before)
+
+
+def test_what_runs_again_is_in_fp8_again(bench: Bench) -> None:
+    found = []
+    for recomputed in (False, True):
+        context = bench.context(TENSORWISE)
+        layer = bench.column(context)
+        slots = with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+        found.append((step_in_fp8(bench, layer, context, 1.0, recomputed), slots["linear.weight"].buffer))
+    for kept, again in zip(*found):
+        assert torch.equal(kept, again)
+    exact = bench.column(bench.context())
+    slots = with_slots(exact, torch.promote_types(bench.dtype, torch.float32))
+    output = exact(bench.inputs())
+    output.backward(bench.numbers(*output.shape, seed=5))
+    assert not torch.equal(slots["linear.weight"].buffer, found[0][1])
+
+
+def test_a_layer_in_bf16_among_others_in_fp8_stays_so(bench: Bench) -> None:
+    context = bench.context(DELAYED)
+    assert context.fp8 is not None
+    layer = bench.row(replace(context, fp8=None))
+    with torch.no_grad():
+        wanted = layer(bench.inputs())
+        with context.fp8.forward_pass():
+            assert torch.equal(layer(bench.inputs()), wanted)
+    assert context.fp8.state() == {}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_that_were_read(bench: Bench, name: str) -> None:
+    """The stand-in, which refuses every other keyword, knows none that the package does not; nor does the package lack
+    one today."""
+    known = SIGNATURES[name].split()
+    parameters: Any = inspect.signature(attrgetter(name)(bench.engine)).parameters
+    less, more = (known, parameters) if bench.is_real else (parameters, known)
+    assert set(less) <= set(more)
+    if name.startswith("pytorch."):
+        # What is given by position.
+        assert [*parameters][:2] == known[:2]

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Compare the loss curves of runs with that of another run, all from --metrics-jsonl files with every iteration.
+
+Prints a table; the exit code is 1 if a smoothed curve leaves its band around that of --reference.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import tyro
+
+from megatron.config.errors import ConfigError, DataError, UserError
+from tools.plot_metrics import read_curve
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Which runs to compare, and how far they may differ."""
+
+    reference: str
+    """Metrics file of the run to compare with."""
+    metrics: tuple[str, ...]
+    """Metrics files of the other runs; a run has the name of its file."""
+    bands: tuple[float, ...]
+    """For each of these the percent by which its smoothed loss may differ; inf to be told only."""
+    window: int = 20
+    """Iterations over which a curve is smoothed, each mean with as many before."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the metrics of one run say."""
+
+    name: str
+    losses: list[float | None]
+    """Training loss of every iteration; None of one that was skipped."""
+    validation: float | None
+    """The last validation loss."""
+
+    @property
+    def skipped(self) -> int:
+        """Iterations without an update."""
+        return self.losses.count(None)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a smoothed curve is from another where it is farthest."""
+
+    relative: float
+    """Of the other's; inf if a loss is not finite."""
+    iteration: int
+    """The last of the window."""
+
+
+def read_run(path: str) -> Curve:
+    """The curve in a metrics file, which must have every iteration from the first on."""
+    iterations, skipped = read_curve(path, "skipped")
+    losses = dict(zip(*read_curve(path, "lm_loss")))
+    if not iterations or iterations != list(range(1, len(iterations) + 1)):
+        raise DataError(f"{path} does not have every iteration from 1 on: train with --log-interval 1.")
+    missing = [iteration for iteration, skips in zip(iterations, skipped) if not skips and iteration not in losses]
+    if missing:
+        raise DataError(f"{path} has no loss at iteration {missing[0]}, which was not skipped: train anew.")
+    _, validation = read_curve(path, "validation_loss")
+    return Curve(Path(path).stem, [losses.get(n) for n in iterations], validation[-1] if validation else None)
+
+
+def largest_distance(curve: Curve, reference: Curve, window: int) -> Distance:
+    """The largest relative distance of the means over ``window`` iterations, from the first whole window on.
+
+    A mean leaves out what either run has skipped, so that both are of the same samples.
+    """
+    pairs = list(zip(curve.losses, reference.losses))
+    largest = Distance(-1.0, 0)
+    for stop in range(window, len(pairs) + 1):
+        both = [(one, other) for one, other in pairs[stop - window : stop] if one is not None and other is not None]
+        found, wanted = (sum(values) for values in zip(*both)) if both else (math.inf, 1.0)
+        relative = abs(found / wanted - 1.0)
+        if not math.isfinite(relative):
+            return Distance(math.inf, stop)
+        largest = max(largest, Distance(relative, stop), key=lambda distance: distance.relative)
+    return largest
+
+
+def check(config: CompareConfig, reference: Curve, curves: Sequence[Curve]) -> None:
+    """Raise :class:`UserError` unless the runs can be compared as told."""
+    if len(config.bands) != len(config.metrics):
+        raise ConfigError(f"--bands has {len(config.bands)} values for {len(config.metrics)} --metrics: give one each.")
+    wrong = [band for band in config.bands if not band > 0.0]
+    if wrong:
+        raise ConfigError(f"--bands {wrong[0]:g} is no width: give a percentage above 0, or inf.")
+    if not 1 <= config.window <= len(reference.losses):
+        raise ConfigError(
+            f"--window {config.window} does not fit in the {len(reference.losses)} iterations of --reference: "
+            "choose one between 1 and that."
+        )
+    for curve in curves:
+        if len(curve.losses) != len(reference.losses):
+            raise DataError(
+                f"{curve.name} has {len(curve.losses)} iterations, {reference.name} {len(reference.losses)}: "
+                "compare runs of the same length."
+            )
+
+
+def row(curve: Curve, window: int, distance: Distance | None, band: float) -> str:
+    """A line of the table; ``distance`` is None for the reference itself."""
+    last = [loss for loss in curve.losses[-window:] if loss is not None]
+    mean = sum(last) / len(last) if last else math.nan
+    validation = "-" if curve.validation is None else f"{curve.validation:.4f}"
+    cells = [curve.name, f"{mean:.4f}", validation, str(curve.skipped)]
+    if distance is None:
+        cells += ["-", "-"]
+    else:
+        width = "none" if band == math.inf else f"{band:g} %"
+        cells += [f"{100.0 * distance.relative:.3f} % (iteration {distance.iteration})", width]
+    return f"| {' | '.join(cells)} |"
+
+
+def compare(config: CompareConfig) -> list[str]:
+    """Print the table; the names of the runs that leave their bands."""
+    reference, curves = read_run(config.reference), [read_run(path) for path in config.metrics]
+    check(config, reference, curves)
+    last = f"loss, mean of the last {config.window}"
+    print(f"| | {last} | validation loss | skipped | largest distance of the smoothed loss | band |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    print(row(reference, config.window, None, math.inf))
+    outside = []
+    for curve, band in zip(curves, config.bands):
+        distance = largest_distance(curve, reference, config.window)
+        print(row(curve, config.window, distance, band))
+        if band < math.inf and not 100.0 * distance.relative <= band:
+            outside.append(curve.name)
+    return outside
+
+
+def main() -> int:
+    """Compare; the exit code."""
+    try:
+        outside = compare(tyro.cli(CompareConfig, description=__doc__))
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return 1
+    if outside:
+        print(f"ERROR: outside its band: {', '.join(outside)}.", file=sys.stderr)
+    return 1 if outside else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
