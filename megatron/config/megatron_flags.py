@@ -46,7 +46,6 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
     "context-parallel ranks exchange in one level: use --cp-comm-type p2p, allgather or a2a instead.": (
         "--hierarchical-context-parallel-sizes",
     ),
-    "buckets of gradients are given by their size, with --ddp-bucket-size: remove it.": ("--ddp-num-buckets",),
     "it is the schedule that delays weight gradients: use --pipeline-schedule zb-h1 or zb-v instead.": (
         "--delay-wgrad-compute",
         "--defer-embedding-wgrad-compute",

@@ -67,6 +67,8 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Elements of a bucket, which is reduced and gathered at once (default: all in one; with overlap or optim_grads
     40 million, or 1 million x data-parallel size where that is more). Under optim_grads_params a layer is a bucket."""
+    ddp_num_buckets: int | None = None
+    """Cut a rank's weights into about this many buckets, instead of giving --ddp-bucket-size."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, else gloo)."""
     distributed_timeout_minutes: float = 10.0
@@ -85,8 +87,10 @@ class ParallelConfig:
         """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
         return data_parallel_size if self.sharding_strategy == "no_shard" else self.num_distributed_optimizer_instances
 
-    def bucket_size(self, data_parallel_size: int) -> int | None:
-        """Elements of a bucket; None for all in one."""
+    def bucket_size(self, data_parallel_size: int, num_elements: int) -> int | None:
+        """Elements of a bucket of a rank with ``num_elements`` in all; None for all in one."""
+        if self.ddp_num_buckets is not None:
+            return -(-num_elements // self.ddp_num_buckets)
         uses_buckets = self.overlap_grad_reduce or self.overlap_param_gather or self.sharding_strategy == "optim_grads"
         if self.ddp_bucket_size is not None or not uses_buckets:
             return self.ddp_bucket_size
@@ -119,7 +123,9 @@ class ParallelConfig:
             "--expert-model-parallel-size": self.expert_model_parallel_size,
             "--num-distributed-optimizer-instances": self.num_distributed_optimizer_instances,
         }
-        require_at_least(1, sizes | {"--ddp-bucket-size": self.ddp_bucket_size})
+        require_at_least(
+            1, sizes | {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
+        )
         require_positive({"--distributed-timeout-minutes": self.distributed_timeout_minutes})
         if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
             raise ConfigError(
@@ -164,8 +170,12 @@ class ParallelConfig:
         ):
             if is_given and not is_fully_sharded:
                 raise ConfigError(f"{flag} belongs to --use-torch-fsdp2: add that, or remove {flag}.")
-        if is_fully_sharded and self.ddp_bucket_size is not None:
+        buckets = {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
+        given = [f"{flag} {value}" for flag, value in buckets.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} both cut the buckets: remove one of them.")
+        if is_fully_sharded and given:
             raise ConfigError(
-                f"--ddp-bucket-size {self.ddp_bucket_size} does not go with {self.sharding_strategy}, which gathers "
-                "and reduces a layer at a time: remove it."
+                f"{given[0]} does not go with {self.sharding_strategy}, which gathers and reduces a layer at a time: "
+                "remove it."
             )

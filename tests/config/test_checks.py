@@ -42,6 +42,7 @@ AT_LEAST_ONE = [
     "--expert-model-parallel-size",
     "--num-distributed-optimizer-instances",
     "--ddp-bucket-size",
+    "--ddp-num-buckets",
     "--recompute-num-layers",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
@@ -658,6 +659,12 @@ BAD: list[Row] = [
     (f"{GOOD} --no-te-rng-tracker", 1, "--no-te-rng-tracker asks for another way ... remove it"),
     (f"{GOOD} --no-use-cpu-initialization", 1, "--no-use-cpu-initialization asks ... remove it"),
     (f"{GOOD} --no-attention-softmax-in-fp32", 1, "--no-attention-softmax-in-fp32 asks ... remove it"),
+    (
+        f"{GOOD} --ddp-bucket-size 9 --ddp-num-buckets 2",
+        1,
+        "--ddp-bucket-size 9 and --ddp-num-buckets 2 ... remove one",
+    ),
+    (f"{GOOD} --use-torch-fsdp2 --ddp-num-buckets 2", 1, "--ddp-num-buckets 2 does not go ... remove it"),
     (f"{GOOD} --position-embedding", 1, "--position-embedding is not a Llama ... remove it"),
     (f"{GOOD} --no-use-rotary-position-embeddings", 1, "--no-use-rotary-position-embeddings is not a Llama ... remove"),
     (f"{GOOD} --iterations-to-skip 3 0", 1, "--iterations-to-skip 0 must be at least 1"),
@@ -865,11 +872,12 @@ def test_the_layout_follows_from_the_flags() -> None:
 
 def test_buckets_are_cut_where_the_reduction_overlaps_or_where_asked() -> None:
     def sizes(*arguments: str) -> list[int | None]:
-        return [parse_command_line(arguments).parallel.bucket_size(ranks) for ranks in (1, 40, 64)]
+        return [parse_command_line(arguments).parallel.bucket_size(ranks, 1000) for ranks in (1, 40, 64)]
 
     assert sizes() == [None, None, None]
     assert sizes("--overlap-grad-reduce") == [40_000_000, 40_000_000, 64_000_000]
     assert sizes("--ddp-bucket-size", "1000") == [1000, 1000, 1000]
+    assert sizes("--ddp-num-buckets", "3") == [334, 334, 334]
     assert sizes("--ddp-bucket-size", "1000", "--overlap-grad-reduce") == [1000, 1000, 1000]
 
 

@@ -149,6 +149,15 @@ def test_embedding_and_head_may_have_a_learning_rate_and_all_a_weight_decay_of_t
         assert_all_close(run.weights(), [parameter.detach() for parameter in parameters], 1e-12)
 
 
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_weights_are_cut_in_as_many_buckets_as_asked(number: int | None) -> None:
+    parameters = Run(ADAM).parameters
+    formats = NumberFormats(torch.float64, torch.float64, torch.float64, master=torch.float64)
+    config = ParallelConfig(ddp_num_buckets=number)
+    data_parallel = BufferedDataParallel(parameters, formats, single_process(), config)
+    assert len(data_parallel._weights) == (number or 1)
+
+
 def test_norms_do_not_decay() -> None:
     """With zero gradients only weight decay moves a weight."""
     run = Run(ADAM)

@@ -91,6 +91,7 @@ def test_flags_that_come_to_what_a_run_does_anyway_change_nothing(corpus: Corpus
         "empty_unused_memory_level": 2,
         "log_memory_to_tensorboard": True,
         "use_tp_pp_dp_mapping": True,
+        "ddp_num_buckets": 3,
     }
     call_training(flags_of(corpus, **{**common, **changes}, metrics_jsonl=flagged)).succeeded()
     assert losses(plain) == losses(flagged)
