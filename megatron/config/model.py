@@ -131,8 +131,8 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = True
     """States what is so: every attention kernel computes its softmax in fp32 (in fp64 under --fp64)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Attention kernel: auto and flash take torch's fastest memory-efficient kernel (auto with --transformer-impl
-    transformer_engine Transformer Engine's), unfused and local the plain reference."""
+    """Attention kernel: auto takes the fastest there (docs/kernels.md), flash a FlashAttention, fused cuDNN's, unfused
+    and local the plain reference."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Who computes the linear layers of the transformer layers and the norms before them: this code, or Transformer
     Engine's modules, which need that package and a GPU. Checkpoints are the same; see docs/precision.md."""

@@ -107,7 +107,7 @@ def build_trainer(
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
-    kernels = build_kernels(config, topology, vocabulary)
+    kernels = together(topology.world, lambda: build_kernels(config, topology, vocabulary))
     model = build_parallel_model(config, topology, vocabulary, kernels)
     executor = build_pipeline(config, topology, model)
     data_parallel = build_data_parallel(config, topology, model)

@@ -115,6 +115,7 @@ def test_no_two_groups_have_a_flag_of_the_same_name() -> None:
         (["--seq-lenght=64"], "--seq-length"),
         (["--num_layer", "3"], "--num-layers"),
         (["--model", "tiny", "--no-save-optimizer"], "--no-save-optim"),
+        (["--no-progress-bar"], "--progress-bar"),
     ],
 )
 def test_an_unknown_flag_is_answered_with_the_nearest_one(arguments: list[str], nearest: str) -> None:
