@@ -73,7 +73,7 @@ def build_data(
     )
     interval = config.validation.eval_interval
     evaluations = progress.iteration // interval if interval else 0
-    evaluated = evaluations * config.validation.eval_iters * batches.final_batch_size
+    evaluated = evaluations * _samples_per_evaluation(config, batches)
 
     def loader(dataset: Dataset | None, consumed: int) -> Iterator[Microbatch] | None:
         return None if dataset is None else _loader(config, topology, vocabulary, dataset, consumed)
@@ -92,7 +92,7 @@ def sample_counts(
     """Samples that the run will ask of each split, as in Megatron-LM; a split of weight 0 is not used."""
     remaining = train_iters - progress.iteration
     train = config.training.train_samples or batches.total_samples(max(remaining, 0), progress.consumed_samples)
-    interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.final_batch_size
+    interval, per_evaluation = config.validation.eval_interval, _samples_per_evaluation(config, batches)
     weights = [end - start for start, end in _split_ranges(config)]
     if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
         if weights[1] == 0:
@@ -103,6 +103,10 @@ def sample_counts(
         evaluations = train_iters // interval + 1 if interval else 1
         return train, evaluations * per_evaluation, per_evaluation if weights[2] else 0
     return train, 0, 0
+
+
+def _samples_per_evaluation(config: RunConfig, batches: BatchSchedule) -> int:
+    return config.validation.eval_iters * (config.validation.eval_global_batch_size or batches.final_batch_size)
 
 
 def _split_ranges(config: RunConfig) -> list[tuple[float, float]]:

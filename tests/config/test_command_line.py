@@ -331,4 +331,4 @@ def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
     config.check(world_size=1024)
     assert config.pipeline.num_chunks(126, 8) == 8
     assert config.pipeline.schedule(126, 8) == "interleaved"
-    assert config.parallel.bucket_size(config.data_parallel_size(1024)) == 200_000_000
+    assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000

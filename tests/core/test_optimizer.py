@@ -127,6 +127,40 @@ def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
     assert config.clip_grad == 0.0 or result.grad_norm > config.clip_grad, "nothing was clipped"
 
 
+def test_embedding_and_head_may_have_a_learning_rate_and_all_a_weight_decay_of_the_step() -> None:
+    run = Run(ADAM)
+    # The first parameter as an embedding; its facts are what the optimizer goes by.
+    for piece in run.data_parallel.pieces:
+        object.__setattr__(piece.info, "is_vocabulary", piece.info.name == "p0")
+    run.optimizer = Optimizer(ADAM, run.data_parallel, single_process())
+    parameters, _ = torch_twin(ADAM)
+    first, *others = parameters
+    groups = [
+        {"params": [first], "lr": 5 * RATE},
+        {"params": [p for p in others if p.ndim > 1], "lr": RATE},
+        {"params": [p for p in others if p.ndim == 1], "lr": RATE, "weight_decay": 0.0},
+    ]
+    betas = (ADAM.adam_beta1, ADAM.adam_beta2)
+    twin = torch.optim.AdamW(groups, betas=betas, eps=ADAM.adam_eps, weight_decay=0.7, foreach=False)
+    for number in range(3):
+        run.deliver(gradients(number))
+        run.optimizer.step(RATE, 1.0, vocabulary_learning_rate=5 * RATE, weight_decay=0.7)
+        for parameter, gradient in zip(parameters, gradients(number)):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(parameters, ADAM.clip_grad, foreach=False)
+        twin.step()
+        assert_all_close(run.weights(), [parameter.detach() for parameter in parameters], 1e-12)
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_weights_are_cut_in_as_many_buckets_as_asked(number: int | None) -> None:
+    parameters = Run(ADAM).parameters
+    formats = NumberFormats(torch.float64, torch.float64, torch.float64, master=torch.float64)
+    config = ParallelConfig(ddp_num_buckets=number)
+    data_parallel = BufferedDataParallel(parameters, formats, single_process(), config)
+    assert len(data_parallel._weights) == (number or 1)
+
+
 def test_norms_do_not_decay() -> None:
     """With zero gradients only weight decay moves a weight."""
     run = Run(ADAM)
