@@ -18,9 +18,8 @@ import tyro
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import ConfigError, UserError
-from megatron.data.encoding import EncodeTask
+from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.text_inputs import DATASET_PREFIX, InputFormat, Separation, is_plain_text, list_sources, whole_pieces
-from megatron.data.tokenizers import build_tokenizer
 from tools.preprocess_partitions import Job, Partitioning, run_partitions
 from tools.preprocess_progress import Counts, Progress
 from tools.preprocess_work import Work
@@ -92,7 +91,7 @@ def preprocess(config: PreprocessConfig) -> Counts:
     """Tokenize all inputs and write the outputs, which appear only when complete."""
     config.check()
     job = config.job()
-    vocab_size = build_tokenizer(config.tokenizer).vocab_size
+    vocab_size = shared_tokenizer(config.tokenizer).vocab_size
     _check_keys(job)
     progress = functools.partial(Progress, log_interval=config.log_interval)
     if config.partitions > 1:

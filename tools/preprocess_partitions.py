@@ -58,7 +58,7 @@ class Job(NamedTuple):
 class Partitioning(NamedTuple):
     """How many partitions there are, and which one to do (None: all)."""
 
-    count: int
+    parts: int
     only: int | None
 
 
@@ -132,15 +132,15 @@ class _Records:
 
 def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progress: MakeProgress) -> Counts:
     """Do the partitions that are not complete yet, and merge if all are; returns what has been counted in all."""
-    records = _Records(job, partitioning.count)
+    records = _Records(job, partitioning.parts)
     if (merged := records.merged()) is not None:
         print(f"{job.output_prefix} is complete already.", file=sys.stderr)
         return merged
-    wanted = range(partitioning.count) if partitioning.only is None else [partitioning.only]
+    wanted = range(partitioning.parts) if partitioning.only is None else [partitioning.only]
     missing = [number for number in wanted if records.complete(number) is None]
     for number in sorted(set(wanted) - set(missing)):
         print(f"Partition {number} is complete already.", file=sys.stderr)
-    parts = cut_in_partitions(list(job.sources), partitioning.count, job.form.separation)
+    parts = cut_in_partitions(list(job.sources), partitioning.parts, job.form.separation)
     shares = _shares(job.workers, len(missing))
     works = {
         number: Work(tuple(parts[number]), job.form, job.task, records.prefix(number), vocab_size, share, True)

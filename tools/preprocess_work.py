@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -69,9 +70,12 @@ def map_in_order(
     if workers == 1:
         yield from map(encode, batches)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_leave_interrupts_to_parent)
+    # Forked workers start at once and have the tokenizer already; a process with threads must not fork.
+    method = "fork" if threading.active_count() == 1 else "spawn"
+    pool = ProcessPoolExecutor(workers, get_context(method), initializer=_leave_signals_to_parent)
     pending: deque[Future[EncodedBatch]] = deque()
     try:
+        pool.submit(int).result()  # all are there before reading starts threads
         for batch in batches:
             pending.append(pool.submit(encode, batch))
             if len(pending) >= workers * _BATCHES_PER_WORKER:
@@ -84,5 +88,6 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts_to_parent() -> None:
+def _leave_signals_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -46,12 +46,13 @@ class EncodeTask(NamedTuple):
     skip_bad_documents: bool
 
 
-_tokenizer = functools.cache(build_tokenizer)  # one per process, however many batches it gets
+# One per process, however many batches it gets; forked workers inherit that of their parent.
+shared_tokenizer = functools.cache(build_tokenizer)
 
 
 def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
     """Tokenize a batch. Raises :class:`DataError` that names the place of a bad document, unless they are skipped."""
-    tokenizer = _tokenizer(task.tokenizer)
+    tokenizer = shared_tokenizer(task.tokenizer)
     good: list[tuple[int, list[str]]] = []
     bad: list[tuple[int, str]] = []
     for number, texts in parse_documents(batch, task.keys, "--json-keys"):

@@ -73,7 +73,11 @@ class IndexedDataset:
         self._index = _read_index(prefix)
         _check_bin_size(prefix, self._index)
         self._bin_file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
-        self._tokens = _map_file(self._bin_file).view(self.dtype) if mmap and self.num_tokens else None
+        self._tokens = self._map_tokens() if mmap and self.num_tokens else None
+
+    def _map_tokens(self) -> npt.NDArray[Any]:
+        """All that the index knows of; bytes behind it do not matter."""
+        return _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool]]:
         """A worker process opens the files anew instead of receiving their content."""

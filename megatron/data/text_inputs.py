@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
 from megatron.config.errors import DataError
 from megatron.data.storage import (
@@ -178,7 +178,7 @@ def _read_piece(piece: Piece, form: InputFormat) -> Iterator[Batch]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): check --input.") from error
 
 
-def _read_lines(piece: Piece, stored: IO[bytes], kind: Literal["json", "line"]) -> Iterator[Batch]:
+def _read_lines(piece: Piece, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
     """Blocks of whole lines, of those that begin inside the piece."""
     content = decompressed(piece.path, stored)
     position, number, told = piece.start, 1, piece.start
@@ -208,7 +208,7 @@ def _rest_of_line(content: IO[bytes], piece: Piece) -> bytes:
     return rest
 
 
-def _read_whole(piece: Piece, stored: IO[bytes]) -> Iterator[Batch]:
+def _read_whole(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
     text = decompressed(piece.path, stored).read(MAX_DOCUMENT_BYTES + 1)
     if len(text) > MAX_DOCUMENT_BYTES:
         raise DataError(
@@ -218,7 +218,7 @@ def _read_whole(piece: Piece, stored: IO[bytes]) -> Iterator[Batch]:
     yield Batch(piece.path, "document", 1, 0, piece.stop, [(text,)])
 
 
-def _read_paragraphs(piece: Piece, stored: IO[bytes]) -> Iterator[Batch]:
+def _read_paragraphs(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
     """Runs of lines that are not blank."""
     content = decompressed(piece.path, stored)
     documents: list[tuple[bytes]] = []
@@ -244,7 +244,7 @@ def _read_paragraphs(piece: Piece, stored: IO[bytes]) -> Iterator[Batch]:
             return
 
 
-def _read_parquet(piece: Piece, stored: IO[bytes], form: InputFormat) -> Iterator[Batch]:
+def _read_parquet(piece: Piece, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
     """Rows; memory holds the text of a row group at most."""
     import pyarrow
     from pyarrow import parquet

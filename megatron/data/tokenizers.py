@@ -23,7 +23,7 @@ from megatron.config.errors import ConfigError, DataError
 from megatron.data.word_cache import WordCache, cut_at_blanks
 
 # Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
-_LLAMA3_SPLIT = (
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -164,7 +164,7 @@ class TikTokenizer(Tokenizer):
         ranks = _parse_ranks(path)
         specials = _llama3_special_tokens(len(ranks), num_special_tokens)
         self._encoding = tiktoken.Encoding(
-            os.path.basename(path), pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
+            os.path.basename(path), pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size = len(ranks) + num_special_tokens
         self.bos = specials["<|begin_of_text|>"]
@@ -343,11 +343,12 @@ def _words_are_independent(model: bytes) -> bool:
     """
     from sentencepiece import sentencepiece_model_pb2
 
-    content = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto: Any = sentencepiece_model_pb2
+    content = proto.ModelProto.FromString(model)
     normalizer, trainer = content.normalizer_spec, content.trainer_spec
     pieces = {piece.piece for piece in content.pieces}
     return (
-        trainer.model_type == sentencepiece_model_pb2.TrainerSpec.BPE
+        trainer.model_type == proto.TrainerSpec.BPE
         and not trainer.treat_whitespace_as_suffix
         and not normalizer.precompiled_charsmap
         and normalizer.add_dummy_prefix
