@@ -78,6 +78,7 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
+            tqdm.monitor_interval = 0  # a thread, which would keep workers from being forked
             self._bar = tqdm(total=total_bytes or None, unit="B", unit_scale=True)
 
     def __enter__(self) -> Self:

@@ -23,6 +23,7 @@ from megatron.data.text_inputs import (
     read_batches,
 )
 from tests.data.test_indexed_dataset import md5, write
+from tools.benchmark_data import BenchmarkConfig, _check_equal, compare_preprocessing
 from tools.inspect_dataset import InspectConfig, inspect
 from tools.merge_datasets import find_prefixes
 from tools.preprocess_data import PreprocessConfig, preprocess
@@ -303,3 +304,14 @@ def test_what_is_in_a_dataset(tmp_path: Path) -> None:
         file.write(b"\x00" * 8)
     with pytest.raises(DataError, match="sequence 1 does not begin where the one before ends: write the data again"):
         list(inspect(InspectConfig(prefix, check=True)))
+
+
+def test_contenders_of_the_benchmark_write_the_same(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_bytes(LINES + b'{"text": ""}\n')
+    config = BenchmarkConfig(workers=2, repeats=1)
+    row = compare_preprocessing(tmp_path / "text.jsonl", len(TEXTS) + 1, NULL, config)
+    assert row.ours > 0 and row.other > 0 and row.ours_peak_mb > 10
+    assert documents_of(tmp_path, "other") == documents_of(tmp_path, "ours") == TEXTS
+    (tmp_path / "other_text_document.bin").write_bytes(b"1")
+    with pytest.raises(DataError, match=r"The \.bin files of the two ways differ"):
+        _check_equal(tmp_path)
