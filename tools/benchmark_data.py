@@ -196,11 +196,17 @@ def measure(task: Callable[[], None]) -> Turn:
 
 
 def _run_measured(task: Callable[[], None], result: Any) -> None:
-    start, before = time.perf_counter(), sum(os.times()[:4])
+    start, before = time.perf_counter(), _cpu_seconds()
     task()
     seconds = time.perf_counter() - start
-    cpu_seconds = sum(os.times()[:4]) - before
+    cpu_seconds = _cpu_seconds() - before
     result.send(Turn(seconds, cpu_seconds, _peak_mb(resource.RUSAGE_SELF) + _peak_mb(resource.RUSAGE_CHILDREN)))
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and the children that have ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _peak_mb(who: int) -> float:
