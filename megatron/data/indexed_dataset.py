@@ -10,7 +10,7 @@ import os
 import struct
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -51,6 +51,7 @@ class _Index(NamedTuple):
     sequence_lengths: npt.NDArray[np.int32]
     byte_offsets: npt.NDArray[np.int64]
     document_indices: npt.NDArray[np.int64]
+    has_modes: bool = False
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -72,7 +73,11 @@ class IndexedDataset:
         self._index = _read_index(prefix)
         _check_bin_size(prefix, self._index)
         self._bin_file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
-        self._tokens = _map_file(self._bin_file).view(self.dtype) if mmap and self.num_tokens else None
+        self._tokens = self._map_tokens() if mmap and self.num_tokens else None
+
+    def _map_tokens(self) -> npt.NDArray[Any]:
+        """All that the index knows of; bytes behind it do not matter."""
+        return _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool]]:
         """A worker process opens the files anew instead of receiving their content."""
@@ -91,6 +96,16 @@ class IndexedDataset:
     def sequence_lengths(self) -> npt.NDArray[np.int32]:
         """Tokens per sequence, [S] int32."""
         return self._index.sequence_lengths
+
+    @property
+    def byte_offsets(self) -> npt.NDArray[np.int64]:
+        """Where each sequence begins in ``.bin``, [S] int64."""
+        return self._index.byte_offsets
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the index has a mode for each sequence (multimodal data)."""
+        return self._index.has_modes
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
@@ -235,12 +250,27 @@ class IndexedDatasetWriter:
     def _write_index(self, index_file: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         count = len(lengths)
-        index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[self._dtype], count, count + 1))
-        index_file.write(lengths.astype("<i4", copy=False).tobytes())
-        for offsets in _byte_offsets(lengths, self._dtype.itemsize):
-            index_file.write(offsets.astype("<i8", copy=False).tobytes())
-        for start in range(0, count + 1, _WRITE_CHUNK):
-            index_file.write(np.arange(start, min(start + _WRITE_CHUNK, count + 1), dtype="<i8").tobytes())
+        starts = range(0, count + 1, _WRITE_CHUNK)
+        documents = (np.arange(start, min(start + _WRITE_CHUNK, count + 1)) for start in starts)
+        write_index(
+            index_file, self._dtype, [lengths], _byte_offsets(lengths, self._dtype.itemsize), documents, count, count
+        )
+
+
+def write_index(
+    index_file: BinaryIO,
+    dtype: np.dtype[Any],
+    lengths: Iterable[npt.NDArray[Any]],
+    offsets: Iterable[npt.NDArray[Any]],
+    documents: Iterable[npt.NDArray[Any]],
+    num_sequences: int,
+    num_documents: int,
+) -> None:
+    """Write an ``.idx`` file, its arrays given in pieces: see :class:`IndexedDataset` for what they are."""
+    index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1))
+    for pieces, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
+        for piece in pieces:
+            index_file.write(piece.astype(stored, copy=False).tobytes())
 
 
 def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -309,6 +339,7 @@ def _split_index(content: npt.NDArray[np.uint8], dtype: np.dtype[Any], sequences
         content[_HEADER.size : offsets_at].view("<i4"),
         content[offsets_at:documents_at].view("<i8"),
         content[documents_at : documents_at + 8 * documents].view("<i8"),
+        len(content) > documents_at + 8 * documents,
     )
 
 

@@ -1,8 +1,9 @@
 """The optimizer over pieces does what torch's does over a plain list of parameters."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
 from megatron.core.gradient import slot_of
+from megatron.core.kernels.selection import OptimizerKernels
+from megatron.core.kernels.third_party import torch_adam, torch_squared_norm
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
 from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
 from megatron.core.precision import NumberFormats
@@ -398,3 +401,21 @@ def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
     assert list(optimizer.state()) == []
     assert optimizer.num_steps == 0
     assert optimizer.has_master_weights, "what all ranks know must not depend on what this one owns"
+
+
+def test_the_optimizer_updates_and_measures_with_the_kernels_that_it_is_given() -> None:
+    calls: list[str] = []
+
+    def adam(groups: Sequence[dict[str, Any]], betas: tuple[float, float], epsilon: float) -> torch.optim.Optimizer:
+        calls.append("adam")
+        return torch_adam(groups, betas, epsilon)
+
+    def squared_norm(tensors: list[Tensor]) -> Tensor:
+        calls.append("norm")
+        return 4 * torch_squared_norm(tensors)
+
+    run, usual = Run(ADAM), Run(ADAM)
+    kernels = OptimizerKernels(adam, squared_norm)
+    run.optimizer = Optimizer(ADAM, run.data_parallel, single_process(), kernels)
+    assert run.step(0).grad_norm == pytest.approx(2 * usual.step(0).grad_norm)
+    assert calls == ["adam", "norm"]

@@ -25,8 +25,7 @@ _TORCHRUN = """--nnodes --nproc-per-node --node-rank --standalone --rdzv-id --rd
     --master-addr --master-port --max-restarts --shutdown-timeout --signals-to-handle --numa-binding --log-dir --tee"""
 _SLURM = """--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --exclusive --exclude --partition --account --time
     --job-name --output --error --array --mem --signal --requeue --open-mode --kill-on-bad-exit --export"""
-# nsys, ours, py-spy, pip
-_OTHERS = """--capture-range --help --whole-matrix --pid --no-build-isolation --config-settings --build-option --cpp_ext
+_OTHERS = """--help --whole-matrix --capture-range --pid --no-build-isolation --config-settings --build-option --cpp_ext
     --cuda_ext"""
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
