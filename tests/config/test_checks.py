@@ -287,7 +287,6 @@ BAD: list[Row] = [
         2,
         "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
     ),
-    (f"{GOOD} --tp-comm-overlap --transformer-impl transformer_engine", 1, "--transformer-impl ... use local"),
     (
         f"{GOOD} --num-distributed-optimizer-instances 2",
         2,
@@ -772,6 +771,8 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
         (f"{GOOD} --sequence-parallel --tp-comm-overlap --tensor-model-parallel-size 4", 4),
         (f"{GOOD} --tp-comm-overlap", 1),
+        # Transformer Engine has an overlap of its own.
+        (f"{GOOD} --tp-comm-overlap --transformer-impl transformer_engine", 1),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
         (f"{GOOD} --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward --defer-grad-reduce", 4),
