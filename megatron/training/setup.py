@@ -193,7 +193,8 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
     # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
     tells = context_parallel.ranks.size > 1 or config.activations.cpu_offloading_num_layers > 0
-    kernel = choose_attention_kernel(config.model.attention_backend, topology.device, dtype, needs_log_sum_exp=tells)
+    device = topology.kernel_device
+    kernel = choose_attention_kernel(config.model.attention_backend, device, dtype, needs_log_sum_exp=tells)
     weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
     context = BuildContext(
         parallel,
@@ -203,6 +204,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
         context_parallel=context_parallel,
         weights_device=weights_device,
         activations=config.activations,
+        kernel_device=device,
         fp8=build_fp8(config, topology),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
@@ -229,10 +231,14 @@ def build_fp8(config: RunConfig, topology: Topology) -> Fp8Scaling | None:
 
 def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
     """The model under its data-parallel strategy, with its initial weights."""
-    formats = number_formats(config.precision, config.optimizer)
-    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
+    data_parallel = wrap_model(config, topology, model)
     data_parallel.initialize(config.training.seed)
     return data_parallel
+
+
+def wrap_model(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
+    """The model under its data-parallel strategy, its weights without values."""
+    return wrap_data_parallel(model, number_formats(config.precision, config.optimizer), topology, config.parallel)
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:

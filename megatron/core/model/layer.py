@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.activations import ActivationConfig, RecomputeModule
@@ -32,6 +33,8 @@ class BuildContext(LayerContext):
     attention_kernel: AttentionKernel
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
     activations: ActivationConfig = field(default_factory=ActivationConfig, kw_only=True)
+    kernel_device: torch.device | None = field(default=None, kw_only=True)
+    """For which working memory is chosen, if not for the tensors' own device."""
 
 
 class RMSNorm(nn.Module):

@@ -75,6 +75,7 @@ class LlamaHead(nn.Module):
             self.output_layer.first_id,
             self.config.vocab_size,
             self.context.parallel.communicator,
+            self.context.kernel_device,
         )
         return loss.t()
 
