@@ -195,6 +195,13 @@ class Communicator:
             return dist.group.WORLD
         return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name, timeout=self._timeout)
 
+    def device_mesh(self, device_type: str, name: str) -> Any:
+        """The group as a ``DeviceMesh`` of one axis, which FSDP2 wants."""
+        # Only now: it is torch's distributed tensors that need it.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
+
     def open(self) -> None:
         """Make the process group now; all members call it."""
         if self.size > 1:

@@ -108,6 +108,9 @@ class Topology:
         self._communicators: dict[tuple[str, ...], Communicator] = {}
         self._channels: dict[tuple[str, bool], Communicator] = {}
 
+    has_memory = True
+    """Whether tensors have memory; False where a run is only rehearsed."""
+
     @property
     def kernel_device(self) -> torch.device:
         """The device for which kernels, and the memory that they work in, are chosen: where tensors are, unless a run

@@ -13,6 +13,9 @@ from megatron.planner.remedies import find_remedies
 from megatron.planner.report import as_json, print_report
 from megatron.training.data import Vocabulary, load_vocabulary
 
+WIDTH = 150
+"""Columns that the tables take."""
+
 
 def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
     """Rehearse the run of checked flags, and say what it needs; ``--dry-run-json`` is written first.
@@ -27,8 +30,14 @@ def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
     remedies = [] if plan.fits else find_remedies(plan)
     if config.dry_run.dry_run_json is not None:
         _write(Path(config.dry_run.dry_run_json), json.dumps(as_json(plan, remedies, time.monotonic() - started)))
-    print_report(plan, remedies, console or Console(soft_wrap=True, highlight=False))
+    print_report(plan, remedies, console or default_console())
     return plan
+
+
+def default_console() -> Console:
+    """The terminal; where it is narrow, or a file, lines are as wide as the tables."""
+    width = Console().width
+    return Console(highlight=False, soft_wrap=True, width=max(width, WIDTH))
 
 
 def find_vocabulary(config: RunConfig) -> Vocabulary:

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
+from megatron.core.communication import CollectiveRecord
 from megatron.core.pipeline_parallel.schedule import Placement, Schedule
 from megatron.core.pipeline_parallel.schedules import placement_of
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
@@ -48,6 +49,8 @@ class StagePlan:
     sent_by_axis: dict[str, int]
     """Bytes per step."""
     sent_by_link: dict[Link, int]
+    records: Sequence[CollectiveRecord]
+    """Every collective of the step that was rehearsed."""
 
     @property
     def by_kind(self) -> dict[Kind, int]:
@@ -195,10 +198,10 @@ def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
     return Plan(run, tuple(rehearse(run, rank) for rank in ranks))
 
 
-def rehearse(run: Run, rank: int) -> StagePlan:
-    """Build ``rank`` and run a step of it, with as many microbatches as show its peak."""
+def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
+    """Build ``rank`` and run a step of it, with as many microbatches as show its peak, or as asked for."""
     stage = run.grid.coordinates(rank)["pp"]
-    count = enough_microbatches(run.schedule, stage, run.num_microbatches)
+    count = num_microbatches or enough_microbatches(run.schedule, stage, run.num_microbatches)
     tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), Traffic(rank)
     with pretended_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
         topology = run.topology(rank, tracker, traffic)
@@ -223,6 +226,7 @@ def rehearse(run: Run, rank: int) -> StagePlan:
         count,
         dict(sent.by_axis),
         dict(sent.by_link),
+        traffic.records,
     )
 
 

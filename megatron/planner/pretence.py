@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.communication import Communicator, Message, Observer, Reduction, Wire
 from megatron.core.topology import RankGrid, Topology
@@ -103,12 +104,19 @@ class PretendedCommunicator(Communicator):
         super().__init__(ranks, rank, name)
         self.wire = wire
 
+    def device_mesh(self, device_type: str, name: str) -> Any:
+        """With real numbers in it, for it computes this rank's place from them."""
+        with _disable_current_modes():
+            return super().device_mesh(device_type, name)
+
 
 class RehearsalTopology(Topology):
     """The place of a rank that is alone; collectives are told to the observer that ``observer`` makes for a group.
 
     ``kernel_device`` is the device of the real run.
     """
+
+    has_memory = False
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.data_parallel.wrap import shards_weights
 from megatron.core.model.llama import LlamaModel
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
@@ -67,6 +68,9 @@ def build_rank(config: RunConfig, topology: Topology, vocabulary: Vocabulary, tr
         optimizer = Optimizer(config.optimizer, data_parallel, topology)
     for state in optimizer.state():
         tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
+    if shards_weights(config.parallel, topology):
+        # The real set-up never has whole weights, the rehearsed one does.
+        tracker.peak = tracker.now
     _watch_units(model, tracker)
     executor.recorder = _PassWatch(tracker)
     return Rank(model, executor, data_parallel, optimizer)

@@ -130,7 +130,9 @@ def _short(ranks: Sequence[int]) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f}"
+    """At least three digits of what is not nothing."""
+    gib = size / 2**30
+    return f"{gib:,.2f}" if size == 0 or gib >= 1 else f"{gib:.3g}"
 
 
 def _memory_table(plan: Plan) -> Table:

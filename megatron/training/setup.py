@@ -195,7 +195,9 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     tells = context_parallel.ranks.size > 1 or config.activations.cpu_offloading_num_layers > 0
     device = topology.kernel_device
     kernel = choose_attention_kernel(config.model.attention_backend, device, dtype, needs_log_sum_exp=tells)
-    weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
+    # Left to FSDP2, so that whole weights never lie in memory; it cannot do that with tensors that have none at all.
+    leaves_memory = topology.has_memory and shards_weights(config.parallel, topology)
+    weights_device = torch.device("meta") if leaves_memory else None
     context = BuildContext(
         parallel,
         dtype,
