@@ -1,9 +1,13 @@
 """The plan of a run: one rank of every pipeline stage rehearsed, and what follows for the whole."""
 
+import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,9 @@ from megatron.training.flops import model_flops_per_token
 from megatron.training.launch import rank_grid
 from megatron.training.setup import build_batches, pipeline_schedule
 from megatron.training.state import Progress
+
+_MANY = 4
+"""Ranks for which it pays to start processes."""
 
 ALLOWANCE = 4 * 2**30
 """Bytes for what no tensor shows: the CUDA context, NCCL's and cuBLAS' buffers, memory inside kernels, fragments."""
@@ -194,8 +201,12 @@ class Plan:
 
 
 def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
-    """Rehearse ``ranks``."""
-    return Plan(run, tuple(rehearse(run, rank) for rank in ranks))
+    """Rehearse ``ranks``; many of them in as many processes as there are cores."""
+    workers = min(len(os.sched_getaffinity(0)), 8) if sys.platform == "linux" else 1
+    if workers == 1 or len(ranks) < _MANY:
+        return Plan(run, tuple(rehearse(run, rank) for rank in ranks))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return Plan(run, tuple(pool.map(partial(rehearse, run), ranks)))
 
 
 def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
@@ -299,4 +310,3 @@ def planned_vocabulary_size(config: RunConfig) -> int:
         f"--dry-run finds no vocabulary: {tokenizer.tokenizer_model} is not here, and --model names none of Llama's: "
         "add --vocab-size."
     )
-

@@ -76,9 +76,7 @@ def build_rank(config: RunConfig, topology: Topology, vocabulary: Vocabulary, tr
     return Rank(model, executor, data_parallel, optimizer)
 
 
-def run_step(
-    config: RunConfig, topology: Topology, rank: Rank, num_microbatches: int, tracker: MemoryTracker
-) -> None:
+def run_step(config: RunConfig, topology: Topology, rank: Rank, num_microbatches: int, tracker: MemoryTracker) -> None:
     """One training step of as many microbatches."""
     tracker.during = "start of the step"
     train_step(
@@ -123,4 +121,3 @@ def _watch_units(model: LlamaModel, tracker: MemoryTracker) -> None:
     for _, units in model.chunk_units:
         for unit in units:
             unit.register_forward_hook(mark if unit is model.head else keep)
-

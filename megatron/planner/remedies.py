@@ -1,12 +1,13 @@
 """Flags that would make a run fit: each is tried, from the cheapest on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
+from typing import Any
 
+from megatron.config.activations import RecomputeMethod, RecomputeModule
 from megatron.config.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.planner.plan import Plan, Run, rehearse
-from megatron.training.data import Vocabulary
 
 Change = Callable[[RunConfig], RunConfig | None]
 """The flags with something changed; None where there is nothing to change."""
@@ -28,8 +29,8 @@ class Remedy:
 def find_remedies(plan: Plan) -> list[Remedy]:
     """The cheapest changes that make ``plan`` fit, each rehearsed; none if nothing that is known does."""
     found: list[Remedy] = []
-    for flags, config in candidates(plan.run.config):
-        remedy = _try(plan, flags, config)
+    for config in candidates(plan.run.config):
+        remedy = _try(plan, config)
         if remedy is not None:
             found.append(remedy)
         if len(found) == MOST:
@@ -37,12 +38,12 @@ def find_remedies(plan: Plan) -> list[Remedy]:
     return found
 
 
-def _try(plan: Plan, flags: str, config: RunConfig) -> Remedy | None:
+def _try(plan: Plan, config: RunConfig) -> Remedy | None:
     """``config`` if it may run and every stage fits that did not, the tightest first."""
     num_gpus = plan.run.grid.world_size
     try:
         config.check(num_gpus)
-        run = Run.of(config, num_gpus, Vocabulary(plan.run.vocabulary.size, plan.run.vocabulary.end_of_document))
+        run = Run.of(config, num_gpus, plan.run.vocabulary)
         _ = run.num_microbatches
     except ConfigError:
         return None
@@ -52,7 +53,7 @@ def _try(plan: Plan, flags: str, config: RunConfig) -> Remedy | None:
         if rehearsed.needed > plan.limit:
             return None
         worst = max(worst, (rehearsed.needed, stage))
-    return Remedy(flags, *worst)
+    return Remedy(flags_between(plan.run.config, config), *worst)
 
 
 def _stages_to_try(plan: Plan, run: Run) -> list[int]:
@@ -63,41 +64,53 @@ def _stages_to_try(plan: Plan, run: Run) -> list[int]:
     return [stage.stage for stage in ordered if stage.needed > plan.limit]
 
 
-def candidates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes with the flags that make them, from those that cost nothing to those that cost most."""
-    together: RunConfig | None = config
-    names: list[str] = []
-    for flags, change in CHEAP:
+def candidates(config: RunConfig) -> Iterator[RunConfig]:
+    """Changed flags, from what costs nothing to what costs most: single changes, then all of these together with more
+    and more recompute, then larger model-parallel groups on top."""
+    together, singles = config, 0
+    for change in FREE:
         alone = change(config)
-        if alone is None:
-            continue
-        yield flags, alone
-        together = change(together) or together
-        names.append(flags)
-        if len(names) > 1:
-            yield " ".join(names), together
-    for count in range(1, _most_layers(config)):
-        # Whole layers instead of parts of all.
-        yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {count}", (
-            _recompute_layers(together, count)
-        )
-    uniform = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    everything = _recompute_uniformly(together)
-    without = [name for name in names if "recompute" not in name]
-    yield " ".join([*without, uniform]), everything
-    for flags, change in COSTLY:
-        larger = change(everything)
-        if larger is not None:
-            yield " ".join([*without, uniform, flags.format(**_sizes(larger))]), larger
+        if alone is not None:
+            singles += 1
+            yield alone
+            together = change(together) or together
+    if singles > 1:
+        yield together
+    for modules in RECOMPUTED:
+        for base in dict.fromkeys((config, together)):
+            recomputing = _recompute_parts(base, modules)
+            if recomputing is not None:
+                yield recomputing
+    for base in dict.fromkeys((config, together)):
+        most = _most_layers(config)
+        for count in sorted({most // 4, most // 2, most * 3 // 4, most} - {0}):
+            yield _recompute_layers(base, "block", count)
+    everything = _recompute_layers(together, "uniform", 1)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = 2 * getattr(config.parallel, name)
+        yield replace(everything, parallel=replace(everything.parallel, **{name: size}))
 
 
-def _sizes(config: RunConfig) -> dict[str, int]:
-    parallel = config.parallel
-    return {
-        "tp": parallel.tensor_model_parallel_size,
-        "cp": parallel.context_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-    }
+def flags_between(before: RunConfig, after: RunConfig) -> str:
+    """What to add to the flags of ``before``, or to change in them, for ``after``."""
+    words: list[str] = []
+    for group in fields(before):
+        old, new = getattr(before, group.name), getattr(after, group.name)
+        words += [_spelling(field.name, getattr(new, field.name)) for field in fields(old) if _differs(field, old, new)]
+    return " ".join(words)
+
+
+def _differs(field: Field[Any], old: object, new: object) -> bool:
+    return bool(getattr(old, field.name) != getattr(new, field.name))
+
+
+def _spelling(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if value is None:
+        return f"(without --{flag})"
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _most_layers(config: RunConfig) -> int:
@@ -120,78 +133,45 @@ def _split_sequence(config: RunConfig) -> RunConfig | None:
     return replace(config, parallel=replace(config.parallel, sequence_parallel=True))
 
 
-def _halve_microbatch(config: RunConfig) -> RunConfig | None:
+def _smallest_microbatch(config: RunConfig) -> RunConfig | None:
     if config.micro_batch_size == 1:
         return None
-    batch = config.training.global_batch_size
-    return replace(config, training=replace(config.training, micro_batch_size=1, global_batch_size=batch))
-
-
-def _recompute_cheap_parts(config: RunConfig) -> RunConfig | None:
-    if config.activations.granularity is not None:
-        return None
-    activations = replace(
-        config.activations, recompute_granularity="selective", recompute_modules=("layernorm", "mlp_act")
-    )
-    return replace(config, activations=activations)
-
-
-def _recompute_mlp(config: RunConfig) -> RunConfig | None:
-    if config.activations.granularity == "full" or "mlp" in config.activations.modules:
-        return None
-    activations = replace(
-        config.activations,
-        recompute_activations=False,
-        recompute_granularity="selective",
-        recompute_modules=("layernorm", "mlp"),
-    )
-    return replace(config, activations=activations)
+    return replace(config, training=replace(config.training, micro_batch_size=1))
 
 
 def _shard_gradients(config: RunConfig) -> RunConfig | None:
     if config.parallel.sharding_strategy not in ("no_shard", "optim"):
         return None
-    parallel = replace(
-        config.parallel, use_distributed_optimizer=False, data_parallel_sharding_strategy="optim_grads"
+    return replace(config, parallel=replace(config.parallel, data_parallel_sharding_strategy="optim_grads"))
+
+
+def _recompute_parts(config: RunConfig, modules: tuple[RecomputeModule, ...]) -> RunConfig | None:
+    if config.activations.granularity == "full" or config.activations.modules >= set(modules):
+        return None
+    activations = replace(
+        config.activations, recompute_activations=False, recompute_granularity="selective", recompute_modules=modules
     )
-    return replace(config, parallel=parallel)
+    return replace(config, activations=activations)
 
 
-def _recompute_layers(config: RunConfig, count: int) -> RunConfig:
+def _recompute_layers(config: RunConfig, method: RecomputeMethod, count: int) -> RunConfig:
     activations = replace(
         config.activations,
         recompute_activations=False,
         recompute_granularity="full",
         recompute_modules=None,
-        recompute_method="block",
+        recompute_method=method,
         recompute_num_layers=count,
     )
     return replace(config, activations=activations)
 
 
-def _recompute_uniformly(config: RunConfig) -> RunConfig:
-    config = _recompute_layers(config, 1)
-    return replace(config, activations=replace(config.activations, recompute_method="uniform"))
-
-
-def _twice(name: str) -> Change:
-    def double(config: RunConfig) -> RunConfig | None:
-        size = getattr(config.parallel, name)
-        return replace(config, parallel=replace(config.parallel, **{name: 2 * size}))
-
-    return double
-
-
-CHEAP: tuple[tuple[str, Change], ...] = (
-    ("--use-distributed-optimizer", _shard_optimizer),
-    ("--sequence-parallel", _split_sequence),
-    ("--recompute-granularity selective --recompute-modules layernorm mlp_act", _recompute_cheap_parts),
-    ("--micro-batch-size 1", _halve_microbatch),
-    ("--recompute-granularity selective --recompute-modules layernorm mlp", _recompute_mlp),
-    ("--data-parallel-sharding-strategy optim_grads", _shard_gradients),
-)
-COSTLY: tuple[tuple[str, Change], ...] = (
-    ("--tensor-model-parallel-size {tp}", _twice("tensor_model_parallel_size")),
-    ("--pipeline-model-parallel-size {pp}", _twice("pipeline_model_parallel_size")),
-    ("--context-parallel-size {cp}", _twice("context_parallel_size")),
+FREE: tuple[Change, ...] = (_shard_optimizer, _split_sequence, _smallest_microbatch, _shard_gradients)
+"""What computes nothing twice; the last sends gradients with every microbatch."""
+RECOMPUTED: tuple[tuple[RecomputeModule, ...], ...] = (
+    ("layernorm",),
+    ("mlp_act",),
+    ("layernorm", "mlp_act"),
+    ("core_attn", "layernorm", "mlp_act"),
+    ("layernorm", "mlp"),
 )

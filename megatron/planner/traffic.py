@@ -73,9 +73,7 @@ class Traffic:
             per_microbatch = {key: (mine[key] - its[key]) // (count - its_count) for key in mine}
             return Counter({key: mine[key] + per_microbatch[key] * (wanted - count) for key in mine})
 
-        return Traffic(
-            self.rank, [], extend(self.by_axis, other.by_axis), extend(self.by_link, other.by_link)
-        )
+        return Traffic(self.rank, [], extend(self.by_axis, other.by_axis), extend(self.by_link, other.by_link))
 
     def clear(self) -> None:
         """Forget what was counted."""
