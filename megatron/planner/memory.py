@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Kind = Literal[
     "weights",
@@ -91,7 +92,7 @@ class MemoryTracker(TorchDispatchMode):
             self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 
@@ -125,7 +126,9 @@ class MemoryTracker(TorchDispatchMode):
         return Moment(self._total, dict(self._by_kind), self.during)
 
     def note(self, tensor: Tensor) -> None:
-        """Count the memory of ``tensor``, unless it is known."""
+        """Count the memory of ``tensor``, if it has any, unless it is known."""
+        if not isinstance(tensor, FakeTensor) and (tensor.is_meta or is_traceable_wrapper_subclass(tensor)):
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._blocks:

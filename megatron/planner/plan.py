@@ -280,7 +280,7 @@ def enough_microbatches(schedule: Callable[[int], Schedule], stage: int, num_mic
     """
     wanted = live_peaks(schedule(num_microbatches), stage)
     stages = schedule(1).placement.num_stages
-    spare = 2
+    spare = 1
     most = max((sum(live) for live in wanted), default=0)
     candidates = sorted({*range(spare + 1, 2 * stages + spare + 1), *range(2 * stages, num_microbatches, stages)})
     for count in candidates:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.communication import Communicator, Message, Observer, Reduction, Wire
@@ -20,13 +19,6 @@ class ShapeTracker(MemoryTracker):
 
     Losses and norms are 1, conditions hold, and of all tokens none begins a document but the first of a sample.
     """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and note what it makes."""
-        # More than half of all calls, for which fake tensors take as long as for any other.
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func``, or what is plausible."""

@@ -17,7 +17,7 @@ from megatron.core.data_parallel.wrap import shards_weights
 from megatron.core.model.llama import LlamaModel
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.executor import Microbatch, PipelineExecutor
+from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.pipeline_parallel.schedule import Action
 from megatron.core.topology import Topology
@@ -95,11 +95,11 @@ def run_step(config: RunConfig, topology: Topology, rank: Rank, num_microbatches
     tracker.during = "after the step"
 
 
-def _microbatches(config: RunConfig, topology: Topology) -> Iterator[Microbatch]:
+def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, Tensor]]:
     """Endless samples of one document, all tokens the same."""
     shape = config.micro_batch_size, config.seq_length // topology.grid.cp
     while True:
-        microbatch: dict[str, Tensor] = {
+        microbatch = {
             "tokens": torch.zeros(shape, dtype=torch.int64),
             "labels": torch.zeros(shape, dtype=torch.int64),
             "loss_mask": torch.ones(shape, dtype=torch.float32),

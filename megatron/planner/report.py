@@ -74,7 +74,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy], seconds: float) -> dict[str,
 
 
 def _memory(stage: StagePlan) -> dict[str, int]:
-    return {**stage.by_kind, "allowance": ALLOWANCE, "total": stage.needed}
+    return {str(kind): size for kind, size in stage.by_kind.items()} | {"allowance": ALLOWANCE, "total": stage.needed}
 
 
 def print_report(plan: Plan, remedies: Sequence[Remedy], console: Console) -> None:
