@@ -30,6 +30,10 @@ def find_remedies(plan: Plan) -> list[Remedy]:
     """The cheapest changes that make ``plan`` fit, each rehearsed; none if nothing that is known does."""
     found: list[Remedy] = []
     for config in candidates(plan.run.config):
+        flags = flags_between(plan.run.config, config)
+        if any(one.flags in flags for one in found):
+            # More than enough.
+            continue
         remedy = _try(plan, config)
         if remedy is not None:
             found.append(remedy)

@@ -125,7 +125,7 @@ BAD: list[Row] = [
     (f"{GOOD} --gpu-memory-gb 40", 1, "--gpu-memory-gb belongs to --dry-run"),
     (f"{GOOD} --dry-run", 1, "--dry-run needs --num-gpus: add the number"),
     (f"{GOOD} --dry-run --num-gpus 8 --dry-run-rank 8", 8, "--dry-run-rank 8 is not among the 8 ranks"),
-    (f"{UNKNOWN} --dry-run --num-gpus 8", 8, "--use-checkpoint-args does not go with --dry-run ... reads no checkpoint"),
+    (f"{UNKNOWN} --dry-run --num-gpus 8", 8, "--use-checkpoint-args does not go with --dry-run ... reads no"),
     (f"{GOOD} --load run --skip-train --dry-run --num-gpus 8", 8, "--skip-train does not go with --dry-run"),
     (
         f"{GOOD} --cpu-offloading-num-layers 1 --dry-run --num-gpus 8",

@@ -128,6 +128,25 @@ def test_the_schedules_of_few_microbatches_hold_as_much(schedule: str) -> None:
         assert live_peaks(run.schedule(few), stage) == live_peaks(run.schedule(64), stage)
 
 
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("all_to_all", 75), ("send", 100)],
+)
+def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
+    traffic = Traffic(rank=6)
+    near, far = (Communicator(ranks, 6, "dp") for ranks in ((4, 5, 6, 7), (6, 14, 22, 30)))
+    for ranks in (near, far):
+        observe = traffic.observer(ranks)
+        observe(CollectiveRecord(kind, "dp", 4, 100))
+        observe(CollectiveRecord("receive", "dp", 4, 100, peer=5))
+    assert traffic.by_axis == {"dp": 2 * sent}
+    assert traffic.by_link == {"in node": sent, "across": sent}
+    traffic.observer(far)(CollectiveRecord("send", "pp F down", 4, 10, peer=14))
+    traffic.observer(far)(CollectiveRecord("shift", "cp", 4, 1, peer=7))
+    assert traffic.by_link == {"in node": sent + 1, "across": sent + 10}
+    assert traffic.by_axis == {"dp": 2 * sent, "pp": 10, "cp": 1}
+
+
 def test_a_tracker_follows_what_is_made_let_go_of_and_resized() -> None:
     with MemoryTracker() as tracker:
         with tracker.making("weights"):
