@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.dry_run import DryRunConfig
 from megatron.config.errors import ConfigError
 from megatron.config.kernels import KernelConfig
 from megatron.config.logging import LoggingConfig
@@ -49,6 +50,8 @@ class RunConfig:
     """Checkpoints."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Metrics and their writers."""
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+    """Dry run."""
 
     def check(self, world_size: int) -> None:
         """Raise :class:`ConfigError` for the first flag or combination that cannot be honoured.
@@ -71,6 +74,7 @@ class RunConfig:
             self.validation,
             self.checkpoint,
             self.logging,
+            self.dry_run,
         ):
             group.check()
         for check in CROSS_GROUP_CHECKS:
@@ -376,6 +380,18 @@ def _check_kernels(run: RunConfig, world_size: int) -> None:
         raise ConfigError(f"{adam.flag} does not go with {other}, which has an update of its own: remove one.")
 
 
+def _check_dry_run(run: RunConfig, world_size: int) -> None:
+    if not run.dry_run.dry_run:
+        return
+    for flag, is_given, reason in (
+        ("--use-checkpoint-args", run.checkpoint.use_checkpoint_args, "reads no checkpoint"),
+        ("--skip-train", run.validation.skip_train, "is about a training step"),
+        ("--cpu-offloading-num-layers", run.activations.cpu_offloading_num_layers > 0, "cannot tell host from GPU yet"),
+    ):
+        if is_given:
+            raise ConfigError(f"{flag} does not go with --dry-run, which {reason}: remove one of them.")
+
+
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
@@ -386,6 +402,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_length,
     _check_profile,
     _check_kernels,
+    _check_dry_run,
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_tensor_parallel,

@@ -215,12 +215,17 @@ def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary)
         formats.weight,
         formats.gradient,
         AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
-        # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
-        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
+        needs_log_sum_exp=needs_log_sum_exp(config, topology),
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),
     )
     return choose_kernels(config.kernels, setting)
+
+
+def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
+    """Whether attention must tell it: where partial results are merged; and where activations go to the host, since the
+    one kernel that does not tell keeps a graph of its own, which cannot."""
+    return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
 
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary, kernels: Kernels) -> LlamaModel:
@@ -229,7 +234,9 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
-    weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
+    # Left to FSDP2, so that whole weights never lie in memory; it cannot do that with tensors that have none at all.
+    leaves_memory = topology.has_memory and shards_weights(config.parallel, topology)
+    weights_device = torch.device("meta") if leaves_memory else None
     context = BuildContext(
         parallel,
         dtype,
@@ -297,10 +304,14 @@ def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine |
 
 def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
     """The model under its data-parallel strategy, with its initial weights."""
-    formats = number_formats(config.precision, config.optimizer)
-    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
+    data_parallel = wrap_model(config, topology, model)
     data_parallel.initialize(config.training.seed)
     return data_parallel
+
+
+def wrap_model(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
+    """The model under its data-parallel strategy, its weights without values."""
+    return wrap_data_parallel(model, number_formats(config.precision, config.optimizer), topology, config.parallel)
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:

@@ -62,6 +62,7 @@ AT_LEAST_ONE = [
     "--tensorboard-log-interval",
     "--profile-pipeline-iteration",
     "--eval-global-batch-size",
+    "--num-gpus",
     "--loss-scale-window",
     "--hysteresis",
     "--seq-length",
@@ -94,6 +95,7 @@ NOT_NEGATIVE = [
     "--tiktoken-num-special-tokens",
     "--cpu-offloading-num-layers",
     "--fp8-margin",
+    "--dry-run-rank",
     "--num-layers-at-start-in-bf16",
     "--num-layers-at-end-in-bf16",
 ]
@@ -101,6 +103,7 @@ POSITIVE = [
     "--rotary-base",
     "--rope-scaling-factor",
     "--peak-tflops",
+    "--gpu-memory-gb",
     "--exit-duration-in-mins",
     "--distributed-timeout-minutes",
     "--loss-scale",
@@ -125,6 +128,18 @@ BAD: list[Row] = [
     (f"{GOOD} --lr fast", 1, "Error parsing --lr ... 'fast' ... see --help."),
     (f"{GOOD} --model huge", 1, "'huge' ... --model ... llama3-8b ... see --help."),
     (f"{GOOD} --sequence-length 3", 1, "--sequence-length is not a flag ... did you mean --seq-length?"),
+    # The dry run.
+    (f"{GOOD} --num-gpus 8", 1, "--num-gpus belongs to --dry-run: add that, or remove --num-gpus"),
+    (f"{GOOD} --gpu-memory-gb 40", 1, "--gpu-memory-gb belongs to --dry-run"),
+    (f"{GOOD} --dry-run", 1, "--dry-run needs --num-gpus: add the number"),
+    (f"{GOOD} --dry-run --num-gpus 8 --dry-run-rank 8", 8, "--dry-run-rank 8 is not among the 8 ranks"),
+    (f"{UNKNOWN} --dry-run --num-gpus 8", 8, "--use-checkpoint-args does not go with --dry-run ... reads no"),
+    (f"{GOOD} --load run --skip-train --dry-run --num-gpus 8", 8, "--skip-train does not go with --dry-run"),
+    (
+        f"{GOOD} --cpu-offloading-num-layers 1 --dry-run --num-gpus 8",
+        8,
+        "--cpu-offloading-num-layers does not go with --dry-run ... remove one",
+    ),
     # What is kept for the backward pass.
     (
         f"{GOOD} --recompute-activations --recompute-granularity full",
