@@ -1,6 +1,7 @@
 """Pretraining from flags to the last checkpoint."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
@@ -38,14 +39,15 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> None
 
 def train(config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say) -> None:
     """Build the trainer and run it; it must be gone when the ranks part."""
-    trainer = build_trainer(config, topology, locks, signals, say)
-    try:
-        if config.validation.skip_train:
-            evaluate_only(trainer)
-        else:
-            say(f"stopped: {trainer.run()}")
-    finally:
-        trainer.close()
+    with ExitStack() as at_end:
+        trainer = build_trainer(config, topology, locks, signals, say, at_end)
+        try:
+            if config.validation.skip_train:
+                evaluate_only(trainer)
+            else:
+                say(f"stopped: {trainer.run()}")
+        finally:
+            trainer.close()
 
 
 def evaluate_only(trainer: Trainer) -> None:
