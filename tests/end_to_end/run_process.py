@@ -261,9 +261,7 @@ def is_running(process: BaseProcess) -> bool:
     return process.exitcode is None
 
 
-def _train_as_rank(
-    rank: int, address: Mapping[str, object], flags: Sequence[str], logs: Path, main: Main
-) -> None:
+def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str], logs: Path, main: Main) -> None:
     os.setsid()
     heed_interrupts()
     for descriptor, kind in ((1, "out"), (2, "err")):
