@@ -22,6 +22,7 @@ UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
 ENGINE = f"{GOOD} --transformer-impl transformer_engine"
+OVERLAP = f"{ENGINE} --tp-comm-overlap --sequence-parallel"
 
 Row = tuple[str, int, str]
 """Arguments, number of processes, and what the sentence must say (fragments separated by `` ... ``)."""
@@ -301,6 +302,37 @@ BAD: list[Row] = [
         f"{GOOD} --tp-comm-overlap --tensor-model-parallel-size 2",
         2,
         "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
+    ),
+    (
+        f"{ENGINE} --bf16 --tp-comm-overlap --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
+    ),
+    (f"{OVERLAP} --tensor-model-parallel-size 2", 2, "--tp-comm-overlap ... bf16 and nothing else: add --bf16, use"),
+    (
+        f"{OVERLAP} --bf16 --num-query-groups 8 --tensor-model-parallel-size 16",
+        16,
+        "--tp-comm-overlap ... 2, 4 or 8 ranks, not --tensor-model-parallel-size 16: use one of these",
+    ),
+    (
+        f"{OVERLAP} --bf16 --tensor-model-parallel-size 2 --rank-order pp-tp-cp-ep-dp",
+        2,
+        "--tp-comm-overlap ... --rank-order pp-tp-cp-ep-dp ... begin it with tp",
+    ),
+    (
+        f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... --fp8-recipe blockwise ... use another recipe",
+    ),
+    (
+        f"{OVERLAP} --bf16 --hidden-size 144 --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... multiples of 32, but --hidden-size is 144",
+    ),
+    (
+        f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... multiples of 128, but --micro-batch-size ... is 64: change one",
     ),
     (
         f"{GOOD} --num-distributed-optimizer-instances 2",
@@ -786,8 +818,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
         (f"{GOOD} --sequence-parallel --tp-comm-overlap --tensor-model-parallel-size 4", 4),
         (f"{GOOD} --tp-comm-overlap", 1),
-        # Transformer Engine has an overlap of its own.
-        (f"{GOOD} --tp-comm-overlap --transformer-impl transformer_engine", 1),
+        (f"{ENGINE} --tp-comm-overlap", 1),
+        (f"{OVERLAP} --bf16 --tensor-model-parallel-size 4 --fp8-format hybrid --first-last-layers-bf16", 8),
+        (f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --tensor-model-parallel-size 2 --seq-length 128", 2),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
         (f"{GOOD} --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward --defer-grad-reduce", 4),
