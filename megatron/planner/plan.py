@@ -4,7 +4,7 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,9 @@ from torch._subclasses import FakeTensorMode
 from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
+from megatron.config.stages import VirtualStage
 from megatron.core.communication import CollectiveRecord
+from megatron.core.model.pipeline import stage_chunks
 from megatron.core.pipeline_parallel.schedule import Placement, Schedule
 from megatron.core.pipeline_parallel.schedules import placement_of
 from megatron.core.pipeline_parallel.simulator import Durations, simulate
@@ -25,7 +27,7 @@ from megatron.core.topology import RankGrid
 from megatron.planner.memory import CUDA_BLOCK, Kind, Moment
 from megatron.planner.pretence import RehearsalTopology, ShapeTracker
 from megatron.planner.rehearsal import build_rank, run_step
-from megatron.planner.traffic import Link, Traffic
+from megatron.planner.traffic import Link, Traffic, is_in_node
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.data import Vocabulary
 from megatron.training.flops import model_flops_per_token
@@ -46,6 +48,8 @@ class StagePlan:
 
     stage: int
     rank: int
+    rehearsed_rank: int
+    """That rank, or the one of an earlier stage that holds and sends the same."""
     layers: tuple[int, ...]
     """Of each of its chunks."""
     num_parameters: int
@@ -126,18 +130,33 @@ class Run:
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
         """Layers by stage and chunk."""
-        stages = self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp)
-        return tuple(
-            tuple(
-                len(stages[self.placement.virtual_stage(stage, chunk)].layers)
-                for chunk in range(self.placement.num_chunks)
-            )
-            for stage in range(self.grid.pp)
-        )
+        return tuple(tuple(len(chunk.layers) for chunk in self._virtual_stages(stage)) for stage in range(self.grid.pp))
 
     def rank_of_stage(self, stage: int) -> int:
         """The first rank of a pipeline stage."""
         return self.grid.group(0, ("pp",))[stage]
+
+    def likeness(self, rank: int) -> Hashable:
+        """What decides how much a rank of a stage holds and sends. First ranks of stages that agree in it differ in the
+        numbers of their layers alone, and one rehearsal tells of all."""
+        config, grid = self.config, self.grid
+        stage, stages = grid.coordinates(rank)["pp"], grid.pp
+        chunks = self._virtual_stages(stage)
+        # These make one layer another than the next.
+        by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
+        neighbours = [self.rank_of_stage((stage + step) % stages) for step in (-1, 1)]
+        return (
+            tuple(chunk.layers if by_number else len(chunk.layers) for chunk in chunks),
+            tuple((chunk.has_embedding, chunk.has_head) for chunk in chunks),
+            live_peaks(self.schedule(self.num_microbatches), stage),
+            tuple(is_in_node((rank, other)) for other in neighbours),
+            tuple(is_in_node(grid.group(rank, (axis,))) for axis in ("tp", "cp", "dp")),
+        )
+
+    def _virtual_stages(self, stage: int) -> list[VirtualStage]:
+        """The chunks of a stage."""
+        stages = self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp)
+        return stage_chunks(stages, self.placement, stage)
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -203,12 +222,23 @@ class Plan:
 
 
 def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
-    """Rehearse ``ranks``; many of them in as many processes as there are cores."""
+    """Rehearse ``ranks``, each the first of its stage, or as many of them as differ; many in as many processes as there
+    are cores."""
+    first_like: dict[Hashable, int] = {}
+    stand_ins = [first_like.setdefault(run.likeness(rank) if len(ranks) > 1 else rank, rank) for rank in ranks]
+    different = list(first_like.values())
     workers = min(len(os.sched_getaffinity(0)), 8) if sys.platform == "linux" else 1
-    if workers == 1 or len(ranks) < _MANY:
-        return Plan(run, tuple(rehearse(run, rank) for rank in ranks))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return Plan(run, tuple(pool.map(partial(rehearse, run), ranks)))
+    if workers == 1 or len(different) < _MANY:
+        rehearsed = [rehearse(run, rank) for rank in different]
+    else:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+            rehearsed = list(pool.map(partial(rehearse, run), different))
+    found = dict(zip(different, rehearsed))
+    stages = [run.grid.coordinates(rank)["pp"] for rank in ranks]
+    return Plan(
+        run,
+        tuple(replace(found[one], stage=stage, rank=rank) for one, stage, rank in zip(stand_ins, stages, ranks)),
+    )
 
 
 def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
@@ -231,6 +261,7 @@ def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StageP
     sent = traffic if first is None else traffic.beyond(first, 1, count, run.num_microbatches)
     return StagePlan(
         stage,
+        rank,
         rank,
         run.layers[stage],
         parameters,

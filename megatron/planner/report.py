@@ -1,6 +1,7 @@
 """A plan as JSON and as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, Group
@@ -53,6 +54,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy], seconds: float) -> dict[str,
         "layout": groups(plan),
         "layers": [list(layers) for layers in run.layers],
         "ranks": {str(stage.stage): stage.rank for stage in plan.stages},
+        "rehearsed_ranks": {str(stage.stage): stage.rehearsed_rank for stage in plan.stages},
         "memory_bytes": {str(stage.stage): _memory(stage) for stage in plan.stages},
         "peak_during": {str(stage.stage): stage.peak.during for stage in plan.stages},
         "steady_bytes": {str(stage.stage): stage.steady.total for stage in plan.stages},
@@ -106,7 +108,25 @@ def _summary(plan: Plan) -> Text:
 
 
 def _counts(layers: Sequence[Sequence[int]]) -> str:
-    return " | ".join("+".join(map(str, chunks)) for chunks in layers)
+    """Layers of every stage; ``2 of 3 x 4`` are two stages with three chunks of four layers each."""
+    words = [(_chunks(chunks), len(list(alike))) for chunks, alike in groupby(layers)]
+    return " | ".join(f"{count} of {stage}" if count > 1 else stage for stage, count in words)
+
+
+def _chunks(layers: Sequence[int]) -> str:
+    """Layers of the chunks of a stage; ``3 x 4`` are three chunks of four."""
+    words = [(size, len(list(alike))) for size, alike in groupby(layers)]
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in words)
+
+
+def _alike(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
+    """Neighbouring stages of the same ``contents`` as one: their numbers, and the first."""
+    found = []
+    for _, group in groupby(plan.stages, key=contents):
+        stages = list(group)
+        first, last = stages[0].stage, stages[-1].stage
+        found.append((str(first) if first == last else f"{first}-{last}", stages[0]))
+    return found
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -129,6 +149,10 @@ def _short(ranks: Sequence[int]) -> str:
     return " ".join(words if len(words) <= 8 else [*words[:3], "…", words[-1]])
 
 
+def _held(stage: StagePlan) -> object:
+    return stage.layers, stage.num_parameters, stage.by_kind, stage.peak.during
+
+
 def _gib(size: int) -> str:
     """At least three digits of what is not nothing."""
     gib = size / 2**30
@@ -137,14 +161,15 @@ def _gib(size: int) -> str:
 
 def _memory_table(plan: Plan) -> Table:
     shown = [kind for kind in KINDS if any(stage.peak.by_kind.get(kind) for stage in plan.stages)]
-    columns = ["stage", "rank", "layers", "parameters", *shown, "allowance", "total"]
+    kinds = [kind.replace(" ", "\n") for kind in shown]
+    columns = ["stage", "rank", "layers", "parameters", *kinds, "allowance", "total"]
     table = _table("\nmemory of a rank at its peak, GiB", columns)
-    for stage in plan.stages:
+    for name, stage in _alike(plan, _held):
         sizes = [_gib(stage.peak.by_kind.get(kind, 0)) for kind in shown]
         table.add_row(
-            str(stage.stage),
+            name,
             str(stage.rank),
-            "+".join(map(str, stage.layers)),
+            _chunks(stage.layers),
             f"{stage.num_parameters:,}",
             *sizes,
             _gib(ALLOWANCE),
@@ -156,8 +181,8 @@ def _memory_table(plan: Plan) -> Table:
 def _bars(plan: Plan) -> Text:
     text = Text("\n")
     scale = max(plan.limit, plan.tightest.needed) / _BAR_WIDTH
-    for stage in plan.stages:
-        text.append(f"{stage.stage:>5} ")
+    for name, stage in _alike(plan, _held):
+        text.append(f"{name:>5} ")
         end = filled = 0
         for kind, size in stage.peak.by_kind.items():
             end += size
@@ -176,10 +201,10 @@ def _traffic_table(plan: Plan) -> Table:
     axes = sorted({axis for stage in plan.stages for axis in stage.sent_by_axis if axis != "several"})
     columns = ["stage", *axes, "in node", "across"]
     table = _table("\nsent by a rank per step, GiB", columns)
-    for stage in plan.stages:
+    for name, stage in _alike(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
         by_axis = [_gib(stage.sent_by_axis.get(axis, 0)) for axis in axes]
         by_link = [_gib(stage.sent_by_link.get(link, 0)) for link in ("in node", "across")]
-        table.add_row(str(stage.stage), *by_axis, *by_link)
+        table.add_row(name, *by_axis, *by_link)
     return table
 
 

@@ -1,6 +1,7 @@
 """A rehearsed step holds and sends what a real one does, byte for byte but for what depends on when messages arrive."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.parameter import info_of
 from megatron.core.topology import Topology
 from megatron.planner.memory import Kind, MemoryTracker
-from megatron.planner.plan import Run, enough_microbatches, live_peaks, rehearse
+from megatron.planner.plan import Run, enough_microbatches, live_peaks, make_plan, rehearse
 from megatron.planner.pretence import ShapeTracker
 from megatron.planner.rehearsal import build_rank, run_step
 from megatron.planner.traffic import Traffic
@@ -145,6 +146,45 @@ def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
     traffic.observer(far)(CollectiveRecord("shift", "cp", 4, 1, peer=7))
     assert traffic.by_link == {"in node": sent + 1, "across": sent + 10}
     assert traffic.by_axis == {"dp": 2 * sent, "pp": 10, "cp": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "rehearsed"),
+    [
+        # So few microbatches that two stages have all of them in flight.
+        (
+            "--pipeline-model-parallel-size 6 --num-layers 12 --num-virtual-stages-per-pipeline-rank 2",
+            6,
+            [0, 1, 1, 3, 4, 5],
+        ),
+        ("--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --use-distributed-optimizer", 32, [0, 1, 1, 3]),
+        # Stages 0 and 1 share a node, and so do 2 and 3.
+        (
+            "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --tensor-model-parallel-size 4",
+            16,
+            [0, 4, 8, 12],
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers 8 --pipeline-schedule gpipe --bf16 --fp8-format hybrid "
+            "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
+            4,
+            [0, 1, 2, 3],
+        ),
+    ],
+)
+def test_a_stage_that_is_not_rehearsed_is_like_the_one_that_stands_for_it(
+    flags: str, ranks: int, rehearsed: list[int]
+) -> None:
+    config = parse_command_line(f"{TINY} {flags}".split())
+    config = replace(config, training=replace(config.training, global_batch_size=6 * ranks // len(rehearsed)))
+    config.check(ranks)
+    run = Run.of(config, ranks, Vocabulary(VOCABULARY, VOCABULARY - 1))
+    plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
+    assert [stage.rehearsed_rank for stage in plan.stages] == rehearsed
+    for stage in plan.stages:
+        if stage.rehearsed_rank != stage.rank:
+            own = rehearse(run, stage.rank)
+            assert replace(own, rehearsed_rank=stage.rehearsed_rank, records=stage.records) == stage
 
 
 def test_a_tracker_follows_what_is_made_let_go_of_and_resized() -> None:
