@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError, DataError, UserError
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, description_hash
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.loader import (
     build_datasets,
     build_loader,
     cyclic_microbatches,
     microbatch_sample_indices,
-    parse_data_path,
     single_pass_microbatches,
 )
+from megatron.data.order_cache import description_hash
+from megatron.data.sources import parse_data_path
 from megatron.data.tokenizers import describe_tokenizer
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
 

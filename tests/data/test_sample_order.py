@@ -16,13 +16,12 @@ from megatron.config.errors import ConfigError, DataError
 from megatron.data import gpt_dataset
 from megatron.data.gpt_dataset import (
     BlendedDataset,
-    Description,
     GPTDataset,
     MockDataset,
     SampleSettings,
-    description_hash,
 )
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.order_cache import Description, description_hash
 from megatron.data.sample_order import (
     blend_order,
     blend_targets,
