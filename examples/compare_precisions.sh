@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The quickstart's model trained in every precision, from the same weights and on the same samples: how far the loss
-# leaves fp32's. Exits with an error if a curve leaves its band. Half an hour on two CPU cores; interrupt it whenever you
-# like and run it again: what has been trained to the end, with the same flags, is kept.
+# leaves fp32's. Exits with an error if a curve leaves its band. On two quiet CPU cores it should take about half an hour
+# (reckoned from single iterations). Interrupt it whenever you like and run it again: what has been trained to the end,
+# with the same flags, is kept.
 #
 #   bash examples/compare_precisions.sh
 #   PRECISIONS="fp32 bf16" ITERATIONS=50 RUN=runs/short bash examples/compare_precisions.sh --lr 1e-3
@@ -27,7 +28,7 @@ declare -A FLAGS=(
     [fp8-delayed-default]="$HYBRID"                 # history 1
     [fp8-tensorwise]="$HYBRID --fp8-recipe tensorwise"
 )
-# Percent by which the smoothed loss may differ from that of fp32 (docs/precision.md says how they came about).
+# Percent by which the smoothed loss may differ from that of fp32. Those of bf16 and fp16 are provisional: docs/precision.md.
 declare -A BANDS=(
     [fp32-other-seed]=inf
     [bf16]=1 [fp16]=1 [fp8-delayed]=1 [fp8-delayed-default]=1 [fp8-tensorwise]=1

@@ -39,6 +39,7 @@ if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
     PRECISION=$(fastest_precision)
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
     mapfile -t RECIPE < <(recipe "$ITERATIONS")
+    # shellcheck disable=SC2086  # PRECISION is one word or none
     torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${RECIPE[@]}" $PRECISION \
         --eval-interval $((ITERATIONS < 60 ? ITERATIONS : 60)) --eval-iters 8 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 --override-opt-param-scheduler \

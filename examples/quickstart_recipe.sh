@@ -1,5 +1,6 @@
 # Sourced by scripts that train the quickstart's model, after tools/environment.sh: makes corpus, tokenizer and data in
 # DATA unless they are there, and sets TOKENIZER; count_processes and recipe say how to train.
+# shellcheck shell=bash
 
 VOCABULARY=${VOCABULARY:-4096}
 export OMP_NUM_THREADS=1            # one thread for each of the two processes

@@ -2,6 +2,7 @@
 # (again when the file changes), and activates it.
 #
 #   source tools/environment.sh requirements.txt
+# shellcheck shell=bash
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 requirements=$repository/$1

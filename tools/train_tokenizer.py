@@ -1,26 +1,36 @@
 #!/usr/bin/env python3
-"""Train a SentencePiece BPE tokenizer with Llama 2's settings on the text of jsonl files.
+"""Train a tokenizer on the inputs that tools/preprocess_data.py takes.
 
-Text survives a round trip unchanged: no normalisation, digits one by one, runs of blanks as pieces, and bytes
-for every character that the vocabulary lacks.
+SentencePiece: BPE with Llama 2's settings: no normalisation, digits one by one, runs of blanks as pieces, and bytes for
+every character that the vocabulary lacks. Byte-level BPE (huggingface, tiktoken): cut as Llama 3 cuts text. In all,
+text survives a round trip unchanged.
 """
 
-import gzip
+import base64
 import io
-import json
 import os
 import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import DataError, UserError
+from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.data.text_inputs import (
+    InputFormat,
+    Separation,
+    list_sources,
+    parse_documents,
+    place_of,
+    read_batches,
+    whole_pieces,
+)
+from megatron.data.tokenizers import LLAMA3_SPLIT
 
 # Text is fed in pieces of whole lines up to this many bytes, so that newlines are part of what is learned.
 _MAX_PIECE_BYTES = 4000
@@ -32,40 +42,37 @@ class TrainTokenizerConfig:
     """What to learn from, and how large a vocabulary."""
 
     input: tuple[str, ...]
-    """jsonl files, gzipped if named .gz."""
+    """Files, folders, globs or dataset:NAME, as --input of tools/preprocess_data.py."""
     model_prefix: str
-    """The model is written to PREFIX.model."""
+    """The model is written to PREFIX.model (huggingface: PREFIX.json)."""
     vocab_size: int
-    """Number of ids, including 256 bytes and <unk>, <s>, </s>."""
+    """Number of ids, including 256 bytes and the special ones: <unk>, <s>, </s> (sentencepiece), <|begin_of_text|>,
+    <|end_of_text|> (huggingface); without those that tiktoken adds behind its file."""
+    kind: Literal["sentencepiece", "huggingface", "tiktoken"] = "sentencepiece"
+    """What to train: a SentencePiece model, byte-level BPE as a tokenizer.json, or the same as a file such as Llama
+    3's, for TikTokenizer."""
     json_key: str = "text"
-    """Key of the JSON objects that holds the text."""
+    """Key of the JSON objects, or column, that holds the text."""
+    text_documents: Separation = "file"
+    """What a document of a plain-text file is: the file, a paragraph, or a line."""
+    dataset_config: str | None = None
+    """Configuration of a Hugging Face dataset that has several."""
+    dataset_split: str = "train"
+    """Split of a Hugging Face dataset."""
     input_sentence_size: Annotated[int, tyro.conf.arg(aliases=["--max-sentences"])] = 0
-    """Learn from so many pieces of text (of up to 4,000 bytes), drawn at random; 0: from all."""
+    """sentencepiece: learn from so many pieces of text (of up to 4,000 bytes), drawn at random; 0: from all."""
     num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Threads to train with."""
 
 
-def read_texts(paths: tuple[str, ...], key: str) -> Iterator[str]:
-    """The texts of all lines of all files; a :class:`DataError` names the file and line of a bad one."""
-    for path in paths:
-        try:
-            with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield _parse_line(line, key, f"{path}, line {number}")
-        except (OSError, EOFError) as error:
-            raise DataError(f"{path} cannot be read ({error}): check --input.") from error
-
-
-def _parse_line(line: bytes, key: str, where: str) -> str:
-    try:
-        document: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not valid JSON ({error}): mend or remove it.") from error
-    if not isinstance(document, dict) or not isinstance(document.get(key), str):
-        raise DataError(f"{where} has no text under the key {key!r}: name the right one with --json-key.")
-    # Half a surrogate pair is no text; there is nothing to learn from it.
-    return str(document[key]).encode(errors="replace").decode()
+def read_texts(config: TrainTokenizerConfig) -> Iterator[str]:
+    """The texts of all documents; a :class:`DataError` names the file and line of a bad one."""
+    form = InputFormat((config.json_key,), config.text_documents, config.dataset_config, config.dataset_split)
+    for batch in read_batches(whole_pieces(list_sources(config.input)), form):
+        for number, texts in parse_documents(batch, form.keys, "--json-key"):
+            if isinstance(texts, str):
+                raise DataError(f"{place_of(batch, number)} {texts}.")
+            yield texts[0]
 
 
 def cut_in_pieces(text: str) -> Iterator[str]:
@@ -92,9 +99,19 @@ def _cut_line(line: str) -> Iterator[str]:
 
 def train(config: TrainTokenizerConfig) -> str:
     """Train and write the model; returns its path."""
+    if config.kind != "sentencepiece" and config.input_sentence_size:
+        raise ConfigError(f"--input-sentence-size is for --kind sentencepiece, not {config.kind}: drop it.")
+    trainers = {"sentencepiece": train_sentencepiece, "huggingface": train_hugging_face, "tiktoken": train_tiktoken}
+    path = f"{config.model_prefix}.{'json' if config.kind == 'huggingface' else 'model'}"
+    _write_atomically(path, trainers[config.kind](config))
+    return path
+
+
+def train_sentencepiece(config: TrainTokenizerConfig) -> bytes:
+    """A SentencePiece model."""
     from sentencepiece import SentencePieceTrainer
 
-    pieces = (piece for text in read_texts(config.input, config.json_key) for piece in cut_in_pieces(text))
+    pieces = (piece for text in read_texts(config) for piece in cut_in_pieces(text))
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -120,9 +137,54 @@ def train(config: TrainTokenizerConfig) -> str:
             f"SentencePiece cannot train {config.vocab_size} pieces on this text ({_reason(error)}): choose "
             f"another --vocab-size, above {_BYTE_PIECES + 3} plus the characters in use, or give more text."
         ) from error
-    path = f"{config.model_prefix}.model"
-    _write_atomically(path, model.getvalue())
-    return path
+    return model.getvalue()
+
+
+def train_hugging_face(config: TrainTokenizerConfig) -> bytes:
+    """A tokenizer.json."""
+    specials = ["<|begin_of_text|>", "<|end_of_text|>"]
+    tokenizer = _train_byte_level(config, config.vocab_size - len(specials))
+    tokenizer.add_special_tokens(specials)
+    return str(tokenizer.to_str(pretty=True)).encode()
+
+
+def train_tiktoken(config: TrainTokenizerConfig) -> bytes:
+    """Lines of a token in base64 and its rank."""
+    byte_of = {character: byte for byte, character in _byte_characters().items()}
+    vocabulary = sorted(_train_byte_level(config, config.vocab_size).get_vocab().items(), key=lambda entry: entry[1])
+    tokens = (bytes(byte_of[character] for character in token) for token, _ in vocabulary)
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
+def _train_byte_level(config: TrainTokenizerConfig, vocab_size: int) -> Any:
+    """A tokenizer whose ids are those of the bytes, then those of merges in their order."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    os.environ["RAYON_NUM_THREADS"] = str(config.num_threads)
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = [_byte_characters()[byte] for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(read_texts(config), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise DataError(
+            f"This text gives {tokenizer.get_vocab_size()} tokens where --vocab-size needs {vocab_size}: choose "
+            f"another --vocab-size, above {_BYTE_PIECES}, or give more text."
+        )
+    return tokenizer
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def _reason(error: RuntimeError) -> str:
@@ -152,7 +214,7 @@ def main() -> int:
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    print(f"{path}: {config.vocab_size:,} pieces")
+    print(f"{path}: {config.vocab_size:,} ids")
     return 0
 
 

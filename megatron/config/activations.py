@@ -33,9 +33,9 @@ class ActivationConfig:
     recompute_activations: bool = False
     """The usual spelling of --recompute-granularity selective."""
     recompute_modules: tuple[RecomputeModule, ...] | None = None
-    """Selective: what is computed again in every layer: all between the query-key-value projection and the output
-    projection (core_attn; the default), the outputs of both norms (layernorm), the output of SwiGLU (mlp_act), or the
-    MLP from its input on (mlp)."""
+    """Selective: what is computed again in every layer (default: core_attn): all between the query-key-value projection
+    and the output projection (core_attn), the outputs of both norms (layernorm), the output of SwiGLU (mlp_act), or
+    the MLP from its input on (mlp)."""
     recompute_method: RecomputeMethod | None = None
     """Full: cut the layers of each pipeline chunk into units of --recompute-num-layers, each of which keeps its input
     alone (uniform), or recompute the first --recompute-num-layers of each chunk one by one and keep the others'

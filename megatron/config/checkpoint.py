@@ -1,6 +1,7 @@
 """Flags for checkpoints."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.config.errors import ConfigError
 from megatron.config.intervals import IntervalSchedule
@@ -35,6 +36,9 @@ class CheckpointConfig:
     load_hf: str | None = None
     """Directory of a Hugging Face Llama whose weights to start from where --load holds no checkpoint yet; each rank
     reads its own part."""
+    pretrained_checkpoint: str | None = None
+    """Directory of checkpoints of another run, whose latest weights to start from at iteration 0 where --load holds no
+    checkpoint yet."""
     ckpt_step: int | None = None
     """Load this iteration instead of the latest."""
     checkpoint_fallback: bool = True
@@ -42,6 +46,15 @@ class CheckpointConfig:
     --no-checkpoint-fallback fails instead. Nothing that is damaged is deleted."""
     exit_on_missing_checkpoint: bool = False
     """Fail when --load holds no checkpoint, instead of starting afresh."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Accepted for Megatron-LM recipes, and in its sense: a checkpoint loads in any layout. (Its files are safetensors
+    and a manifest, which Megatron-LM does not read, nor the other way round.)"""
+    ckpt_fully_parallel_save: bool = True
+    """States what is so: ranks write different parts."""
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """States what is so: the optimizer's state loads in any layout."""
+    verify_integrity: bool = True
+    """States what is so: every file has a digest, which is compared before it is loaded."""
     save_optim: bool = True
     """Save the optimizer's state; --no-save-optim saves weights only."""
     save_rng: bool = True
@@ -75,6 +88,13 @@ class CheckpointConfig:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        for flag, is_so in (
+            ("--no-ckpt-fully-parallel-save", self.ckpt_fully_parallel_save),
+            ("--no-dist-ckpt-optim-fully-reshardable", self.dist_ckpt_optim_fully_reshardable),
+            ("--no-verify-integrity", self.verify_integrity),
+        ):
+            if not is_so:
+                raise ConfigError(f"{flag} asks for another way to save and load, and there is one: remove it.")
         retained = {
             "--save-retain-last": self.save_retain_last,
             "--save-retain-interval": self.save_retain_interval,
@@ -101,3 +121,11 @@ class CheckpointConfig:
         ):
             if is_given and self.load is None:
                 raise ConfigError(f"{flag} needs --load with a directory.")
+        for flag, is_given in (
+            ("--load-hf", self.load_hf is not None),
+            ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
+        ):
+            if is_given and self.pretrained_checkpoint is not None:
+                raise ConfigError(
+                    f"--pretrained-checkpoint and {flag} differ on what a run without a checkpoint does: remove one."
+                )

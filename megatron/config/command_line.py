@@ -5,6 +5,7 @@ import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields
+from typing import Any
 
 import tyro
 
@@ -81,10 +82,13 @@ def preset_of(arguments: Sequence[str]) -> ModelConfig | None:
 
 def flag_names() -> list[str]:
     """Every flag of the command line, in order, without its ``--no-`` form."""
-    groups = fields(RunConfig)
+    return [name for name, _ in _names_and_defaults()]
+
+
+def _names_and_defaults() -> list[tuple[str, Any]]:
     return [
-        "--" + flag.name.replace("_", "-")
-        for group in groups
+        ("--" + flag.name.replace("_", "-"), flag.default)
+        for group in fields(RunConfig)
         for flag in fields(group.default_factory)  # type: ignore[arg-type]
     ]
 
@@ -95,7 +99,8 @@ def _unknown_flag_message(argument: str) -> str:
         return f"{argument!r} belongs to no flag: remove it, or check the flag before it, which takes fewer values."
     if flag in NOT_SUPPORTED:
         return f"{flag} is a flag of Megatron-LM that is not supported here: {NOT_SUPPORTED[flag]}"
-    known = flag_names() + ["--no-" + name[2:] for name in flag_names()]
+    negative = ["--no-" + name[2:] for name, default in _names_and_defaults() if isinstance(default, bool)]
+    known = flag_names() + negative
     nearest = difflib.get_close_matches(flag, known, n=1)
     hint = f"did you mean {nearest[0]}?" if nearest else "see --help."
     return f"{flag} is not a flag of pretrain_llama.py: {hint}"

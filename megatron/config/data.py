@@ -27,6 +27,9 @@ class TokenizerConfig:
     vocabulary. Otherwise it must equal the tokenizer's own size."""
     tiktoken_num_special_tokens: int = 256
     """TikTokenizer: number of reserved special ids after the ordinary ones (Llama 3: 256)."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """Accepted beside other tokenizers for Megatron-LM recipes, where it has no meaning. TikTokenizer reads Llama 3's
+    file, which goes with a pattern of its own."""
     trust_remote_code: bool = False
     """HuggingFaceTokenizer: accepted for Megatron-LM recipes, but must stay off: no code from a tokenizer
     directory is ever executed."""
@@ -39,6 +42,10 @@ class TokenizerConfig:
             raise ConfigError(
                 "--trust-remote-code would execute code from the tokenizer's directory, which this codebase "
                 "never does: remove it and point --tokenizer-model at a tokenizer.json."
+            )
+        if self.tiktoken_pattern is not None and self.tokenizer_type == "TikTokenizer":
+            raise ConfigError(
+                f"--tiktoken-pattern {self.tiktoken_pattern} is not how Llama 3's tokenizer cuts text: remove it."
             )
         if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
             raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size (ids 0..V-1, end-of-document = V).")

@@ -37,6 +37,24 @@ class LoggingConfig:
     """Detail of the timer report: 0 none, 1 phases of an iteration, 2 also each kind of work inside them."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """How the timers of all ranks are combined."""
+    log_timers_to_tensorboard: bool = True
+    """States what is so: timers of --timing-log-level go to TensorBoard and wandb, too."""
+    log_validation_ppl_to_tensorboard: bool = True
+    """States what is so: perplexities go to TensorBoard and wandb beside validation losses."""
+    log_memory_to_tensorboard: bool = False
+    """Report the memory of rank 0's GPU to TensorBoard and wandb: allocated, its peak, reserved, and allocations."""
+    profile: bool = False
+    """Profile some iterations: by torch's profiler with --use-pytorch-profiler, else for nsys (nsys profile
+    --capture-range=cudaProfilerApi), which needs a GPU."""
+    profile_step_start: int = 10
+    """Iterations before those that --profile records."""
+    profile_step_end: int = 12
+    """Last iteration that --profile records."""
+    profile_ranks: tuple[int, ...] = ()
+    """Ranks that --profile records (default: rank 0)."""
+    use_pytorch_profiler: bool = False
+    """--profile writes traces with times and memory of every operation, one file per rank, for TensorBoard,
+    chrome://tracing and Perfetto: --tensorboard-dir DIR (else --save DIR) /profile/rank_0.pt.trace.json."""
     peak_tflops: float | None = None
     """Dense peak of one device in TFLOP/s for MFU (default: known for the GPU; on CPU a short matrix product
     is measured)."""
@@ -59,6 +77,16 @@ class LoggingConfig:
             },
         )
         require_positive({"--peak-tflops": self.peak_tflops})
+        self._check_profile()
+        for flag, is_so in (
+            ("--no-log-timers-to-tensorboard", self.log_timers_to_tensorboard),
+            ("--no-log-validation-ppl-to-tensorboard", self.log_validation_ppl_to_tensorboard),
+        ):
+            if not is_so:
+                raise ConfigError(f"{flag} leaves out what TensorBoard always gets: remove it.")
+        self._check_wandb()
+
+    def _check_wandb(self) -> None:
         wandb_flags = {
             "--wandb-exp-name": self.wandb_exp_name,
             "--wandb-entity": self.wandb_entity,
@@ -67,3 +95,16 @@ class LoggingConfig:
         for flag, value in wandb_flags.items():
             if value is not None and self.wandb_project is None:
                 raise ConfigError(f"{flag} needs --wandb-project, which enables wandb.")
+
+    def _check_profile(self) -> None:
+        require_at_least(0, {"--profile-step-start": self.profile_step_start})
+        default = LoggingConfig()
+        for name in ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"):
+            if not self.profile and getattr(self, name) != getattr(default, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} has no effect without --profile: add that, or remove {flag}.")
+        if self.profile_step_end <= self.profile_step_start:
+            raise ConfigError(
+                f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "
+                f"{self.profile_step_start}: iteration {self.profile_step_start + 1} is the first that is recorded."
+            )

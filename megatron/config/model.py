@@ -105,6 +105,10 @@ class ModelConfig:
 
     position_embedding_type: Literal["rope"] = "rope"
     """States what Llama is."""
+    use_rotary_position_embeddings: bool = True
+    """States what Llama is; the older spelling."""
+    position_embedding: bool = False
+    """--no-position-embedding states what Llama is: positions are not learned."""
     rotary_percent: float = 1.0
     """States what Llama is: the whole head is rotated."""
     normalization: Literal["RMSNorm"] = "RMSNorm"
@@ -124,9 +128,11 @@ class ModelConfig:
     cross_entropy_loss_fusion: bool = True
     """States what is so: the loss never makes fp32 logits of a whole microbatch, and writes its gradient over the
     logits."""
+    attention_softmax_in_fp32: bool = True
+    """States what is so: every attention kernel computes its softmax in fp32 (in fp64 under --fp64)."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Attention kernel: auto and flash take torch's fastest memory-efficient kernel (auto with --transformer-impl
-    transformer_engine Transformer Engine's), unfused and local the plain reference."""
+    """Attention kernel: auto takes the fastest there (docs/kernels.md), flash a FlashAttention, fused cuDNN's, unfused
+    and local the plain reference."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Who computes the linear layers of the transformer layers and the norms before them: this code, or Transformer
     Engine's modules, which need that package and a GPU. Checkpoints are the same; see docs/precision.md."""
@@ -143,6 +149,12 @@ class ModelConfig:
             if value != required:
                 spelling = f"--no-{flag[2:]}" if value is False else f"{flag} {value}"
                 raise ConfigError(f"{spelling} is not a Llama, which has {flag} {required}: remove the flag.")
+        for flag, is_so in (
+            ("--position-embedding", not self.position_embedding),
+            ("--no-use-rotary-position-embeddings", self.use_rotary_position_embeddings),
+        ):
+            if not is_so:
+                raise ConfigError(f"{flag} is not a Llama, whose queries and keys are rotated instead: remove it.")
         self._check_implementation()
         require_at_least(
             1,
@@ -166,6 +178,8 @@ class ModelConfig:
             raise ConfigError("--no-use-flash-attn has no effect: choose the kernel with --attention-backend local.")
         if not self.cross_entropy_loss_fusion:
             raise ConfigError("--no-cross-entropy-loss-fusion asks for a second loss: remove it, there is one.")
+        if not self.attention_softmax_in_fp32:
+            raise ConfigError("--no-attention-softmax-in-fp32 asks for what no kernel does: remove it.")
         if not self.use_mcore_models:
             raise ConfigError("--no-use-mcore-models asks for a second model implementation: remove it, there is one.")
 

@@ -24,6 +24,12 @@ class OptimizerConfig:
     """adam is AdamW: weight decay apart from the gradient."""
     weight_decay: float = 0.01
     """Weight decay, apart from the gradient under adam and added to it under sgd; never applied to norms."""
+    start_weight_decay: float | None = None
+    """Weight decay at the start of the run, with --weight-decay-incr-style."""
+    end_weight_decay: float | None = None
+    """Weight decay at its end."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay goes from --start-weight-decay to --end-weight-decay; constant is --weight-decay."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     adam_beta1: float = 0.9
@@ -58,7 +64,18 @@ class OptimizerConfig:
                 "--sgd-momentum": self.sgd_momentum,
             }
         )
+        self._check_weight_decay()
         self._check_formats()
+
+    def _check_weight_decay(self) -> None:
+        ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
+        require_at_least(0, ends)
+        is_constant = self.weight_decay_incr_style == "constant"
+        for flag, value in ends.items():
+            if is_constant and value is not None:
+                raise ConfigError(f"{flag} needs --weight-decay-incr-style linear or cosine: add it, or remove {flag}.")
+            if not is_constant and value is None:
+                raise ConfigError(f"--weight-decay-incr-style {self.weight_decay_incr_style} needs {flag}: add it.")
 
     def _check_formats(self) -> None:
         formats = {
@@ -94,6 +111,10 @@ class LearningRateConfig:
     """Peak learning rate (required for training)."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay, and floor."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of embedding and head, which then have one apart, of the same shape (default: --lr)."""
+    decoupled_min_lr: float | None = None
+    """Their floor, with --decoupled-lr (default: --min-lr)."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after the warm-up."""
     lr_decay_iters: int | None = None
@@ -135,6 +156,7 @@ class LearningRateConfig:
         )
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}.")
+        self._check_decoupled()
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
             raise ConfigError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: keep one.")
         self._check_annealing()
@@ -142,6 +164,22 @@ class LearningRateConfig:
             raise ConfigError(
                 "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: keep one."
             )
+
+    def _check_decoupled(self) -> None:
+        require_at_least(0, {"--decoupled-lr": self.decoupled_lr, "--decoupled-min-lr": self.decoupled_min_lr})
+        if self.decoupled_lr is None:
+            if self.decoupled_min_lr is not None:
+                raise ConfigError("--decoupled-min-lr needs --decoupled-lr: add it, or remove the flag.")
+        elif self.vocabulary_min_lr > self.decoupled_lr:
+            raise ConfigError(
+                f"--decoupled-lr {self.decoupled_lr} is below its floor of {self.vocabulary_min_lr}: give a lower "
+                "--decoupled-min-lr."
+            )
+
+    @property
+    def vocabulary_min_lr(self) -> float:
+        """Floor of the learning rate of embedding and head, where they have one apart."""
+        return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
 
     def _check_annealing(self) -> None:
         for flag, value in (

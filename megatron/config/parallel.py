@@ -36,6 +36,10 @@ class ParallelConfig:
     """Ranks that share the experts; 1 for now."""
     rank_order: str = "-".join(RANK_AXES)
     """Axes of the rank grid from neighbouring ranks to distant ones."""
+    use_tp_pp_dp_mapping: bool = False
+    """Another spelling of the default --rank-order, tp-cp-ep-pp-dp. (Megatron-LM's default is tp-cp-ep-dp-pp.)"""
+    disable_gloo_process_groups: bool = True
+    """States what is so: on GPUs there are no process groups of gloo beside NCCL's."""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
     """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
     optimizer state (ZeRO-1), optim_grads also gradients, which are then reduced with every microbatch (ZeRO-2),
@@ -63,6 +67,8 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Elements of a bucket, which is reduced and gathered at once (default: all in one; with overlap or optim_grads
     40 million, or 1 million x data-parallel size where that is more). Under optim_grads_params a layer is a bucket."""
+    ddp_num_buckets: int | None = None
+    """Cut a rank's weights into about this many buckets, instead of giving --ddp-bucket-size."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, else gloo)."""
     distributed_timeout_minutes: float = 10.0
@@ -81,8 +87,10 @@ class ParallelConfig:
         """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
         return data_parallel_size if self.sharding_strategy == "no_shard" else self.num_distributed_optimizer_instances
 
-    def bucket_size(self, data_parallel_size: int) -> int | None:
-        """Elements of a bucket; None for all in one."""
+    def bucket_size(self, data_parallel_size: int, num_elements: int) -> int | None:
+        """Elements of a bucket of a rank with ``num_elements`` in all; None for all in one."""
+        if self.ddp_num_buckets is not None:
+            return -(-num_elements // self.ddp_num_buckets)
         uses_buckets = self.overlap_grad_reduce or self.overlap_param_gather or self.sharding_strategy == "optim_grads"
         if self.ddp_bucket_size is not None or not uses_buckets:
             return self.ddp_bucket_size
@@ -115,12 +123,20 @@ class ParallelConfig:
             "--expert-model-parallel-size": self.expert_model_parallel_size,
             "--num-distributed-optimizer-instances": self.num_distributed_optimizer_instances,
         }
-        require_at_least(1, sizes | {"--ddp-bucket-size": self.ddp_bucket_size})
+        require_at_least(
+            1, sizes | {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
+        )
         require_positive({"--distributed-timeout-minutes": self.distributed_timeout_minutes})
         if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
             raise ConfigError(
                 f"--rank-order {self.rank_order} must name each of {', '.join(RANK_AXES)} once: for example "
                 f"{'-'.join(RANK_AXES)}."
+            )
+        if self.use_tp_pp_dp_mapping and self.rank_order != "-".join(RANK_AXES):
+            raise ConfigError(f"--use-tp-pp-dp-mapping contradicts --rank-order {self.rank_order}: remove one.")
+        if not self.disable_gloo_process_groups:
+            raise ConfigError(
+                "--no-disable-gloo-process-groups asks for process groups that nothing would use: remove it."
             )
         for flag, size in sizes.items():
             if flag.split("-")[2] == "expert" and size > 1:
@@ -154,8 +170,12 @@ class ParallelConfig:
         ):
             if is_given and not is_fully_sharded:
                 raise ConfigError(f"{flag} belongs to --use-torch-fsdp2: add that, or remove {flag}.")
-        if is_fully_sharded and self.ddp_bucket_size is not None:
+        buckets = {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
+        given = [f"{flag} {value}" for flag, value in buckets.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} both cut the buckets: remove one of them.")
+        if is_fully_sharded and given:
             raise ConfigError(
-                f"--ddp-bucket-size {self.ddp_bucket_size} does not go with {self.sharding_strategy}, which gathers "
-                "and reduces a layer at a time: remove it."
+                f"{given[0]} does not go with {self.sharding_strategy}, which gathers and reduces a layer at a time: "
+                "remove it."
             )

@@ -345,6 +345,13 @@ def _check_length(run: RunConfig, world_size: int) -> None:
 
 
 def _check_profile(run: RunConfig, world_size: int) -> None:
+    missing = [rank for rank in run.logging.profile_ranks if not 0 <= rank < world_size]
+    if missing:
+        raise ConfigError(f"--profile-ranks {missing[0]} is none of the ranks 0 to {world_size - 1}: name one of them.")
+    if run.logging.use_pytorch_profiler and run.logging.tensorboard_dir is None and run.checkpoint.save is None:
+        raise ConfigError(
+            "--use-pytorch-profiler writes its traces below --tensorboard-dir or --save: give one of them."
+        )
     if run.logging.profile_pipeline is None:
         return
     if run.validation.skip_train:

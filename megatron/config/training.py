@@ -41,6 +41,22 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = True
     """Stop at a loss or gradient that is not finite; off, such an iteration makes no update and is counted. Under
     --fp16's dynamic loss scale gradients may overflow, unless the scale is at its floor."""
+    iterations_to_skip: tuple[int, ...] = ()
+    """Iterations, counted from 1, whose samples are passed over without training, say because a loss spiked there:
+    they count, but nothing is reported, evaluated or saved at them."""
+    rerun_mode: Literal["disabled"] = "disabled"
+    """States what is so: no iteration is run twice to compare its results."""
+    te_rng_tracker: bool = True
+    """States what is so: nothing draws random numbers while a Llama trains, so that there is nothing to track."""
+    use_cpu_initialization: bool = True
+    """States what is so in Megatron-LM with this flag: initial weights are the same in every layout (here they are
+    computed on the training device all the same)."""
+    deterministic_mode: bool = False
+    """Use torch's deterministic algorithms alone, an error where there is none. On CPUs a run is deterministic without
+    it; on GPUs it costs time, and wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment."""
+    empty_unused_memory_level: Literal[0, 1, 2] = 0
+    """Give memory that torch keeps back to the GPU, where it is short, at the price of time: before every update (1),
+    or also after it (2)."""
     manual_gc: bool = False
     """Collect Python's garbage at the same iteration on every rank, instead of whenever each rank happens to."""
     manual_gc_interval: int = 0
@@ -69,6 +85,16 @@ class TrainingConfig:
                 "--no-calculate-per-token-loss is not supported, because a mean of microbatch means depends on the "
                 "layout: remove it; the loss is the mean over all unmasked tokens."
             )
+        for flag, is_so in (
+            ("--no-te-rng-tracker", self.te_rng_tracker),
+            ("--no-use-cpu-initialization", self.use_cpu_initialization),
+        ):
+            if not is_so:
+                raise ConfigError(f"{flag} asks for another way, and there is one: remove it.")
+        if any(iteration < 1 for iteration in self.iterations_to_skip):
+            raise ConfigError(
+                f"--iterations-to-skip {min(self.iterations_to_skip)} must be at least 1, the first iteration."
+            )
         if self.manual_gc_interval and not self.manual_gc:
             raise ConfigError("--manual-gc-interval needs --manual-gc.")
 
@@ -81,10 +107,14 @@ class ValidationConfig:
     """Iterations between evaluations (default: none)."""
     eval_iters: int = 100
     """Batches per evaluation."""
+    eval_global_batch_size: int | None = None
+    """Sequences per evaluation batch (default: the training batch's at the end of the run)."""
     skip_train: bool = False
     """Evaluate the loaded checkpoint once and exit."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        require_at_least(1, {"--eval-interval": self.eval_interval})
+        require_at_least(
+            1, {"--eval-interval": self.eval_interval, "--eval-global-batch-size": self.eval_global_batch_size}
+        )
         require_at_least(0, {"--eval-iters": self.eval_iters})

@@ -54,6 +54,8 @@ class ParameterInfo:
     gradients must be summed over the tensor-parallel group."""
     uses: int = 1
     """How often a microbatch's forward pass uses it, and its backward pass delivers a gradient."""
+    is_vocabulary: bool = False
+    """Whether its rows are ids of the vocabulary: the embedding and the head."""
     tied_end: TiedEnd | None = None
     """Set where the first and the last stage each hold this weight, tied: the end of the model that this copy serves.
     Their gradients must be summed; the embedding's copy is the one that is counted and saved."""

@@ -10,7 +10,7 @@ import os
 import struct
 import uuid
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.errors import DataError
-from megatron.data.remote import RemoteFile, is_remote
+from megatron.data.remote import RemoteFile
+from megatron.data.storage import is_remote
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -53,6 +54,7 @@ class _Index(NamedTuple):
     sequence_lengths: npt.NDArray[np.int32]
     byte_offsets: npt.NDArray[np.int64]
     document_indices: npt.NDArray[np.int64]
+    has_modes: bool = False
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -92,7 +94,8 @@ class IndexedDataset:
         _check_bin_size(self.prefix, self._index, _file_size(f"{self.prefix}.bin"))
         self._bin_file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
         if self._mmap and self.num_tokens:
-            self._tokens = _map_file(self._bin_file).view(self.dtype)
+            # Bytes behind what the index knows of do not matter.
+            self._tokens = _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def _open_remote(self, index_cache: str | None) -> None:
         if index_cache is None:
@@ -125,6 +128,16 @@ class IndexedDataset:
         return self._index.sequence_lengths
 
     @property
+    def byte_offsets(self) -> npt.NDArray[np.int64]:
+        """Where each sequence begins in ``.bin``, [S] int64."""
+        return self._index.byte_offsets
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the index has a mode for each sequence (multimodal data)."""
+        return self._index.has_modes
+
+    @property
     def document_indices(self) -> npt.NDArray[np.int64]:
         """Sequence number where each document starts, [documents + 1] int64; first 0, last S."""
         return self._index.document_indices
@@ -154,8 +167,12 @@ class IndexedDataset:
             raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
         return int(self._index.byte_offsets[index]) // self.dtype.itemsize + offset, length
 
+    def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
+        """``length`` tokens from position ``start`` of ``.bin``, whatever sequence they belong to."""
+        return self.runs([(start, length)])[0]
+
     def runs(self, places: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
-        """For each (start, length) so many tokens from that position of ``.bin``, whatever sequences they are of."""
+        """:meth:`tokens` of each (start, length); remote ones are asked for at the same time."""
         if self._tokens is not None:
             return [self._tokens[start : start + length] for start, length in places]
         size = self.dtype.itemsize
@@ -316,12 +333,27 @@ class IndexedDatasetWriter:
     def _write_index(self, index_file: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         count = len(lengths)
-        index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[self._dtype], count, count + 1))
-        index_file.write(lengths.astype("<i4", copy=False).tobytes())
-        for offsets in _byte_offsets(lengths, self._dtype.itemsize):
-            index_file.write(offsets.astype("<i8", copy=False).tobytes())
-        for start in range(0, count + 1, _WRITE_CHUNK):
-            index_file.write(np.arange(start, min(start + _WRITE_CHUNK, count + 1), dtype="<i8").tobytes())
+        starts = range(0, count + 1, _WRITE_CHUNK)
+        documents = (np.arange(start, min(start + _WRITE_CHUNK, count + 1)) for start in starts)
+        write_index(
+            index_file, self._dtype, [lengths], _byte_offsets(lengths, self._dtype.itemsize), documents, count, count
+        )
+
+
+def write_index(
+    index_file: BinaryIO,
+    dtype: np.dtype[Any],
+    lengths: Iterable[npt.NDArray[Any]],
+    offsets: Iterable[npt.NDArray[Any]],
+    documents: Iterable[npt.NDArray[Any]],
+    num_sequences: int,
+    num_documents: int,
+) -> None:
+    """Write an ``.idx`` file, its arrays given in pieces: see :class:`IndexedDataset` for what they are."""
+    index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1))
+    for pieces, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
+        for piece in pieces:
+            index_file.write(piece.astype(stored, copy=False).tobytes())
 
 
 def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -390,6 +422,7 @@ def _split_index(content: npt.NDArray[np.uint8], dtype: np.dtype[Any], sequences
         content[_HEADER.size : offsets_at].view("<i4"),
         content[offsets_at:documents_at].view("<i8"),
         content[documents_at : documents_at + 8 * documents].view("<i8"),
+        len(content) > documents_at + 8 * documents,
     )
 
 

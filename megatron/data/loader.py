@@ -26,9 +26,9 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
 from megatron.data.order_cache import Description
-from megatron.data.remote import is_remote
 from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
 from megatron.data.sources import Sources, read_sources
+from megatron.data.storage import is_remote
 
 Microbatch = dict[str, torch.Tensor]
 

@@ -7,16 +7,12 @@ from typing import Any, BinaryIO
 
 from megatron.config.errors import DataError
 from megatron.data.build_lock import load_or_build_once, write_atomically
+from megatron.data.storage import file_system
 
 # What file systems call the property that changes with the content; the first that a file has counts.
 _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "updated", "created")
 
 _COPIED_PIECE = 1 << 26  # bytes
-
-
-def is_remote(path: str) -> bool:
-    """Whether ``path`` names a file system of fsspec, as in ``s3://bucket/corpus``."""
-    return "://" in path
 
 
 class RemoteFile:
@@ -83,11 +79,7 @@ class RemoteFile:
     def _open(self) -> Any:
         """The file system, opened anew in every process: connections and their threads do not survive a fork."""
         if self._process != os.getpid():
-            try:
-                from fsspec.core import url_to_fs
-            except ImportError as error:
-                raise DataError(f"{self.url} needs fsspec: pip install fsspec.") from error
-            self._file_system, self._path = url_to_fs(self.url)
+            self._file_system, self._path = file_system(self.url)
             self._process = os.getpid()
         return self._file_system
 
@@ -99,6 +91,4 @@ class RemoteFile:
                 f"{self.url} does not exist: give --data-path prefixes without .bin or .idx, and copy both files there."
             )
         reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, ImportError):
-            return DataError(f"{self.url} needs a package of its own for {self.url.partition('://')[0]}: {reason}.")
         return DataError(f"{self.url} cannot be read ({reason}): check the address, the network and your credentials.")

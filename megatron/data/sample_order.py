@@ -57,7 +57,8 @@ def parse_split(split: str) -> SplitMatrix:
     ``969, 30, 1`` gives (0, .969), (.969, .999), (.999, 1). Missing weights are 0. Raises
     :class:`ConfigError` on anything but one to three non-negative numbers.
     """
-    parts = re.split(r"[\s,;:/]+", split.strip())
+    # Recipes quote it twice, '"--split \'99,1,0\'"', and Megatron-LM reads the digits alone.
+    parts = re.split(r"[\s,;:/]+", split.strip(" '\""))
     weights = [float(part) for part in parts if re.fullmatch(r"\d+\.?\d*|\.\d+", part)]
     if len(weights) != len(parts) or len(weights) > 3 or sum(weights) <= 0:
         raise ConfigError(

@@ -10,14 +10,20 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import ConfigError, DataError
+from megatron.data.word_cache import WordCache, cut_at_blanks
 
 # Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
-_LLAMA3_SPLIT = (
+LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -36,11 +42,23 @@ _LLAMA3_SPECIAL_TOKENS = {
 _MAX_BLANK_RUN = 100_000
 _LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
 
+# SentencePiece's sign for a blank.
+_BLANK = "\u2581"
+
 _END_OF_DOCUMENT_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 _BEGIN_OF_DOCUMENT_NAMES = ("<s>", "<|begin_of_text|>", "<|startoftext|>")
 
 # The class that Megatron-LM puts into the keys of its sample-order caches, for every text tokenizer.
 _MEGATRON_TOKENIZER_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
+
+
+class TokenizedTexts(NamedTuple):
+    """The ids of several texts as arrays."""
+
+    tokens: npt.NDArray[np.int32]
+    """All texts back to back."""
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each text, [texts]."""
 
 
 class Tokenizer(ABC):
@@ -60,6 +78,13 @@ class Tokenizer(ABC):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts."""
         return [self.tokenize(text) for text in texts]
+
+    def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
+        """The same ids as :meth:`tokenize_batch`, the fastest way there is on one core."""
+        ids = self.tokenize_batch(texts)
+        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+        tokens = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum(dtype=np.int64)))
+        return TokenizedTexts(tokens, lengths)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids. Raises :class:`DataError` on an id outside the vocabulary."""
@@ -97,6 +122,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"{path} has no end-of-sentence token to end documents with: use another model.")
         bos = int(self._processor.bos_id())
         self.bos = bos if bos >= 0 else None
+        self._words = WordCache(self._encode_words) if _words_are_independent(content) else None
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
@@ -104,6 +130,21 @@ class SentencePieceTokenizer(Tokenizer):
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
+        return ids
+
+    def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
+        if self._words is None:
+            return super().tokenize_to_arrays(texts)
+        # A text that holds SentencePiece's sign for a blank is one word: the sign passes for a blank, but is none to
+        # cut at. SentencePiece puts a blank before whatever it encodes, if there is anything.
+        words = [[f" {text}"] if _BLANK in text else cut_at_blanks(f" {text}") if text else [] for text in texts]
+        return _join_bytes(self._words.ids(words))
+
+    def _encode_words(self, words: list[str]) -> list[list[int]]:
+        """The ids of words with their blanks in front, of which SentencePiece adds one."""
+        ids = self.tokenize_batch([word[1:] for word in words])
+        if " " in words:  # to SentencePiece a text without ids
+            ids[words.index(" ")] = [int(self._processor.piece_to_id(_BLANK))]
         return ids
 
     def _decode(self, ids: list[int]) -> str:
@@ -123,7 +164,7 @@ class TikTokenizer(Tokenizer):
         ranks = _parse_ranks(path)
         specials = _llama3_special_tokens(len(ranks), num_special_tokens)
         self._encoding = tiktoken.Encoding(
-            os.path.basename(path), pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
+            os.path.basename(path), pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size = len(ranks) + num_special_tokens
         self.bos = specials["<|begin_of_text|>"]
@@ -133,6 +174,15 @@ class TikTokenizer(Tokenizer):
         if len(text) <= _MAX_BLANK_RUN:
             return self._encoding.encode_ordinary(text)
         return [token for part in _cut_blank_runs(text) for token in self._encoding.encode_ordinary(part)]
+
+    def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
+        return _join_bytes(list(map(self._tokenize_to_bytes, texts)))
+
+    def _tokenize_to_bytes(self, text: str) -> bytes:
+        """Ids as 32-bit bytes."""
+        if len(text) > _MAX_BLANK_RUN:
+            return array("i", self.tokenize(text)).tobytes()
+        return self._encoding.encode_to_numpy(text, disallowed_special=()).tobytes()
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
@@ -277,6 +327,36 @@ def _not_a(path: str, kind: str) -> str:
 
 def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _join_bytes(ids: list[bytes]) -> TokenizedTexts:
+    """Texts whose ids are int32 bytes."""
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids)) // 4
+    return TokenizedTexts(np.frombuffer(b"".join(ids), np.int32), lengths.astype(np.int32))
+
+
+def _words_are_independent(model: bytes) -> bool:
+    """Whether a SentencePiece model gives a text the ids of its words, each with the blanks before it.
+
+    So it is when merges alone decide (BPE), no piece goes on behind a blank that follows something else, and the
+    text reaches them as it is, with one blank in front: Llama 2's model, and those of tools/train_tokenizer.py.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    content = proto.ModelProto.FromString(model)
+    normalizer, trainer = content.normalizer_spec, content.trainer_spec
+    pieces = {piece.piece for piece in content.pieces}
+    return (
+        trainer.model_type == proto.TrainerSpec.BPE
+        and not trainer.treat_whitespace_as_suffix
+        and not normalizer.precompiled_charsmap
+        and normalizer.add_dummy_prefix
+        and normalizer.escape_whitespaces
+        and not normalizer.remove_extra_whitespaces
+        and _BLANK in pieces
+        and not any(_BLANK in piece.lstrip(_BLANK) for piece in pieces)
+    )
 
 
 def _parse_ranks(path: str) -> dict[bytes, int]:

@@ -75,7 +75,7 @@ def build_data(
     )
     interval = config.validation.eval_interval
     evaluations = progress.iteration // interval if interval else 0
-    evaluated = evaluations * config.validation.eval_iters * batches.final_batch_size
+    evaluated = evaluations * _samples_per_evaluation(config, batches)
 
     def loader(dataset: Dataset | None, consumed: int) -> Iterator[Microbatch] | None:
         return None if dataset is None else _loader(config, topology, vocabulary, dataset, consumed)
@@ -94,7 +94,7 @@ def sample_counts(
     """Samples that the run will ask of each split, as in Megatron-LM; a split without data is not used."""
     remaining = train_iters - progress.iteration
     train = config.training.train_samples or batches.total_samples(max(remaining, 0), progress.consumed_samples)
-    interval, per_evaluation = config.validation.eval_interval, config.validation.eval_iters * batches.final_batch_size
+    interval, per_evaluation = config.validation.eval_interval, _samples_per_evaluation(config, batches)
     if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
         if not sources.has(1):
             raise ConfigError(_no_validation_data(sources))
@@ -110,6 +110,10 @@ def _no_validation_data(sources: Sources) -> str:
         f"Evaluation needs a validation split, but --split {sources.split!r} gives it nothing: raise its second "
         "weight, or drop --eval-interval."
     )
+
+
+def _samples_per_evaluation(config: RunConfig, batches: BatchSchedule) -> int:
+    return config.validation.eval_iters * (config.validation.eval_global_batch_size or batches.final_batch_size)
 
 
 def _loader(

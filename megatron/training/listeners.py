@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
@@ -71,6 +71,7 @@ class Metrics(Listener):
             world_size=trainer.topology.grid.world_size,
             timers=combine(timers, self.config.timing_log_option),
             timer_report=format_timer_report(timers, self.config.timing_log_option),
+            memory=device_memory(trainer.topology.device) if self.config.log_memory_to_tensorboard else {},
         )
 
     def _timers_of_all_ranks(self, trainer: Trainer, iterations: int) -> list[dict[str, float]]:
@@ -173,6 +174,30 @@ class GarbageCollection(Listener):
     def on_end(self, trainer: Trainer, reason: str) -> None:
         """Collect as usual again."""
         gc.enable()
+
+
+@dataclass
+class MemoryRelease(Listener):
+    """Gives unused memory back to the device after every iteration."""
+
+    release: Callable[[], None]
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Release it."""
+        self.release()
+
+
+def device_memory(device: torch.device) -> dict[str, float]:
+    """What torch's allocator has of a GPU, under Megatron-LM's keys; nothing on a CPU, where it keeps no books."""
+    if device.type == "cpu":
+        return {}
+    counts = torch.cuda.memory_stats(device)
+    return {
+        "mem-reserved-bytes": counts["reserved_bytes.all.current"],
+        "mem-allocated-bytes": counts["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": counts["allocated_bytes.all.peak"],
+        "mem-allocated-count": counts["allocation.all.current"],
+    }
 
 
 def device_name(device: torch.device) -> str | None:

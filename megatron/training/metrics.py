@@ -69,6 +69,8 @@ class IterationRecord:
     world_size: int
     timers: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Least and greatest milliseconds over ranks by timer name (see ``timers.combine``)."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Memory of the writing rank's device, by Megatron-LM's key, when asked for."""
     timer_report: str = ""
     """Text for the console below the iteration's line (see ``timers.format_timer_report``)."""
 
@@ -147,6 +149,7 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
         "skipped-iterations": record.skipped,
     }
     scalars |= {key: value for key, value in optional.items() if value is not None}
+    scalars |= record.memory
     return scalars | {f"{name}-time": slowest / 1e3 for name, (_, slowest) in record.timers.items()}
 
 

@@ -1,6 +1,9 @@
 """Pretraining from flags to the last checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
@@ -28,12 +31,24 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> None
     if device.type == "cpu":
         prepare_cpu(process)
     with (
+        deterministic_algorithms(config.training.deterministic_mode),
         watch_signals(config.training) as signals,
         joined(config.parallel, process, device) as topology,
         save_directories_locked(config.checkpoint, topology.world) as locks,
     ):
         config = settle_architecture(config, flags_over, topology.world, say)
         train(config, topology, locks, signals, say)
+
+
+@contextmanager
+def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
+    """Let torch use none but deterministic algorithms (``--deterministic-mode``)."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or are_wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def train(config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say) -> None:

@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import ConfigError
+from megatron.config.errors import CheckpointError, ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
@@ -33,6 +33,7 @@ from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.weight_decay import build_weight_decay_schedule
 from megatron.core.pipeline_parallel.executor import PipelineExecutor, ReadDocuments
 from megatron.core.pipeline_parallel.schedule import Schedule
 from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
@@ -48,9 +49,17 @@ from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
 from megatron.training.flops import model_flops_per_token, resolve_peak
 from megatron.training.launch import on_first_rank, together
-from megatron.training.listeners import Checkpoints, Evaluation, GarbageCollection, Metrics, device_name
+from megatron.training.listeners import (
+    Checkpoints,
+    Evaluation,
+    GarbageCollection,
+    MemoryRelease,
+    Metrics,
+    device_name,
+)
 from megatron.training.metrics import MetricsWriter
 from megatron.training.pipeline_profile import PipelineProfile, check_trace_path
+from megatron.training.profile import build_profile
 from megatron.training.saver import Saver
 from megatron.training.state import Progress, RunState, SavedRun, find_saved_run, seed_random
 from megatron.training.stop import SignalWatch, StopConditions
@@ -93,12 +102,12 @@ def build_trainer(
     on_first_rank(topology.world, lambda: check_trace_path(config.logging.profile_pipeline))
     seed_random(config.training.seed)
     vocabulary = together(topology.world, lambda: load_vocabulary(config))
-    saved = find_saved_run(config.checkpoint, topology.world)
-    progress = Progress() if saved is None or config.checkpoint.finetune else saved.progress
+    saved, is_own = find_start(config.checkpoint, topology.world)
+    progress = saved.progress if saved is not None and is_own else Progress()
     batches = build_batches(config, topology, progress)
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
-    kernels = build_kernels(config, topology, vocabulary)
+    kernels = together(topology.world, lambda: build_kernels(config, topology, vocabulary))
     model = build_parallel_model(config, topology, vocabulary, kernels)
     executor = build_pipeline(config, topology, model)
     data_parallel = build_data_parallel(config, topology, model)
@@ -114,8 +123,11 @@ def build_trainer(
         device=topology.device,
         flags=dataclasses.asdict(config),
         fp8=model.context.fp8,
+        weight_decay=build_weight_decay_schedule(
+            config.optimizer, config.training.train_samples or batches.total_samples(train_iters)
+        ),
     )
-    resume(state, saved, config, topology.world, say)
+    resume(state, saved, is_own, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
     describe_run(config, topology, model, state, batches, train_iters, say)
@@ -144,6 +156,8 @@ def build_trainer(
         seq_length=config.seq_length,
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
         count_zeros=config.logging.log_num_zeros_in_grad,
+        iterations_to_skip=frozenset(config.training.iterations_to_skip),
+        before_update=memory_release(config, topology.device, level=1),
     )
 
 
@@ -338,8 +352,21 @@ def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSched
     )
 
 
-def resume(state: RunState, saved: SavedRun | None, config: RunConfig, world: Communicator, say: Say) -> None:
-    """Load the checkpoint that was found for ``--load``, if any, else the model of ``--load-hf``."""
+def find_start(config: CheckpointConfig, world: Communicator) -> tuple[SavedRun | None, bool]:
+    """The checkpoint to start from, if any, and whether it is of this run, so that more than its weights counts."""
+    saved, base = find_saved_run(config, world), config.pretrained_checkpoint
+    if saved is not None or base is None:
+        return saved, not config.finetune
+    saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), world)
+    if saved is None:
+        raise CheckpointError(f"--pretrained-checkpoint {base} holds no checkpoint: check the path.")
+    return saved, False
+
+
+def resume(
+    state: RunState, saved: SavedRun | None, is_own: bool, config: RunConfig, world: Communicator, say: Say
+) -> None:
+    """Load the checkpoint that :func:`find_start` found, if any, else the model of ``--load-hf``."""
     source = config.checkpoint.load_hf
     if saved is None:
         start = "random weights" if source is None else f"the weights of {source}"
@@ -349,7 +376,7 @@ def resume(state: RunState, saved: SavedRun | None, config: RunConfig, world: Co
             state.load_hugging_face(Path(source), world)
             say(f"loaded the weights of {source}")
         return
-    state.load(saved, config.checkpoint, weights_only=config.checkpoint.finetune or config.validation.skip_train)
+    state.load(saved, config.checkpoint, weights_only=not is_own or config.validation.skip_train)
     say(f"loaded checkpoint {saved.root}, continuing after iteration {state.progress.iteration}")
 
 
@@ -398,7 +425,7 @@ def build_listeners(
     evaluation = Evaluation(
         config.validation.eval_interval,
         config.validation.eval_iters,
-        batches.final_batch_size // batches.unit,
+        evaluation_batch_size(config, batches) // batches.unit,
         data.validation,
         data.test,
     )
@@ -409,11 +436,36 @@ def build_listeners(
     if config.training.manual_gc:
         intervals = config.training.manual_gc_interval, config.validation.eval_interval
         listeners.append(GarbageCollection(*intervals, config.checkpoint.save_schedule))
+    release = memory_release(config, topology.device, level=2)
+    if release is not None:
+        listeners.insert(0, MemoryRelease(release))
+    profile = build_profile(config, topology.rank, topology.device, say)
+    if profile is not None:
+        # First, so that it records the iteration alone.
+        listeners.insert(0, profile)
     if config.logging.profile_pipeline is not None:
         iteration = config.logging.profile_pipeline_iteration
         # First, because evaluation uses the pipeline, too.
         listeners.insert(0, PipelineProfile(config.logging.profile_pipeline, iteration, say))
     return listeners
+
+
+def memory_release(config: RunConfig, device: torch.device, level: int) -> Callable[[], None] | None:
+    """How to give unused memory back to the GPU, where ``--empty-unused-memory-level`` is at least ``level``."""
+    return (
+        torch.cuda.empty_cache if device.type != "cpu" and config.training.empty_unused_memory_level >= level else None
+    )
+
+
+def evaluation_batch_size(config: RunConfig, batches: BatchSchedule) -> int:
+    """Sequences of an evaluation batch; raises :class:`ConfigError` where the ranks do not divide them."""
+    size = config.validation.eval_global_batch_size
+    if size is not None and size % batches.unit:
+        raise ConfigError(
+            f"--eval-global-batch-size {size} does not divide into --micro-batch-size {batches.micro_batch_size} x "
+            f"data-parallel size {batches.data_parallel_size}: use a multiple of {batches.unit}."
+        )
+    return size or batches.final_batch_size
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:

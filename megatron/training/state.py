@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megatron.core.fp8 import Fp8Layers
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer.weight_decay import WeightDecaySchedule
 from megatron.training.launch import on_first_rank, together
 
 _logger = logging.getLogger(__name__)
@@ -196,6 +197,14 @@ class RunState:
     device: torch.device
     flags: Mapping[str, Any]
     fp8: Fp8Layers | None = None
+    weight_decay: WeightDecaySchedule | None = None
+
+    def vocabulary_learning_rate(self, consumed_samples: int) -> float | None:
+        """The learning rate of embedding and head, where they have one apart (``--decoupled-lr``)."""
+        peak = self.learning_rate.decoupled_lr
+        if peak is None:
+            return None
+        return replace(self.schedule, peak=peak, minimum=self.learning_rate.vocabulary_min_lr)(consumed_samples)
 
     def save(self, config: CheckpointConfig, saving: Saving | None = None) -> Path:
         """Save under ``--save``, at once or as ``saving`` does it; all ranks call it."""

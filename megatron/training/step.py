@@ -5,7 +5,7 @@ up losses and token counts, never means.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.communication import Communicator
@@ -69,6 +69,9 @@ def train_step(
     timers: Timers,
     count_zeros: bool = False,
     fp8: Fp8Layers | None = None,
+    vocabulary_learning_rate: float | None = None,
+    weight_decay: float | None = None,
+    before_update: Callable[[], None] | None = None,
 ) -> StepOutcome:
     """One iteration over ``num_microbatches`` of ``microbatches``; a loss or gradients that are not finite make no
     update.
@@ -76,7 +79,8 @@ def train_step(
     ``expected_tokens`` is the number of tokens in the global batch, masked or not: it keeps gradients in a
     good range until the number of unmasked ones is known. ``loss_scaler`` hears whether gradients overflowed; not
     of a loss that is not finite, in which its scale has no part. ``ranks`` are those whose losses add up: the
-    data-parallel ranks and the stages, of which only the last has a loss.
+    data-parallel ranks and the stages, of which only the last has a loss. ``vocabulary_learning_rate`` and
+    ``weight_decay`` as in :meth:`Optimizer.step`.
     """
     scale = loss_scaler.scale
     if fp8 is not None:
@@ -94,7 +98,15 @@ def train_step(
         fp8.finish_step()
     if not math.isfinite(loss.mean):
         return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_zeros=None)
+    if before_update is not None:
+        before_update()
     with timers("optimizer"):
-        result = optimizer.step(learning_rate, expected_tokens / loss.num_tokens / scale, count_zeros)
+        result = optimizer.step(
+            learning_rate,
+            expected_tokens / loss.num_tokens / scale,
+            count_zeros,
+            vocabulary_learning_rate=vocabulary_learning_rate,
+            weight_decay=weight_decay,
+        )
     is_in_order = loss_scaler.update(overflowed=not result.is_applied)
     return StepOutcome(loss.mean, result.grad_norm, not result.is_applied, not is_in_order, result.num_zeros)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.config.errors import DataError, RankError, UserError
@@ -64,6 +64,10 @@ class Trainer:
     seq_length: int
     check_for_nan: bool
     count_zeros: bool
+    iterations_to_skip: frozenset[int] = frozenset()
+    """Iterations whose samples are passed over; nobody hears of them."""
+    before_update: Callable[[], None] | None = None
+    """Called between the gradients and the update."""
 
     def run(self) -> str:
         """Train until a reason to stop, and return it; a run that is complete already does nothing."""
@@ -73,6 +77,9 @@ class Trainer:
             reason = self.stop.reason(self.state.progress.iteration)
             if reason is not None:
                 break
+            if self.state.progress.iteration + 1 in self.iterations_to_skip:
+                self.pass_over_one_iteration()
+                continue
             for listener in self.listeners:
                 listener.on_iteration_start(self)
             result = self.train_one_iteration(started)
@@ -88,6 +95,7 @@ class Trainer:
         progress = self.state.progress
         batch_size = self.batches.global_batch_size(progress.consumed_samples)
         learning_rate = self.state.schedule(progress.consumed_samples)
+        weight_decay = self.state.weight_decay
         outcome = train_step(
             self.executor,
             self.data_parallel,
@@ -101,6 +109,9 @@ class Trainer:
             timers=self.timers,
             count_zeros=self.count_zeros,
             fp8=self.state.fp8,
+            vocabulary_learning_rate=self.state.vocabulary_learning_rate(progress.consumed_samples),
+            weight_decay=weight_decay(progress.consumed_samples) if weight_decay is not None else None,
+            before_update=self.before_update,
         )
         if outcome.is_fault and self.check_for_nan:
             raise UserError(
@@ -108,10 +119,21 @@ class Trainer:
                 f"{_advice(outcome, self.state.loss_scaler)}; --no-check-for-nan-in-loss-and-grad skips such "
                 "iterations."
             )
-        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)
-        progress.consumed_samples += batch_size
-        progress.iteration += 1
+        self._count_iteration()
         return IterationResult(outcome, learning_rate, batch_size, time.perf_counter() - started)
+
+    def pass_over_one_iteration(self) -> None:
+        """Consume the samples of one global batch without training on them."""
+        microbatches = self._microbatches()
+        for _ in range(self.batches.num_microbatches(self.state.progress.consumed_samples)):
+            next(microbatches)
+        self._count_iteration()
+
+    def _count_iteration(self) -> None:
+        progress = self.state.progress
+        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)
+        progress.consumed_samples += self.batches.global_batch_size(progress.consumed_samples)
+        progress.iteration += 1
 
     def close(self) -> None:
         """Finish the listeners, the loaders and the writers; call it however the run ended."""

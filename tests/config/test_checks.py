@@ -44,6 +44,7 @@ AT_LEAST_ONE = [
     "--num-distributed-optimizer-instances",
     "--ddp-bucket-size",
     "--num-dataset-builder-threads",
+    "--ddp-num-buckets",
     "--recompute-num-layers",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
@@ -62,6 +63,7 @@ AT_LEAST_ONE = [
     "--log-interval",
     "--tensorboard-log-interval",
     "--profile-pipeline-iteration",
+    "--eval-global-batch-size",
     "--loss-scale-window",
     "--hysteresis",
     "--seq-length",
@@ -74,6 +76,11 @@ AT_LEAST_ONE = [
 ]
 NOT_NEGATIVE = [
     "--weight-decay",
+    "--start-weight-decay",
+    "--end-weight-decay",
+    "--decoupled-lr",
+    "--decoupled-min-lr",
+    "--profile-step-start",
     "--clip-grad",
     "--adam-eps",
     "--num-workers",
@@ -613,7 +620,7 @@ BAD: list[Row] = [
     (
         f"{CORPUS} --train-data-path a --valid-data-path b --split 9,1",
         1,
-        "--split '9,1' ... --train-data-path ... drop",
+        "--split '9,1' ... drop one",
     ),
     (f"{CORPUS} --valid-data-path b", 1, "--valid-data-path needs --train-data-path ... to train on"),
     (f"{GOOD} --sample-order extendable --dataloader-type cyclic", 1, "--sample-order ... cyclic ... drop one"),
@@ -659,7 +666,62 @@ BAD: list[Row] = [
     (f"{UNKNOWN} --tensor-model-parallel-size 2", 3, "3 processes ... --tensor-model-parallel-size 2 ... multiple"),
     (f"{UNKNOWN} --hidden-size 0", 1, "--hidden-size 0 must be at least 1"),
     (f"{GOOD} --no-checkpoint-fallback", 1, "--no-checkpoint-fallback needs --load"),
+    (f"{GOOD} --start-weight-decay 0.1", 1, "--start-weight-decay needs --weight-decay-incr-style ... remove"),
+    (
+        f"{GOOD} --weight-decay-incr-style linear --start-weight-decay 0",
+        1,
+        "--weight-decay-incr-style linear needs --end-weight-decay: add it",
+    ),
+    (f"{GOOD} --decoupled-min-lr 1e-4", 1, "--decoupled-min-lr needs --decoupled-lr: add it"),
+    (f"{GOOD} --min-lr 1e-4 --decoupled-lr 1e-5", 1, "--decoupled-lr 1e-05 is below its floor of 0.0001: give a lower"),
+    (f"{GOOD} --no-te-rng-tracker", 1, "--no-te-rng-tracker asks for another way ... remove it"),
+    (f"{GOOD} --no-use-cpu-initialization", 1, "--no-use-cpu-initialization asks ... remove it"),
+    (f"{GOOD} --no-attention-softmax-in-fp32", 1, "--no-attention-softmax-in-fp32 asks ... remove it"),
+    (
+        f"{GOOD} --ddp-bucket-size 9 --ddp-num-buckets 2",
+        1,
+        "--ddp-bucket-size 9 and --ddp-num-buckets 2 ... remove one",
+    ),
+    (f"{GOOD} --use-torch-fsdp2 --ddp-num-buckets 2", 1, "--ddp-num-buckets 2 does not go ... remove it"),
+    (f"{GOOD} --position-embedding", 1, "--position-embedding is not a Llama ... remove it"),
+    (f"{GOOD} --no-use-rotary-position-embeddings", 1, "--no-use-rotary-position-embeddings is not a Llama ... remove"),
+    (f"{GOOD} --iterations-to-skip 3 0", 1, "--iterations-to-skip 0 must be at least 1"),
+    (f"{GOOD} --no-ckpt-fully-parallel-save", 1, "--no-ckpt-fully-parallel-save asks ... remove it"),
+    (f"{GOOD} --no-dist-ckpt-optim-fully-reshardable", 1, "--no-dist-ckpt-optim-fully-reshardable asks ... remove it"),
+    (f"{GOOD} --no-verify-integrity", 1, "--no-verify-integrity asks ... remove it"),
+    (
+        f"{GOOD} --use-tp-pp-dp-mapping --rank-order tp-cp-ep-dp-pp",
+        1,
+        "--use-tp-pp-dp-mapping contradicts --rank-order tp-cp-ep-dp-pp: remove one",
+    ),
+    (f"{GOOD} --no-disable-gloo-process-groups", 1, "--no-disable-gloo-process-groups asks ... remove it"),
+    (
+        f"{GOOD} --tokenizer-type TikTokenizer --tokenizer-model t --tiktoken-pattern v2",
+        1,
+        "--tiktoken-pattern v2 is not how ... remove it",
+    ),
+    (f"{GOOD} --no-log-timers-to-tensorboard", 1, "--no-log-timers-to-tensorboard leaves out ... remove it"),
+    (f"{GOOD} --no-log-validation-ppl-to-tensorboard", 1, "--no-log-validation-ppl-to-tensorboard ... remove it"),
+    (f"{GOOD} --profile-step-start 5", 1, "--profile-step-start has no effect without --profile: add that"),
+    (f"{GOOD} --profile-ranks 0", 1, "--profile-ranks has no effect without --profile: add that"),
+    (f"{GOOD} --profile --profile-step-start 12", 1, "--profile-step-end 12 must be above --profile-step-start 12"),
+    (f"{GOOD} --profile --profile-ranks 0 2", 2, "--profile-ranks 2 is none of the ranks 0 to 1: name one"),
+    (
+        f"{GOOD} --profile --use-pytorch-profiler",
+        1,
+        "--use-pytorch-profiler writes ... --tensorboard-dir or --save: give",
+    ),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint needs --load"),
+    (
+        f"{GOOD} --load run --pretrained-checkpoint base --load-hf hf",
+        1,
+        "--pretrained-checkpoint and --load-hf ... remove",
+    ),
+    (
+        f"{GOOD} --load run --pretrained-checkpoint base --exit-on-missing-checkpoint",
+        1,
+        "--pretrained-checkpoint and --exit-on-missing-checkpoint differ ... remove one",
+    ),
     (f"{GOOD} --overlap-param-gather", 1, "--overlap-param-gather ... --use-distributed-optimizer"),
     (f"{GOOD} --profile-pipeline trace.json --profile-pipeline-iteration 11", 1, "iteration 11 ... --train-iters 10"),
     (f"{GOOD} --profile-pipeline trace.json --skip-train --eval-interval 5", 1, "--profile-pipeline ... --skip-train"),
@@ -828,11 +890,12 @@ def test_the_layout_follows_from_the_flags() -> None:
 
 def test_buckets_are_cut_where_the_reduction_overlaps_or_where_asked() -> None:
     def sizes(*arguments: str) -> list[int | None]:
-        return [parse_command_line(arguments).parallel.bucket_size(ranks) for ranks in (1, 40, 64)]
+        return [parse_command_line(arguments).parallel.bucket_size(ranks, 1000) for ranks in (1, 40, 64)]
 
     assert sizes() == [None, None, None]
     assert sizes("--overlap-grad-reduce") == [40_000_000, 40_000_000, 64_000_000]
     assert sizes("--ddp-bucket-size", "1000") == [1000, 1000, 1000]
+    assert sizes("--ddp-num-buckets", "3") == [334, 334, 334]
     assert sizes("--ddp-bucket-size", "1000", "--overlap-grad-reduce") == [1000, 1000, 1000]
 
 

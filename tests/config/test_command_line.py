@@ -115,6 +115,7 @@ def test_no_two_groups_have_a_flag_of_the_same_name() -> None:
         (["--seq-lenght=64"], "--seq-length"),
         (["--num_layer", "3"], "--num-layers"),
         (["--model", "tiny", "--no-save-optimizer"], "--no-save-optim"),
+        (["--no-progress-bar"], "--progress-bar"),
     ],
 )
 def test_an_unknown_flag_is_answered_with_the_nearest_one(arguments: list[str], nearest: str) -> None:
@@ -330,4 +331,4 @@ def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
     config.check(world_size=1024)
     assert config.pipeline.num_chunks(126, 8) == 8
     assert config.pipeline.schedule(126, 8) == "interleaved"
-    assert config.parallel.bucket_size(config.data_parallel_size(1024)) == 200_000_000
+    assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000

@@ -1,8 +1,9 @@
 """The optimizer over pieces does what torch's does over a plain list of parameters."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
 from megatron.core.gradient import slot_of
+from megatron.core.kernels.selection import OptimizerKernels
+from megatron.core.kernels.third_party import torch_adam, torch_squared_norm
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
 from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
 from megatron.core.precision import NumberFormats
@@ -122,6 +125,40 @@ def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-12)
         assert_all_close(run.weights(), [parameter.detach() for parameter in parameters], 1e-12)
     assert config.clip_grad == 0.0 or result.grad_norm > config.clip_grad, "nothing was clipped"
+
+
+def test_embedding_and_head_may_have_a_learning_rate_and_all_a_weight_decay_of_the_step() -> None:
+    run = Run(ADAM)
+    # The first parameter as an embedding; its facts are what the optimizer goes by.
+    for piece in run.data_parallel.pieces:
+        object.__setattr__(piece.info, "is_vocabulary", piece.info.name == "p0")
+    run.optimizer = Optimizer(ADAM, run.data_parallel, single_process())
+    parameters, _ = torch_twin(ADAM)
+    first, *others = parameters
+    groups = [
+        {"params": [first], "lr": 5 * RATE},
+        {"params": [p for p in others if p.ndim > 1], "lr": RATE},
+        {"params": [p for p in others if p.ndim == 1], "lr": RATE, "weight_decay": 0.0},
+    ]
+    betas = (ADAM.adam_beta1, ADAM.adam_beta2)
+    twin = torch.optim.AdamW(groups, betas=betas, eps=ADAM.adam_eps, weight_decay=0.7, foreach=False)
+    for number in range(3):
+        run.deliver(gradients(number))
+        run.optimizer.step(RATE, 1.0, vocabulary_learning_rate=5 * RATE, weight_decay=0.7)
+        for parameter, gradient in zip(parameters, gradients(number)):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(parameters, ADAM.clip_grad, foreach=False)
+        twin.step()
+        assert_all_close(run.weights(), [parameter.detach() for parameter in parameters], 1e-12)
+
+
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_weights_are_cut_in_as_many_buckets_as_asked(number: int | None) -> None:
+    parameters = Run(ADAM).parameters
+    formats = NumberFormats(torch.float64, torch.float64, torch.float64, master=torch.float64)
+    config = ParallelConfig(ddp_num_buckets=number)
+    data_parallel = BufferedDataParallel(parameters, formats, single_process(), config)
+    assert len(data_parallel._weights) == (number or 1)
 
 
 def test_norms_do_not_decay() -> None:
@@ -364,3 +401,21 @@ def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
     assert list(optimizer.state()) == []
     assert optimizer.num_steps == 0
     assert optimizer.has_master_weights, "what all ranks know must not depend on what this one owns"
+
+
+def test_the_optimizer_updates_and_measures_with_the_kernels_that_it_is_given() -> None:
+    calls: list[str] = []
+
+    def adam(groups: Sequence[dict[str, Any]], betas: tuple[float, float], epsilon: float) -> torch.optim.Optimizer:
+        calls.append("adam")
+        return torch_adam(groups, betas, epsilon)
+
+    def squared_norm(tensors: list[Tensor]) -> Tensor:
+        calls.append("norm")
+        return 4 * torch_squared_norm(tensors)
+
+    run, usual = Run(ADAM), Run(ADAM)
+    kernels = OptimizerKernels(adam, squared_norm)
+    run.optimizer = Optimizer(ADAM, run.data_parallel, single_process(), kernels)
+    assert run.step(0).grad_norm == pytest.approx(2 * usual.step(0).grad_norm)
+    assert calls == ["adam", "norm"]

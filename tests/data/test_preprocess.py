@@ -82,7 +82,10 @@ BAD_LINES = {
     "no key": ('{"content": "1"}', "in.jsonl, line 3 has no key 'text': name the right key with --json-keys"),
     "no text": ('{"text": 1}', "in.jsonl, line 3 has no text under the key 'text'"),
     "half a surrogate pair": ('{"text": "\\ud800"}', "in.jsonl, line 3 holds half of a surrogate pair"),
-    "unknown id": ('{"text": "1000"}', "in.jsonl, line 3: Token id 1000 in the text is outside 0..999"),
+    "unknown id": (
+        '{"text": "1000"}',
+        "in.jsonl, line 3 cannot be tokenized: Token id 1000 in the text is outside 0..999",
+    ),
 }
 
 

@@ -134,7 +134,7 @@ def test_end_of_document_gets_no_loss_when_asked(corpora: Path) -> None:
 
 
 def test_splits_are_ranges_of_sequences(corpora: Path) -> None:
-    assert parse_split("969,30,1") == [(0, 0.969), (0.969, 0.999), (0.999, 1.0)]
+    assert parse_split("'969,30,1'") == parse_split("969,30,1") == [(0, 0.969), (0.969, 0.999), (0.999, 1.0)]
     assert parse_split("100") == parse_split("100, 0, 0") == [(0, 1.0), None, None]
     ranges = [split_range(bounds, 10) for bounds in parse_split("60,20,20")]
     assert ranges == [(0, 6), (6, 8), (8, 10)]

@@ -7,10 +7,12 @@ import json
 import random
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.config.data import TokenizerConfig
@@ -22,9 +24,11 @@ from megatron.data.tokenizers import (
     SentencePieceTokenizer,
     TikTokenizer,
     Tokenizer,
+    _words_are_independent,
     build_tokenizer,
     describe_tokenizer,
 )
+from megatron.data.word_cache import WordCache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +54,11 @@ def random_texts(count: int) -> Iterator[str]:
 def assert_text_survives(tokenizer: Tokenizer) -> None:
     texts = [*AWKWARD_TEXTS, *random_texts(200)]
     batch = tokenizer.tokenize_batch(texts)
+    for _ in range(2):  # words that are not known, and words that are
+        tokens, lengths = tokenizer.tokenize_to_arrays(texts)
+        assert tokens.tolist() == [token for ids in batch for token in ids] and lengths.tolist() == list(
+            map(len, batch)
+        )
     for text, ids in zip(texts, batch, strict=True):
         assert list(ids) == list(tokenizer.tokenize(text))
         assert tokenizer.detokenize(ids) == text
@@ -106,6 +115,63 @@ def test_trained_sentencepiece_keeps_source_code(sentencepiece_model: str, pytho
     assert pieces[-4:-1] == ["1", "2", "3"] and len(pieces) < 11
 
 
+def test_words_of_sentencepiece_are_looked_up_only_where_that_changes_nothing(
+    sentencepiece_model: str, tmp_path: Path
+) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    content = Path(sentencepiece_model).read_bytes()
+    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+    assert _words_are_independent(content) and tokenizer._words is not None
+    generator = random.Random(1)
+    texts = [
+        "".join(generator.choices("ab.\n\t \u2581\0\u4e2d", [3, 3, 1, 1, 1, 9, 1, 1, 1], k=generator.randrange(12)))
+        for _ in range(3000)
+    ]
+    assert tokenizer.tokenize_to_arrays(texts).tokens.tolist() == [
+        id for ids in tokenizer.tokenize_batch(texts) for id in ids
+    ]
+    for change in (
+        lambda model: setattr(model.pieces.add(), "piece", "of\u2581the"),
+        lambda model: setattr(model.normalizer_spec, "remove_extra_whitespaces", True),
+        lambda model: setattr(model.normalizer_spec, "add_dummy_prefix", False),
+        lambda model: setattr(model.normalizer_spec, "precompiled_charsmap", b"1"),
+        lambda model: setattr(model.trainer_spec, "model_type", proto.TrainerSpec.UNIGRAM),
+    ):
+        model = proto.ModelProto.FromString(content)
+        change(model)
+        assert not _words_are_independent(model.SerializeToString())
+
+
+def test_word_cache_stays_within_its_bound() -> None:
+    cache = WordCache(lambda words: [[len(word)] for word in words], max_words=3)
+    for texts in ([["a", "bb"], ["a"]], [["ccc", "a"]], [["dd", "a"], []], [["x" * 100]]):
+        lengths = [[len(word) for word in words] for words in texts]
+        assert [np.frombuffer(ids, np.int32).tolist() for ids in cache.ids(texts)] == lengths
+        assert len(cache) <= 3
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "tiktoken"])
+def test_trained_byte_level_tokenizers_keep_text(
+    tmp_path: Path, train_tokenizer: Any, python_sources: list[str], kind: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for number, source in enumerate(python_sources[:10]):
+        (tmp_path / "folder" / f"{number}.txt").write_text(source, encoding="utf-8")
+    config = train_tokenizer.TrainTokenizerConfig((str(tmp_path / "folder"),), str(tmp_path / "bpe"), 700, kind=kind)
+    path = train_tokenizer.train(config)
+    tokenizer = HuggingFaceTokenizer(path) if kind == "huggingface" else TikTokenizer(path)
+    specials = 256 if kind == "tiktoken" else 0
+    assert tokenizer.vocab_size == 700 + specials
+    assert_text_survives(tokenizer)
+    assert len(tokenizer.tokenize(python_sources[0])) < len(python_sources[0]) / 2
+    with pytest.raises(DataError, match="choose another --vocab-size, above 256, or give more text"):
+        train_tokenizer.train(replace(config, vocab_size=90_000))
+    with pytest.raises(ConfigError, match="--input-sentence-size is for --kind sentencepiece"):
+        train_tokenizer.train(replace(config, input_sentence_size=5))
+
+
 def test_training_reports_its_errors(tmp_path: Path, train_tokenizer: Any) -> None:
     def train(content: bytes, vocab_size: int = 300) -> None:
         (tmp_path / "in.jsonl").write_bytes(content)
@@ -114,7 +180,7 @@ def test_training_reports_its_errors(tmp_path: Path, train_tokenizer: Any) -> No
 
     with pytest.raises(DataError, match=r"in\.jsonl, line 2 is not valid JSON"):
         train(b'{"text": "a"}\n{"text')
-    with pytest.raises(DataError, match=r"in\.jsonl, line 1 has no text under the key 'text'"):
+    with pytest.raises(DataError, match=r"in\.jsonl, line 1 has no key 'text': name the right key with --json-key,"):
         train(b'{"content": "a"}')
     with pytest.raises(DataError, match=r"cannot train 300 pieces on this text .*choose another --vocab-size"):
         train(b'{"text": "a b"}')

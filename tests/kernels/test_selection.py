@@ -22,6 +22,7 @@ from megatron.core.kernels.selection import (
 from megatron.core.kernels.third_party import FlashAttention3
 from megatron.core.ops.attention import AttentionShape, CpuFlashAttention, CudnnAttention, ReferenceAttention
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
+from tests.stand_ins import transformer_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = AttentionShape(8, 2, 128)
@@ -37,6 +38,7 @@ def names(kernels: Kernels) -> dict[str, str]:
 
 
 ON_A_CPU = {
+    "linear": "local",
     "attention": "cpu",
     "weight_gradient": "separate",
     "rms_norm": "eager",
@@ -47,6 +49,7 @@ ON_A_CPU = {
     "l2_norm": "torch",
 }
 ON_A_GPU = {
+    "linear": "local",
     **dict.fromkeys(("rms_norm", "swiglu", "rope", "cross_entropy"), "compiled"),
     "attention": "sdpa",
     "weight_gradient": "in_place",
@@ -99,15 +102,24 @@ def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest
     monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
     kernels = choose_kernels(KernelConfig(), setting(GPU))
     assert type(kernels.attention) is CudnnAttention
-    assert kernels.choices[0].reason.endswith(
-        "(not flash3: FlashAttention 3 is not installed (no module flash_attn_interface))"
-    )
+    attention = next(choice for choice in kernels.choices if choice.operation == "attention")
+    assert attention.reason.endswith("(not flash3: FlashAttention 3 is not installed (no module flash_attn_interface))")
     assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="flash")))["attention"] == "flash"
     monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
     for backend in ("auto", "flash"):
         found = choose_kernels(KernelConfig(), setting(GPU, attention_backend=backend))
         assert names(found)["attention"] == "flash3"
     assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="fused")))["attention"] == "cudnn"
+
+
+def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(triton: None) -> None:
+    theirs = ON_A_GPU | {"linear": "transformer_engine", "attention": "te"}
+    engine = transformer_engine()
+    assert names(choose_kernels(KernelConfig(), setting(GPU, engine=engine))) == theirs
+    merged = choose_kernels(KernelConfig(), setting(GPU, engine=engine, needs_log_sum_exp=True))
+    assert names(merged) == theirs | {"attention": "flash"}
+    named = choose_kernels(KernelConfig(), setting(GPU, engine=engine, attention_backend="fused"))
+    assert names(named)["attention"] == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +154,7 @@ def test_a_flag_forces_one_kernel_and_no_other(
         ("weight_gradient=in_place", setting(), "no kernel that adds bfloat16 products to float32 on cpu"),
         ("weight_gradient=apex", setting(), "apex adds half-precision products to fp32 on GPUs"),
         ("attention=flash3", setting(GPU), "FlashAttention 3 is not installed"),
+        ("attention=te", setting(GPU), "it comes with --transformer-impl transformer_engine; what goes here is"),
         ("attention=cudnn", setting(), "it does not run on cpu in bfloat16; what goes here is"),
         ("attention=sdpa", setting(needs_log_sum_exp=True), "it does not tell the log-sum-exp"),
     ],

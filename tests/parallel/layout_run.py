@@ -147,11 +147,13 @@ class RecordingOptimizer(Optimizer):
     fp8: Fp8Layers | None
     """The scales that are to be updated with the weights."""
 
-    def step(self, learning_rate: float, gradient_factor: float, count_zeros: bool = False) -> StepResult:
+    def step(
+        self, learning_rate: float, gradient_factor: float, count_zeros: bool = False, **rates: float | None
+    ) -> StepResult:
         """Record, then step."""
         pieces = [(piece, piece.gradient * gradient_factor) for piece in self._data_parallel.pieces]
         self.trace.gradients.append(_boxes(pieces))
-        return super().step(learning_rate, gradient_factor, count_zeros)
+        return super().step(learning_rate, gradient_factor, count_zeros, **rates)
 
 
 def _boxes(pieces: list[tuple[Piece, Tensor]]) -> list[LocalTensor]:

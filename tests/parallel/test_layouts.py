@@ -328,7 +328,7 @@ def transformer_engine_matrix() -> Iterator[Case]:
         yield SGD_SHORT, replace(buckets, transformer_engine=True)
     # Once a step and once a microbatch is the same with one microbatch.
     yield DELAYED, Layout(2, 2, True, "optim_grads", transformer_engine=True)
-    yield DELAYED, replace(theirs, pp=2)
+    yield DELAYED, replace(theirs, pp=2, dp=2)
     yield TENSORWISE, replace(theirs, activations=full("uniform", 1))
     yield DEEP_TIED_SHORT, replace(theirs, pp=2, schedule="interleaved", microbatches=4, activations=full("block", 1))
 

@@ -7,9 +7,16 @@ from pathlib import Path
 from megatron.core.transformer_engine.package import TransformerEngine
 
 
-@cache
 def transformer_engine() -> TransformerEngine:
-    """The stand-in for Transformer Engine; once it is there, this process does not find the real one."""
+    """The stand-in for Transformer Engine, for the process's next model: like the real one it knows of all modules that
+    there were. Once it is there, the process does not find the real one."""
+    engine = _load_transformer_engine()
+    engine.pytorch.STATE.modules.clear()
+    return engine
+
+
+@cache
+def _load_transformer_engine() -> TransformerEngine:
     sys.path.insert(0, str(Path(__file__).parent))
     try:
         return TransformerEngine.load("stand-in")

@@ -157,7 +157,9 @@ class BufferedDataParallel(DataParallel):
         shards, replicas = sharing.shards, sharing.replicas
         self._shards = shards
         shard_gradients = config.sharding_strategy == "optim_grads"
-        bucket_size = config.bucket_size(shards.size * replicas.size)
+        bucket_size = config.bucket_size(
+            shards.size * replicas.size, sum(parameter.numel() for parameter in parameters)
+        )
         buffer = ParameterBuffer(parameters, formats.gradient, shards.size, bucket_size, shard_gradients)
         self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
         self.stored_weights = whole_weights(parameters)

@@ -6,6 +6,7 @@ master weights' format, they *are* the master weights.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from megatron.core.kernels.selection import OptimizerKernels
 from megatron.core.optimizer.update import build_torch_optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
+
+_DECAYS, _IS_VOCABULARY = "decays", "is_vocabulary"
+"""Keys of ours in torch's parameter groups."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +76,35 @@ class Optimizer:
         self._torch_optimizer = build_torch_optimizer(config, groups, self._masters, gradients, kernels.adam)
 
     def _parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        groups = []
-        for decays in (True, False):
-            members = [m for m, piece in zip(self._masters, self._pieces) if piece.info.weight_decay is decays]
+        groups: list[dict[str, object]] = []
+        for decays, is_vocabulary in product((True, False), (False, True)):
+            kind = decays, is_vocabulary
+            members = [
+                master
+                for master, piece in zip(self._masters, self._pieces)
+                if (piece.info.weight_decay, piece.info.is_vocabulary) == kind
+            ]
             if members:
-                groups.append({"params": members, "weight_decay": weight_decay if decays else 0.0})
+                decay = weight_decay if decays else 0.0
+                groups.append(
+                    {"params": members, "weight_decay": decay, _DECAYS: decays, _IS_VOCABULARY: is_vocabulary}
+                )
         return groups
 
-    def step(self, learning_rate: float, gradient_factor: float, count_zeros: bool = False) -> StepResult:
+    def step(
+        self,
+        learning_rate: float,
+        gradient_factor: float,
+        count_zeros: bool = False,
+        *,
+        vocabulary_learning_rate: float | None = None,
+        weight_decay: float | None = None,
+    ) -> StepResult:
         """Clip and update.
 
         The gradients times ``gradient_factor`` are those of the mean loss. With a norm that is not finite,
-        nothing changes. Gradients are overwritten.
+        nothing changes. Gradients are overwritten. ``vocabulary_learning_rate`` is that of embedding and head where
+        they have one of their own; ``weight_decay`` that of this step where it is not the configured one.
         """
         grad_norm = self.global_norm(self._counted) * abs(gradient_factor)
         num_zeros = self._count_zeros() if count_zeros else None
@@ -93,7 +114,10 @@ class Optimizer:
         if factor != 1.0 and self._pieces:
             torch._foreach_mul_([piece.gradient for piece in self._pieces], factor)
         for group in self._torch_optimizer.param_groups:
-            group["lr"] = learning_rate
+            is_apart = vocabulary_learning_rate is not None and group.get(_IS_VOCABULARY)
+            group["lr"] = vocabulary_learning_rate if is_apart else learning_rate
+            if weight_decay is not None and group.get(_DECAYS):
+                group["weight_decay"] = weight_decay
         self._torch_optimizer.step()
         self.publish()
         return StepResult(grad_norm, is_applied=True, num_zeros=num_zeros)

@@ -298,6 +298,7 @@ class VocabParallelTable(nn.Module):
             weight_decay=True,
             tensor_parallel_sharded=True,
             uses=uses,
+            is_vocabulary=True,
             tied_end=tied_end,
         )
         self.weight = context.empty_parameter(info)

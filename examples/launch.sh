@@ -1,0 +1,72 @@
+# Sourced by the recipes of this directory: where a run takes place, and how it is started.
+#
+# A recipe sets FLAGS, the model and how it is trained, and may set defaults of the knobs below; then it sources this
+# file and calls `launch "$@"`. Flags after the recipe's name come last, so they win. Knobs are environment variables:
+#
+#   DRY_RUN=1          build and check the run, start nothing: no GPU needed, any number of nodes
+#   NODES              machines (in a SLURM job: all of the job's)
+#   GPUS_PER_NODE      processes on each of them (8)
+#   NODE_RANK          this machine's number, 0 to NODES - 1; every machine runs the recipe (in a SLURM job: set by it)
+#   MASTER_ADDR        host of machine 0
+#   MASTER_PORT        a free port there (29500)
+#   OUTPUT             directory for checkpoints and metrics, on storage that all machines share (runs/NAME)
+#   TOKENIZER_MODEL    Llama 3's tokenizer.model
+#   DATA_PATH          tokenized corpora, as --data-path takes them: "0.7 data/web_text_document 0.3 data/code_text_document"
+#   VOCAB_SIZE         vocabulary of a run without DATA_PATH (Llama 3's, 128256)
+#   DATA_CACHE_PATH    directory for the cached sample order, on shared storage (beside the first corpus)
+#
+# Without DATA_PATH the run trains on synthetic tokens: to measure a cluster, not to get a model.
+
+# shellcheck shell=bash
+# FLAGS is the recipe's.
+# shellcheck disable=SC2154
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+if ! command -v torchrun > /dev/null; then
+    source tools/environment.sh requirements.txt
+fi
+source examples/environment.sh
+
+NODES=${NODES:-${SLURM_NNODES:-1}}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-29500}
+OUTPUT=${OUTPUT:-runs/$(basename "$0" .sh)}
+DATA_PATH=${DATA_PATH:-}
+TOKENIZER_MODEL=${TOKENIZER_MODEL:-tokenizer.model}
+VOCAB_SIZE=${VOCAB_SIZE:-128256}
+
+data_flags() {
+    if [ -z "$DATA_PATH" ]; then
+        echo "DATA_PATH is not set: training on synthetic tokens" >&2
+        DATA=(--mock-data --vocab-size "$VOCAB_SIZE")
+        return
+    fi
+    local corpora
+    read -ra corpora <<< "$DATA_PATH"
+    DATA=(--data-path "${corpora[@]}" --tokenizer-type TikTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+    if [ -n "${DATA_CACHE_PATH:-}" ]; then
+        DATA+=(--data-cache-path "$DATA_CACHE_PATH")
+    fi
+}
+
+# Start the run, in place of the shell: the recipe's flags, data, output, then "$@".
+launch() {
+    data_flags
+    local output=(
+        --save "$OUTPUT/checkpoints" --load "$OUTPUT/checkpoints"
+        --metrics-jsonl "$OUTPUT/metrics.jsonl" --tensorboard-dir "$OUTPUT/tensorboard"
+    )
+    local run=(pretrain_llama.py "${FLAGS[@]}" "${DATA[@]}" "${output[@]}")
+    if [ "${DRY_RUN:-0}" = 1 ]; then
+        exec python "${run[@]}" --dry-run --num-gpus $((NODES * GPUS_PER_NODE)) "$@"
+    fi
+    # Ranks follow NODE_RANK, which c10d's rendezvous would not promise: neighbours in the network are to be
+    # neighbours in the grid (arXiv 2407.21783, section 3.3.2).
+    local place=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+    if [ "$NODES" = 1 ]; then
+        place=(--standalone)
+    fi
+    exec torchrun "${place[@]}" --nproc-per-node "$GPUS_PER_NODE" "${run[@]}" "$@"
+}

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Llama 3 405B on 2,048 nodes of 8 H100s (80 GB), as "the paper" describes it: The Llama 3 Herd of Models,
+# arXiv 2407.21783. Knobs: examples/launch.sh, and
+#
+#   STAGE=start        the first 252M tokens, in sequences of 4,096
+#   STAGE=main         sequences of 8,192 up to 14.8T tokens (default); goes on where start ended, in the same OUTPUT
+#   STAGE=long         sequences of 131,072, 800B tokens, from the weights of main in BASE, to an OUTPUT of its own
+#
+# The layout needs a multiple of 128 GPUs (long: of 2,048) that divides the batch: NODES=1024 is the paper's, too.
+# Not run on H100s by us yet.
+#
+#   DRY_RUN=1 STAGE=long bash examples/llama3_405b_h100.sh
+set -euo pipefail
+STAGE=${STAGE:-main}
+NODES=${NODES:-${SLURM_NNODES:-2048}}
+if [ "$STAGE" = long ]; then
+    BASE=${BASE:-runs/llama3_405b_h100/checkpoints}
+    OUTPUT=${OUTPUT:-runs/llama3_405b_h100_long}
+fi
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
+FLAGS=(
+    --model llama3.1-405b    # 126 layers of 16,384, MLP 53,248, 128 heads, 8 of keys and values: table 3
+    --reset-attention-mask   # no attention between documents of one sequence: section 3.2
+
+    # Table 4: 8 GPUs share a layer, 16 the layers. The ends of the model count as a layer each, so that the first chunk
+    # is the embedding alone and the last the head (section 3.3.2); with 128 that makes 8 chunks of one on each stage.
+    --tensor-model-parallel-size 8 --sequence-parallel
+    --pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 8
+    --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    # The paper's FSDP shards gradients and optimizer state and keeps weights whole from forward to backward: ZeRO-2
+    # without its reduction after every microbatch is ZeRO-1. Our choice of the two, for its fewer bytes on the network.
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --micro-batch-size 1
+    # The paper trains without recompute. Our choice is to keep neither the outputs of norms nor that of SwiGLU, which
+    # costs no matrix product.
+    --recompute-activations --recompute-modules layernorm mlp_act
+    --bf16 --accumulate-allreduce-grads-in-fp32   # gradients accumulated and reduced in fp32: section 3.3.2
+
+    --optimizer adam         # AdamW: section 3.4.1
+    --weight-decay 0.1       # section 3.2.1: "0.1 times the learning rate", which is how AdamW applies it
+    # The paper is silent; Llama 2's (arXiv 2307.09288, section 2.2).
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1.0
+
+    # The rest is our choice. An interruption every three hours (section 3.3.4: 466 in 54 days) makes saves frequent.
+    --split "9999,1,0" --num-workers 4 --eval-interval 1000 --eval-iters 1
+    --save-interval 100 --async-save --save-retain-last 3 --save-retain-interval 10000
+    --log-interval 1 --manual-gc --manual-gc-interval 100
+)
+# Section 3.4.1: 8,000 steps of warm-up, then a cosine from 8e-5 to 8e-7 over 1,200,000 steps. Here they are samples of
+# the batches of STAGE=main: schedules go by samples, as in Megatron-LM, so that the cosine falls half as fast while
+# batches are half as large.
+SCHEDULE=(
+    --lr 8e-5 --min-lr 8e-7 --lr-decay-style cosine --lr-warmup-samples 8192000 --lr-decay-samples 2107257856
+)
+case $STAGE in
+    start)  # section 3.4.1: 4M tokens a batch, 60 of them. The order of samples begins anew with the next stage.
+        FLAGS+=(--seq-length 4096 --global-batch-size 1024 --train-samples 61440 "${SCHEDULE[@]}")
+        ;;
+    main)   # section 3.4.1: 8M tokens a batch, 16M after 2.87T tokens; 15.6T tokens in all (section 1), less the 0.8T of long
+        FLAGS+=(--seq-length 8192 --step-batch-size-schedule "0:1024 2.87T:2048" --train-samples 1806640625 "${SCHEDULE[@]}")
+        ;;
+    long)   # table 4: 16 ranks share a sequence, by an all-gather of keys and values (section 3.3.2); 16M tokens a batch
+        # Section 3.4.2: about 800B tokens, in six stages of growing length, of which this is the last: for the others
+        # add for example --seq-length 32768 --context-parallel-size 4 --global-batch-size 512.
+        FLAGS+=(
+            --seq-length 131072 --context-parallel-size 16 --cp-comm-type allgather
+            --global-batch-size 128 --train-samples 6103515 --pretrained-checkpoint "$BASE"
+            # Section 3.4.3: down to 0 over the last 40M tokens. Before that the paper is silent; our choice is to stay
+            # where the cosine had come, after a warm-up of 100 steps for moments that begin afresh.
+            --lr 4.74e-6 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 305
+            --lr-warmup-samples 12800
+        )
+        ;;
+    *)
+        echo "STAGE=$STAGE is none of start, main and long." >&2
+        exit 1
+        ;;
+esac
+launch "$@"

@@ -1,0 +1,107 @@
+"""From batches of documents to arrays of tokens: what a worker of tools/preprocess_data.py does."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config.data import TokenizerConfig
+from megatron.config.errors import DataError
+from megatron.data.text_inputs import BadDocument, Batch, parse_documents, place_of, text_bytes
+from megatron.data.tokenizers import TokenizedTexts, Tokenizer, build_tokenizer
+
+_NAMED_BAD_DOCUMENTS = 10  # per batch; all are counted
+
+
+class EncodedKey(NamedTuple):
+    """The tokens of a batch for one key."""
+
+    tokens: npt.NDArray[np.int32]
+    """All documents back to back."""
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each document that is not empty."""
+    empty: int
+    """Documents without a token, which are left out."""
+
+
+class EncodedBatch(NamedTuple):
+    """What a worker sends back."""
+
+    documents: int
+    text_bytes: int
+    stored_bytes: int
+    keys: list[EncodedKey]
+    num_bad: int
+    bad: list[BadDocument]
+    """The first of those that were left out."""
+
+
+class EncodeTask(NamedTuple):
+    """How batches are encoded."""
+
+    tokenizer: TokenizerConfig
+    keys: tuple[str, ...]
+    append_eod: bool
+    skip_bad_documents: bool
+
+
+# One per process, however many batches it gets; forked workers inherit that of their parent.
+shared_tokenizer = functools.cache(build_tokenizer)
+
+
+def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
+    """Tokenize a batch. Raises :class:`DataError` that names the place of a bad document, unless they are skipped."""
+    tokenizer = shared_tokenizer(task.tokenizer)
+    good: list[tuple[int, list[str]]] = []
+    bad: list[tuple[int, str]] = []
+    for number, texts in parse_documents(batch, task.keys, "--json-keys"):
+        if isinstance(texts, str):
+            bad.append((number, texts))
+            if not task.skip_bad_documents:
+                break
+        else:
+            good.append((number, texts))
+    encoded = _tokenize(good, len(task.keys), tokenizer)
+    if encoded is None:
+        good, refused = _try_each(good, tokenizer)
+        bad = sorted(bad + refused)
+        encoded = _tokenize(good, len(task.keys), tokenizer) or []
+    named = [BadDocument(place_of(batch, number), reason) for number, reason in bad[:_NAMED_BAD_DOCUMENTS]]
+    if bad and not task.skip_bad_documents:
+        raise DataError(f"{named[0].place} {named[0].reason}, or pass over such documents with --skip-bad-documents.")
+    keys = [_join_documents(texts, tokenizer.eod if task.append_eod else None) for texts in encoded]
+    return EncodedBatch(len(good), text_bytes(batch), batch.stored_bytes, keys, len(bad), named)
+
+
+def _tokenize(
+    documents: list[tuple[int, list[str]]], num_keys: int, tokenizer: Tokenizer
+) -> list[TokenizedTexts] | None:
+    """The tokens of every key; None if the tokenizer refuses a text."""
+    try:
+        return [tokenizer.tokenize_to_arrays([texts[key] for _, texts in documents]) for key in range(num_keys)]
+    except DataError:
+        return None
+
+
+def _try_each(
+    documents: list[tuple[int, list[str]]], tokenizer: Tokenizer
+) -> tuple[list[tuple[int, list[str]]], list[tuple[int, str]]]:
+    """The documents that the tokenizer takes, and what it says of the others."""
+    good, bad = [], []
+    for number, texts in documents:
+        try:
+            tokenizer.tokenize_batch(texts)
+            good.append((number, texts))
+        except DataError as error:
+            bad.append((number, f"cannot be tokenized: {str(error).rstrip('.')}"))
+    return good, bad
+
+
+def _join_documents(texts: TokenizedTexts, eod: int | None) -> EncodedKey:
+    lengths = texts.lengths[texts.lengths > 0]
+    empty = texts.lengths.size - lengths.size
+    if eod is None:
+        return EncodedKey(texts.tokens, lengths, empty)
+    tokens = np.insert(texts.tokens, np.cumsum(lengths, dtype=np.int64), eod)
+    return EncodedKey(tokens, lengths + 1, empty)

@@ -1,0 +1,397 @@
+"""Documents out of files: jsonl, plain text, parquet, and Hugging Face datasets, in batches small enough to travel.
+
+Reading is cheap and in order; what costs time, parsing among it, is left to whoever gets a :class:`Batch`.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import IO, Any, BinaryIO, Literal, NamedTuple
+
+from megatron.config.errors import DataError
+from megatron.data.storage import (
+    SourceFile,
+    decompressed,
+    find_files,
+    is_compressed,
+    is_remote,
+    open_stored,
+    without_compression,
+)
+
+Separation = Literal["file", "paragraph", "line"]
+
+BATCH_BYTES = 1 << 19
+MAX_DOCUMENT_BYTES = 1 << 28
+DATASET_PREFIX = "dataset:"
+
+_TEXT_ENDINGS = (".txt", ".text", ".md")
+_JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+_KNOWN_ENDINGS = (*_TEXT_ENDINGS, *_JSON_ENDINGS, ".parquet")
+
+
+class InputFormat(NamedTuple):
+    """What the flags say of the inputs."""
+
+    keys: tuple[str, ...] = ("text",)
+    """Keys of JSON objects, or columns, that hold text."""
+    separation: Separation = "file"
+    """What a document of a plain-text file is."""
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+
+
+class Piece(NamedTuple):
+    """A source, or the lines of it that begin at bytes ``start`` to ``stop``."""
+
+    path: str
+    start: int
+    stop: int
+    """The size of the source where it is read as a whole."""
+
+
+class Batch(NamedTuple):
+    """Some consecutive documents of one source, not parsed yet."""
+
+    path: str
+    kind: Literal["json", "line", "row", "document"]
+    first: int
+    """Number of the first line (row, document), counted from 1 where the piece begins."""
+    piece_start: int
+    """Byte of the source where the piece begins."""
+    stored_bytes: int
+    """How much of the source was read for it, as stored."""
+    records: bytes | list[tuple[Any, ...]]
+    """Whole lines; or the texts of each document, one for each key."""
+
+
+class BadDocument(NamedTuple):
+    """A document that cannot be used, and why."""
+
+    place: str
+    reason: str
+
+
+# --- which files, and which parts of them --------------------------------------------------------------------
+
+
+def list_sources(inputs: Iterable[str]) -> list[SourceFile]:
+    """The files and datasets that --input means; files of a folder or glob in the order of their names."""
+    sources: list[SourceFile] = []
+    for name in inputs:
+        if name.startswith(DATASET_PREFIX):
+            sources.append(SourceFile(name, 0))
+            continue
+        files = find_files(name)
+        # A file that is named is read; of those in a folder, what looks like text.
+        chosen = files if [file.path for file in files] == [name] else [file for file in files if _is_known(file.path)]
+        if not chosen:
+            raise DataError(_no_input(name, files))
+        sources += chosen
+    return sources
+
+
+def _is_known(path: str) -> bool:
+    return without_compression(path).endswith(_KNOWN_ENDINGS)
+
+
+def _no_input(name: str, files: list[SourceFile]) -> str:
+    if files:
+        return f"{name} holds no file named {', '.join(_KNOWN_ENDINGS)} (or these with .gz or .zst): check --input."
+    remote = " or is empty" if is_remote(name) else ""
+    return f"{name} does not exist or is not a file{remote}: check --input."
+
+
+def is_plain_text(path: str) -> bool:
+    """Whether a source is read as plain text, which has no keys."""
+    return not path.startswith(DATASET_PREFIX) and without_compression(path).endswith(_TEXT_ENDINGS)
+
+
+def whole_pieces(sources: Iterable[SourceFile]) -> list[Piece]:
+    """Every source as a whole."""
+    return [Piece(source.path, 0, source.size) for source in sources]
+
+
+def cut_in_partitions(sources: list[SourceFile], count: int, separation: Separation) -> list[list[Piece]]:
+    """The sources in ``count`` parts of about as many bytes, which in their order hold all documents in theirs.
+
+    Uncompressed files of lines are cut; others belong as a whole to the part in which they begin.
+    """
+    total = sum(source.size for source in sources)
+    edges = [total * number // count for number in range(count)] + [total + 1]
+    return [list(_pieces_between(sources, *ends, separation)) for ends in pairwise(edges)]
+
+
+def _pieces_between(sources: list[SourceFile], begin: int, end: int, separation: Separation) -> Iterator[Piece]:
+    position = 0
+    for path, size in sources:
+        if _can_be_cut(path, separation):
+            start, stop = max(begin - position, 0), min(end - position, size)
+            if start < stop:
+                yield Piece(path, start, stop)
+        elif begin <= position < end:
+            yield Piece(path, 0, size)
+        position += size
+
+
+def _can_be_cut(path: str, separation: Separation) -> bool:
+    if is_compressed(path) or path.endswith(".parquet") or path.startswith(DATASET_PREFIX):
+        return False
+    return separation == "line" or not path.endswith(_TEXT_ENDINGS)
+
+
+# --- reading -------------------------------------------------------------------------------------------------
+
+
+def read_batches(pieces: Iterable[Piece], form: InputFormat) -> Iterator[Batch]:
+    """The documents of all pieces, in order. Memory: a batch, or one document where that is more."""
+    for piece in pieces:
+        if piece.path.startswith(DATASET_PREFIX):
+            yield from _read_dataset(piece, form)
+        else:
+            yield from _read_piece(piece, form)
+
+
+def _read_piece(piece: Piece, form: InputFormat) -> Iterator[Batch]:
+    path, kind = piece.path, without_compression(piece.path)
+    try:
+        with open_stored(path) as stored:
+            if kind.endswith(".parquet"):
+                yield from _read_parquet(piece, stored, form)
+            elif not kind.endswith(_TEXT_ENDINGS):
+                yield from _read_lines(piece, stored, "json")
+            elif form.separation == "line":
+                yield from _read_lines(piece, stored, "line")
+            else:
+                whole = form.separation == "file"
+                yield from _read_whole(piece, stored) if whole else _read_paragraphs(piece, stored)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}): copy it again.") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist: check --input.") from error
+    except OSError as error:
+        if path.endswith(".zst") and not error.errno:
+            raise DataError(f"{path} is not a whole zstd file ({error}): copy it again.") from error
+        raise DataError(f"{path} cannot be read ({error.strerror or error}): check --input.") from error
+
+
+def _read_lines(piece: Piece, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
+    """Blocks of whole lines, of those that begin inside the piece."""
+    content = decompressed(piece.path, stored)
+    position, number, told = piece.start, 1, piece.start
+    if piece.start:  # whoever has the byte before has the line that it belongs to
+        stored.seek(piece.start - 1)
+        position += len(_rest_of_line(content, piece)) - 1
+    while position < piece.stop or content is not stored:
+        size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, piece.stop - position)
+        block = content.read(size)
+        if not block:
+            break
+        if not block.endswith(b"\n"):
+            block += _rest_of_line(content, piece)
+        position += len(block)
+        at = stored.tell() if content is not stored else position
+        yield Batch(piece.path, kind, number, piece.start, at - told, block)
+        number, told = number + block.count(b"\n"), at
+
+
+def _rest_of_line(content: IO[bytes], piece: Piece) -> bytes:
+    rest = content.readline(MAX_DOCUMENT_BYTES)
+    if len(rest) == MAX_DOCUMENT_BYTES:
+        raise DataError(
+            f"{piece.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their names' "
+            f"endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or mend it."
+        )
+    return rest
+
+
+def _read_whole(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
+    text = decompressed(piece.path, stored).read(MAX_DOCUMENT_BYTES + 1)
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise DataError(
+            f"{piece.path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too long for one document: say with "
+            "--text-documents paragraph, or line, where documents end."
+        )
+    yield Batch(piece.path, "document", 1, 0, piece.stop, [(text,)])
+
+
+def _read_paragraphs(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
+    """Runs of lines that are not blank."""
+    content = decompressed(piece.path, stored)
+    documents: list[tuple[bytes]] = []
+    lines: list[bytes] = []
+    size, size_of_lines, first, told = 0, 0, 1, 0
+    while True:
+        line = _rest_of_line(content, piece)
+        if line.strip():
+            lines.append(line)
+            size_of_lines += len(line)
+            if size_of_lines > MAX_DOCUMENT_BYTES:
+                raise DataError(
+                    f"{piece.path} has no blank line in {MAX_DOCUMENT_BYTES >> 20} MiB: try --text-documents line."
+                )
+            continue
+        if lines:
+            documents.append((b"".join(lines).rstrip(b"\r\n"),))
+            size, size_of_lines, lines = size + size_of_lines, 0, []
+        if documents and (size >= BATCH_BYTES or not line):
+            yield Batch(piece.path, "document", first, 0, stored.tell() - told, [*documents])
+            size, first, told, documents = 0, first + len(documents), stored.tell(), []
+        if not line:
+            return
+
+
+def _read_parquet(piece: Piece, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
+    """Rows; memory holds the text of a row group at most."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(stored)
+        for key in form.keys:
+            if key not in file.schema_arrow.names:
+                raise DataError(
+                    f"{piece.path} has no column {key!r}, but {', '.join(file.schema_arrow.names)}: name the right one "
+                    "with --json-keys."
+                )
+        rows = max(file.metadata.num_rows, 1)
+        batches = file.iter_batches(batch_size=256, columns=list(form.keys))
+        columns = ([batch.column(key).to_pylist() for key in form.keys] for batch in batches)
+        records = (row for batch in columns for row in zip(*batch))
+        yield from _batch_rows(piece.path, records, piece.stop / rows)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{piece.path} is not a whole parquet file ({error}): copy it again.") from error
+
+
+def _read_dataset(piece: Piece, form: InputFormat) -> Iterator[Batch]:
+    rows = ((*map(row.get, form.keys),) for row in _open_dataset(piece.path.removeprefix(DATASET_PREFIX), form))
+    yield from _batch_rows(piece.path, rows, 0)
+
+
+def _open_dataset(name: str, form: InputFormat) -> Any:
+    """A Hugging Face dataset, whose rows come one after the other; a saved one from its folder."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError("--input dataset:... needs the package datasets: pip install datasets.") from error
+    datasets.disable_progress_bars()
+    try:
+        if os.path.exists(os.path.join(name, "state.json")) or os.path.exists(os.path.join(name, "dataset_dict.json")):
+            saved = datasets.load_from_disk(name)
+            dataset = saved[form.dataset_split] if isinstance(saved, dict) else saved
+        else:
+            dataset = datasets.load_dataset(name, form.dataset_config, split=form.dataset_split, streaming=True)
+    except Exception as error:  # of many kinds
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"The dataset {name} cannot be opened ({reason}): check --input, --dataset-config and --dataset-split."
+        ) from error
+    missing = [key for key in form.keys if dataset.column_names and key not in dataset.column_names]
+    if missing:
+        raise DataError(
+            f"The dataset {name} has no column {missing[0]!r}, but {', '.join(dataset.column_names)}: name the right "
+            "one with --json-keys."
+        )
+    return dataset
+
+
+def _batch_rows(path: str, rows: Iterable[tuple[Any, ...]], stored_bytes_per_row: float) -> Iterator[Batch]:
+    records: list[tuple[Any, ...]] = []
+    size, first = 0, 1
+    for row in rows:
+        records.append(row)
+        size += 16 + sum(len(text) for text in row if isinstance(text, str))
+        if size >= BATCH_BYTES:
+            yield Batch(path, "row", first, 0, round(len(records) * stored_bytes_per_row), records)
+            size, first, records = 0, first + len(records), []
+    if records:
+        yield Batch(path, "row", first, 0, round(len(records) * stored_bytes_per_row), records)
+
+
+# --- parsing -------------------------------------------------------------------------------------------------
+
+
+def parse_documents(batch: Batch, keys: tuple[str, ...], key_flag: str) -> Iterator[tuple[int, list[str] | str]]:
+    """The number in the batch and the texts of every document, one for each key; or what is wrong with it."""
+    if isinstance(batch.records, bytes):
+        for place, line in enumerate(batch.records.split(b"\n")):
+            if line and not line.isspace():
+                text = (
+                    _parse_json(line, keys, key_flag)
+                    if batch.kind == "json"
+                    else _decode(batch, place, line.rstrip(b"\r"))
+                )
+                yield place, text
+        return
+    for place, texts in enumerate(batch.records):
+        if batch.kind == "document":
+            yield place, _decode(batch, place, texts[0])
+        else:
+            yield place, _check_texts(dict(zip(keys, texts)), keys, key_flag)
+
+
+def place_of(batch: Batch, number: int) -> str:
+    """Where a document is, for a person who looks for it."""
+    number += batch.first
+    if batch.piece_start:
+        number += _count_lines(batch.path, batch.piece_start)
+    if batch.kind == "document" and isinstance(batch.records, list):
+        return f"{batch.path}, document {number}"
+    return f"{batch.path}, {'row' if batch.kind == 'row' else 'line'} {number}"
+
+
+def text_bytes(batch: Batch) -> int:
+    """Bytes of text (or JSON) in a batch; characters, where it holds no bytes."""
+    if isinstance(batch.records, bytes):
+        return len(batch.records)
+    return sum(len(text) for texts in batch.records for text in texts if text is not None and hasattr(text, "__len__"))
+
+
+def _count_lines(path: str, start: int) -> int:
+    """Number of lines that begin before the piece that starts at byte ``start``."""
+    lines, position = 0, 0
+    with open_stored(path) as file:
+        while block := file.read(min(1 << 20, start - 1 - position)):
+            lines += block.count(b"\n")
+            position += len(block)
+    return lines + 1
+
+
+def _decode(batch: Batch, place: int, text: bytes) -> list[str] | str:
+    begins_file = not place and batch.first == 1 and not batch.piece_start
+    try:
+        return [text.decode("utf-8-sig" if begins_file else "utf-8")]
+    except UnicodeDecodeError as error:
+        return f"is not valid UTF-8 ({error.reason} at byte {error.start}): convert, mend or remove it"
+
+
+def _parse_json(line: bytes, keys: tuple[str, ...], key_flag: str) -> list[str] | str:
+    try:
+        document: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
+        return f"is not valid JSON ({error}): mend or remove it"
+    if not isinstance(document, dict):
+        return "is not a JSON object: mend or remove it"
+    return _check_texts(document, keys, key_flag)
+
+
+def _check_texts(document: dict[str, Any], keys: tuple[str, ...], key_flag: str) -> list[str] | str:
+    texts = [document.get(key) for key in keys]
+    for key, text in zip(keys, texts):
+        if not isinstance(text, str):
+            found = f"has no text under the key {key!r}" if key in document else f"has no key {key!r}"
+            return f"{found}: name the right key with {key_flag}, or remove the line"
+        if not text.isascii() and not _is_text(text):
+            return "holds half of a surrogate pair, which is no text: mend or remove it"
+    return texts  # type: ignore[return-value]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""Profiling some iterations: traces of torch's profiler, or a range for nsys (``--profile``)."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config.errors import ConfigError
+from megatron.config.run import RunConfig
+from megatron.training.trainer import IterationResult, Listener, Trainer
+
+Say = Callable[[str], None]
+
+
+def build_profile(config: RunConfig, rank: int, device: torch.device, say: Say) -> Listener | None:
+    """What records the iterations of ``--profile`` on this rank, if it is one of those that do."""
+    logging = config.logging
+    if not logging.profile or rank not in (logging.profile_ranks or (0,)):
+        return None
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if logging.use_pytorch_profiler:
+        root = logging.tensorboard_dir or config.checkpoint.save
+        assert root is not None  # RunConfig.check has seen to it
+        return TraceProfile(start, end, say, Path(root) / "profile" / f"rank_{rank}.pt.trace.json", device)
+    if device.type == "cpu":
+        say("--profile without --use-pytorch-profiler is for nsys and GPUs: nothing is recorded on a CPU")
+        return None
+    return NsysProfile(start, end, say)
+
+
+class WindowProfile(Listener):
+    """Records iterations ``start + 1`` to ``end``."""
+
+    def __init__(self, start: int, end: int, say: Say) -> None:
+        self._start, self._end, self._say = start, end, say
+        self._has_begun = self._is_recording = False
+
+    def on_iteration_start(self, trainer: Trainer) -> None:
+        """Begin to record, if the iteration is the first."""
+        if not self._is_recording and self._start <= trainer.state.progress.iteration < self._end:
+            self._has_begun = self._is_recording = True
+            self.begin()
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Finish, if the iteration was the last."""
+        if trainer.state.progress.iteration >= self._end:
+            self.close()
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Say so where none of the iterations came."""
+        if not self._has_begun:
+            self._say(f"--profile recorded nothing: iterations {self._start + 1} to {self._end} are not in this run")
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        if self._is_recording:
+            self._is_recording = False
+            self.finish()
+
+    def begin(self) -> None:
+        """Start recording."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Stop recording, and keep what was recorded."""
+        raise NotImplementedError
+
+
+class TraceProfile(WindowProfile):
+    """Writes a Chrome trace of operations, kernels and memory to ``path``."""
+
+    def __init__(self, start: int, end: int, say: Say, path: Path, device: torch.device) -> None:
+        super().__init__(start, end, say)
+        self._path = path
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type != "cpu":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler: Any = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--profile cannot write {path} ({error.strerror}): name another --tensorboard-dir or --save."
+            ) from error
+
+    def begin(self) -> None:
+        self._profiler.start()
+
+    def finish(self) -> None:
+        self._profiler.stop()
+        try:
+            self._profiler.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            # Not worth a training run.
+            self._say(f"--profile could not write {self._path} ({error})")
+        else:
+            self._say(f"profile written to {self._path}")
+
+
+class NsysProfile(WindowProfile):
+    """Marks the range that nsys captures, and names operations in it (NVTX)."""
+
+    def __init__(self, start: int, end: int, say: Say) -> None:
+        super().__init__(start, end, say)
+        self._ranges = ExitStack()
+
+    def begin(self) -> None:
+        torch.cuda.cudart().cudaProfilerStart()
+        names: AbstractContextManager[object] = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+        self._ranges.enter_context(names)
+
+    def finish(self) -> None:
+        self._ranges.close()
+        torch.cuda.cudart().cudaProfilerStop()

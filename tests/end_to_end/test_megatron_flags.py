@@ -1,0 +1,190 @@
+"""Flags that recipes of Megatron-LM carry do what they say, seen in what a run leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    call_training,
+    checkpoint_of,
+    flags_of,
+    grad_norms,
+    iterations,
+    latest_iteration,
+    losses,
+    records,
+    tiny_corpus,
+)
+
+Flags = dict[str, FlagValue]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+def test_a_run_starts_from_the_weights_of_another_and_goes_on_from_its_own(corpus: Corpus, tmp_path: Path) -> None:
+    base, run, metrics = tmp_path / "base", tmp_path / "run", tmp_path / "metrics.jsonl"
+    call_training(flags_of(corpus, save=base, train_iters=3)).succeeded()
+
+    def flags(train_iters: int) -> list[str]:
+        return flags_of(
+            corpus,
+            pretrained_checkpoint=base,
+            load=run,
+            save=run,
+            train_iters=train_iters,
+            lr_decay_iters=8,
+            metrics_jsonl=metrics,
+        )
+
+    call_training(flags(2)).succeeded()
+    first = losses(metrics)
+    fine_tuned = tmp_path / "fine_tuned.jsonl"
+    finetune = flags_of(corpus, load=base, finetune=True, train_iters=2, lr_decay_iters=8, metrics_jsonl=fine_tuned)
+    call_training(finetune).succeeded()
+    assert first == losses(fine_tuned)
+    call_training(flags(3)).succeeded()
+    assert [record["iteration"] for record in iterations(metrics)] == [1, 2, 3]
+
+    nowhere = call_training(flags_of(corpus, pretrained_checkpoint=tmp_path / "nowhere"))
+    assert "--pretrained-checkpoint" in nowhere.errors[0] and "holds no checkpoint" in nowhere.errors[0]
+
+
+def weights(save: Path) -> dict[str, Tensor]:
+    """The model of the latest checkpoint of one process."""
+    files = checkpoint_of(save, latest_iteration(save)).glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items() if name.startswith("model/")}
+
+
+def test_embedding_and_head_have_the_learning_rate_that_is_decoupled(corpus: Corpus, tmp_path: Path) -> None:
+    """At zero they stay what they are, while all else is trained."""
+    untrained: Flags = {"train_iters": 1, "lr": 0}
+    trained: Flags = {"train_iters": 3, "decoupled_lr": 0}
+    for name, changes in (("start", untrained), ("end", trained)):
+        call_training(flags_of(corpus, save=tmp_path / name, lr_warmup_iters=0, **changes)).succeeded()
+    start, end = weights(tmp_path / "start"), weights(tmp_path / "end")
+    assert start.keys() == end.keys()
+    kept = {name.partition("@")[0] for name in start if torch.equal(start[name], end[name])}
+    assert kept == {"model/embedding.word_embeddings.weight", "model/output_layer.weight"}
+
+
+def test_flags_that_come_to_what_a_run_does_anyway_change_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    plain, flagged = tmp_path / "plain.jsonl", tmp_path / "flagged.jsonl"
+    common: Flags = {"train_iters": 4, "min_lr": 1e-3, "lr_decay_style": "cosine", "weight_decay": 0.1}
+    call_training(flags_of(corpus, **common, metrics_jsonl=plain)).succeeded()
+    changes: Flags = {
+        "decoupled_lr": 1e-2,
+        "decoupled_min_lr": 1e-3,
+        "weight_decay": 9.0,
+        "weight_decay_incr_style": "linear",
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.1,
+        "deterministic_mode": True,
+        "empty_unused_memory_level": 2,
+        "log_memory_to_tensorboard": True,
+        "use_tp_pp_dp_mapping": True,
+        "ddp_num_buckets": 3,
+    }
+    call_training(flags_of(corpus, **{**common, **changes}, metrics_jsonl=flagged)).succeeded()
+    assert losses(plain) == losses(flagged)
+    assert grad_norms(plain) == grad_norms(flagged)
+    assert not torch.are_deterministic_algorithms_enabled(), "it is over with the run"
+
+
+def test_weight_decay_that_grows_changes_what_is_trained(corpus: Corpus, tmp_path: Path) -> None:
+    found = {}
+    for end in (0.0, 50.0):
+        metrics = tmp_path / f"{end}.jsonl"
+        ends: Flags = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": end}
+        call_training(flags_of(corpus, train_iters=4, metrics_jsonl=metrics, **ends)).succeeded()
+        found[end] = losses(metrics)
+    # The first update has weight decay 0 and learning rate 0, the second is the first that differs.
+    assert found[0.0][:2] == found[50.0][:2]
+    assert found[0.0][3] != found[50.0][3]
+
+
+def test_iterations_are_skipped_with_their_samples(corpus: Corpus, tmp_path: Path) -> None:
+    still, skipping = tmp_path / "still.jsonl", tmp_path / "skipping.jsonl"
+    call_training(flags_of(corpus, train_iters=4, lr=0, metrics_jsonl=still)).succeeded()
+    run = flags_of(corpus, train_iters=4, iterations_to_skip=(1, 2, 4), lr=0, metrics_jsonl=skipping)
+    call_training(run).succeeded()
+    (third,) = iterations(skipping)
+    # The untrained model meets the third batch.
+    assert (third["iteration"], third["consumed_samples"]) == (3, 24)
+    assert third["lm_loss"] == iterations(still)[2]["lm_loss"]
+
+
+def test_evaluation_has_a_batch_size_of_its_own(corpus: Corpus, tmp_path: Path) -> None:
+    found = []
+    single: Flags = {"train_iters": 1, "lr_warmup_iters": 0}
+    for size, batches in ((None, 1), (4, 2), (2, 1)):
+        metrics = tmp_path / f"{size}.jsonl"
+        evaluation: Flags = {"eval_interval": 1, "eval_iters": batches, "eval_global_batch_size": size}
+        call_training(flags_of(corpus, **single, metrics_jsonl=metrics, **evaluation)).succeeded()
+        found.append(next(record["validation_loss"] for record in records(metrics) if "validation_loss" in record))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[2] != pytest.approx(found[0], rel=1e-6)
+    refused = call_training(flags_of(corpus, **single, eval_interval=1, eval_iters=1, eval_global_batch_size=3))
+    assert "--eval-global-batch-size 3 does not divide" in refused.errors[0]
+
+
+def test_a_profile_holds_the_iterations_that_were_asked_for(corpus: Corpus, tmp_path: Path) -> None:
+    window: Flags = {"profile": True, "use_pytorch_profiler": True, "profile_step_start": 1, "profile_step_end": 3}
+    outcome = call_training(flags_of(corpus, train_iters=4, tensorboard_dir=tmp_path, **window)).succeeded()
+    trace = tmp_path / "profile" / "rank_0.pt.trace.json"
+    assert f"profile written to {trace}" in outcome.stdout
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+
+    late = call_training(
+        flags_of(corpus, train_iters=1, lr_warmup_iters=0, tensorboard_dir=tmp_path / "late", **window)
+    ).succeeded()
+    assert "--profile recorded nothing: iterations 2 to 3 are not in this run" in late.stdout
+
+
+RECIPE = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0
+    --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --normalization RMSNorm
+    --untie-embeddings-and-output-weights --disable-bias-linear
+    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
+    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+    --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+    --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
+    --empty-unused-memory-level 1 --exit-duration-in-mins 235 --rerun-mode disabled --te-rng-tracker
+    --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max
+    --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --disable-gloo-process-groups
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --tiktoken-pattern v2 --split '99,1,0'
+    --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
+    --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput
+    --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60
+    --dist-ckpt-optim-fully-reshardable --log-timers-to-tensorboard --log-memory-to-tensorboard
+    --log-validation-ppl-to-tensorboard
+"""
+"""The flags of Megatron-LM's recipe for Llama 3 8B in FP8, as bash hands them over (with --split's quotes), but for
+--apply-layernorm-1p and --fp8-param-gather, which are refused; and some that others of its recipes have."""
+
+
+def test_a_recipe_of_megatron_lm_trains(tmp_path: Path) -> None:
+    small = """
+        --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2
+        --kv-channels 16 --seq-length 32 --max-position-embeddings 32 --vocab-size 500 --global-batch-size 4
+        --train-samples 12 --lr-decay-samples 12 --lr-warmup-samples 4 --eval-interval 3 --eval-iters 1
+        --num-workers 0 --device cpu --peak-tflops 1
+    """
+    places = ["--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path / "tensorboard")]
+    metrics = tmp_path / "metrics.jsonl"
+    outcome = call_training([*RECIPE.split(), *small.split(), *places, "--metrics-jsonl", str(metrics)]).succeeded()
+    assert [record["iteration"] for record in iterations(metrics)] == [1, 2, 3]
+    assert latest_iteration(tmp_path) == 3
+    assert "--profile without --use-pytorch-profiler is for nsys" in outcome.stdout

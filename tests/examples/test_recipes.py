@@ -1,0 +1,167 @@
+"""The recipes under examples/ start what they say, with flags that are accepted and fit their number of GPUs."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.run import RunConfig
+from megatron.training.batch_schedule import build_batch_schedule
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(path.name for path in EXAMPLES.glob("*.sh") if "\nlaunch " in path.read_text(encoding="utf-8"))
+
+LAUNCHER = """#!/usr/bin/env bash
+printf '%s\\0' "${0##*/}" "$@" > "$RECORD"
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a recipe starts."""
+
+    program: str
+    launcher_flags: tuple[str, ...]
+    """Of torchrun."""
+    flags: tuple[str, ...]
+    """Of pretrain_llama.py."""
+
+    def launcher_value(self, flag: str) -> str:
+        return self.launcher_flags[self.launcher_flags.index(flag) + 1]
+
+
+def start(directory: Path, recipe: str, *arguments: str, **knobs: str) -> Command:
+    """Run a recipe with launchers that only tell how they were called."""
+    for program in ("torchrun", "python"):
+        (directory / program).write_text(LAUNCHER, encoding="utf-8")
+        (directory / program).chmod(0o755)
+    record = directory / "record"
+    environment = {"PATH": f"{directory}:/usr/bin:/bin", "RECORD": str(record), **knobs}
+    subprocess.run(["bash", str(EXAMPLES / recipe), *arguments], env=environment, check=True, timeout=60)
+    program, *words = record.read_text(encoding="utf-8").rstrip("\0").split("\0")
+    script = words.index("pretrain_llama.py")
+    return Command(program, tuple(words[:script]), tuple(words[script + 1 :]))
+
+
+def checked(command: Command, world_size: int) -> RunConfig:
+    """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided.
+
+    (Where a dry run is quick enough to make for each recipe, this is the place.)
+    """
+    config = parse_command_line(command.flags)
+    config.check(world_size)
+    training = config.training
+    build_batch_schedule(
+        micro_batch_size=config.micro_batch_size,
+        data_parallel_size=config.data_parallel_size(world_size),
+        global_batch_size=training.global_batch_size,
+        step_batch_size_schedule=training.step_batch_size_schedule,
+        seq_length=config.seq_length,
+    )
+    return config
+
+
+LAYOUTS = [
+    # recipe, knobs, GPUs, (tensor, context, pipeline, data), tokens of the first batch, parameters
+    ("llama3_8b_h100.sh", {}, 8, (2, 1, 1, 4), 512 * 8192, 8_030_261_248),
+    ("llama3_8b_h100.sh", {"NODES": "16"}, 128, (2, 1, 1, 64), 512 * 8192, 8_030_261_248),
+    ("llama3_70b_h100.sh", {}, 64, (8, 1, 4, 2), 512 * 8192, 70_553_706_496),
+    ("llama3_70b_h100.sh", {"PRECISION": "fp8", "NODES": "64"}, 512, (8, 1, 4, 16), 512 * 8192, 70_553_706_496),
+    # Table 4 of the paper.
+    ("llama3_405b_h100.sh", {"NODES": "1024"}, 8192, (8, 1, 16, 64), 1024 * 8192, 405_853_388_800),
+    ("llama3_405b_h100.sh", {}, 16384, (8, 1, 16, 128), 1024 * 8192, 405_853_388_800),
+    ("llama3_405b_h100.sh", {"STAGE": "start"}, 16384, (8, 1, 16, 128), 1024 * 4096, 405_853_388_800),
+    ("llama3_405b_h100.sh", {"STAGE": "long"}, 16384, (8, 16, 16, 8), 128 * 131072, 405_853_388_800),
+    ("single_gpu.sh", {}, 1, (1, 1, 1, 1), 16 * 4096, 1_235_814_400),
+    ("cpu.sh", {"VOCAB_SIZE": "128256"}, 2, (2, 1, 1, 1), 4 * 128, 33_621_120),
+]
+
+
+@pytest.mark.parametrize(("recipe", "knobs", "gpus", "grid", "tokens", "parameters"), LAYOUTS)
+def test_a_recipe_has_the_layout_that_it_states(
+    tmp_path: Path,
+    recipe: str,
+    knobs: dict[str, str],
+    gpus: int,
+    grid: tuple[int, int, int, int],
+    tokens: int,
+    parameters: int,
+) -> None:
+    command = start(tmp_path, recipe, **knobs)
+    assert command.program == "torchrun"
+    nodes = 1 if "--standalone" in command.launcher_flags else int(command.launcher_value("--nnodes"))
+    assert nodes * int(command.launcher_value("--nproc-per-node")) == gpus
+    config = checked(command, gpus)
+    parallel = config.parallel
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        config.data_parallel_size(gpus),
+    )
+    assert sizes == grid
+    model = config.model.resolve(128256, parallel.tensor_model_parallel_size, config.seq_length)
+    assert model.num_parameters() == parameters
+    first = config.training.global_batch_size or int(str(config.training.step_batch_size_schedule).split()[0][2:])
+    assert first * config.seq_length == tokens
+
+
+def test_every_recipe_is_checked() -> None:
+    assert {recipe for recipe, *_ in LAYOUTS} == set(RECIPES)
+
+
+@pytest.mark.parametrize(("recipe", "knobs", "gpus"), [row[:3] for row in LAYOUTS])
+def test_a_dry_run_has_the_same_flags(tmp_path: Path, recipe: str, knobs: dict[str, str], gpus: int) -> None:
+    real = start(tmp_path, recipe, "--seed", "7", **knobs)
+    dry = start(tmp_path, recipe, "--seed", "7", DRY_RUN="1", **knobs)
+    assert (dry.program, dry.launcher_flags) == ("python", ())
+    assert dry.flags == (*real.flags[:-2], "--dry-run", "--num-gpus", str(gpus), "--seed", "7")
+    assert real.flags[-2:] == ("--seed", "7")
+
+
+def test_the_first_stage_and_the_second_are_one_run(tmp_path: Path) -> None:
+    """The second loads what the first saved, which its learning-rate schedule must not differ from."""
+    first, second = (checked(start(tmp_path, "llama3_405b_h100.sh", STAGE=stage), 16384) for stage in ("start", "main"))
+    assert first.checkpoint == second.checkpoint
+    assert first.learning_rate == second.learning_rate
+    assert first.training.train_samples == 252_000_000 // (1024 * 4096) * 1024
+
+
+def test_a_cluster_is_described_by_environment_variables(tmp_path: Path) -> None:
+    command = start(
+        tmp_path,
+        "llama3_70b_h100.sh",
+        SLURM_NNODES="16",
+        SLURM_NODEID="3",
+        MASTER_ADDR="node7",
+        DATA_PATH="0.7 a 0.3 b",
+        DATA_CACHE_PATH="cache",
+        TOKENIZER_MODEL="t.model",
+        OUTPUT="out",
+    )
+    assert command.launcher_flags == (
+        *("--nnodes", "16", "--node-rank", "3", "--master-addr", "node7", "--master-port", "29500"),
+        *("--nproc-per-node", "8"),
+    )
+    config = checked(command, 128)
+    assert config.data.data_path == ("0.7", "a", "0.3", "b")
+    assert (config.data.data_cache_path, config.tokenizer.tokenizer_model) == ("cache", "t.model")
+    assert config.checkpoint.save == config.checkpoint.load == "out/checkpoints"
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        start(tmp_path, "llama3_405b_h100.sh", STAGE="middle")
+
+
+def test_scripts_are_sound() -> None:
+    scripts = [*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch"), *(EXAMPLES.parent / "tools").glob("*.sh")]
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    finished = subprocess.run(
+        ["shellcheck", "-x", "-P", "SCRIPTDIR", *map(str, scripts)], capture_output=True, text=True, env=os.environ
+    )
+    assert finished.returncode == 0, finished.stdout
