@@ -20,14 +20,14 @@ class RemoteFile:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._file_system: Any = None
+        self._system: Any = None
         self._path = ""
         self._process = 0
         try:
             information = self._open().info(self._path)
+            self.size = int(information["size"])
         except Exception as error:  # every file system has its own
             raise self._cannot_read(error) from error
-        self.size = int(information["size"])
         named = next((information[name] for name in _VERSION_FIELDS if information.get(name) is not None), "")
         self.version = f"{self.size} {named}"
         """Another text when the content is another."""
@@ -40,9 +40,9 @@ class RemoteFile:
         """The bytes at each (position, size), asked for at the same time where the file system can."""
         wanted = [(start, start + size) for start, size in ranges if size]
         try:
-            file_system = self._open()
+            system = self._open()
             starts, ends = [start for start, _ in wanted], [end for _, end in wanted]
-            found = file_system.cat_ranges([self._path] * len(wanted), starts, ends, on_error="raise")
+            found = system.cat_ranges([self._path] * len(wanted), starts, ends, on_error="raise")
         except Exception as error:
             raise self._cannot_read(error) from error
         for (start, end), content in zip(wanted, found, strict=True):
@@ -79,9 +79,9 @@ class RemoteFile:
     def _open(self) -> Any:
         """The file system, opened anew in every process: connections and their threads do not survive a fork."""
         if self._process != os.getpid():
-            self._file_system, self._path = file_system(self.url)
+            self._system, self._path = file_system(self.url)
             self._process = os.getpid()
-        return self._file_system
+        return self._system
 
     def _cannot_read(self, error: Exception) -> DataError:
         if isinstance(error, DataError):

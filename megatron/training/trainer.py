@@ -115,9 +115,8 @@ class Trainer:
         )
         if outcome.is_fault and self.check_for_nan:
             raise UserError(
-                f"Iteration {progress.iteration + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}"
-                f"{_advice(outcome, self.state.loss_scaler)}; --no-check-for-nan-in-loss-and-grad skips such "
-                "iterations."
+                f"Iteration {progress.iteration + 1} has {_fault(outcome, self.state.loss_scaler)}; "
+                "--no-check-for-nan-in-loss-and-grad skips such iterations."
             )
         self._count_iteration()
         return IterationResult(outcome, learning_rate, batch_size, time.perf_counter() - started)
@@ -149,6 +148,16 @@ class Trainer:
             with self.timers("batch-generator", level=2):
                 microbatch = next_microbatch(self.data.train, self.topology.rank)
             yield microbatch
+
+
+def _fault(outcome: StepOutcome, scaler: LossScaler) -> str:
+    """What is not in order with an iteration, and what to do."""
+    if not outcome.num_tokens:
+        return (
+            "no loss, because every token of its global batch is masked (--eod-mask-loss masks the ends of "
+            "documents): look at the data, or use a larger --global-batch-size"
+        )
+    return f"loss {outcome.loss} and gradient norm {outcome.grad_norm}{_advice(outcome, scaler)}"
 
 
 def _advice(outcome: StepOutcome, scaler: LossScaler) -> str:

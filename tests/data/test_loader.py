@@ -167,6 +167,19 @@ def test_blend_of_many_small_shares_gets_enough_samples() -> None:
     assert [train[i]["tokens"].shape for i in range(len(train))] == [(8,)] * len(train)
 
 
+@pytest.mark.parametrize("words", [("a",), ("0.7", "a", "0.3", "b"), ("a", "b")])
+def test_longer_run_in_extendable_order_begins_with_the_shorter(words: tuple[str, ...]) -> None:
+    """Whatever the corpora; in Megatron-LM's order a run past its epoch is shuffled anew."""
+
+    def samples(count: int, order: str, shown: int) -> list[list[int]]:
+        train, _, _ = build(*words, counts=(count, 0, 0), sample_order=order)
+        return [train[index]["tokens"].tolist() for index in range(shown)]
+
+    for shorter, longer in ((5, 8), (8, 90), (30, 31)):
+        assert samples(longer, "extendable", shorter) == samples(shorter, "extendable", shorter)
+    assert samples(90, "megatron", 8) != samples(8, "megatron", 8)
+
+
 def test_every_split_reads_its_own_documents() -> None:
     train, valid, test = build("a", counts=(3, 1, 1), split="60,20,20")
     documents = [set(dataset.order.document_index.tolist()) for dataset in (train, valid, test)]

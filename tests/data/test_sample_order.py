@@ -25,6 +25,7 @@ from megatron.data.order_cache import Description, description_hash
 from megatron.data.sample_order import (
     blend_order,
     blend_targets,
+    build_extendable_order,
     build_sample_order,
     exhaustive_blend_order,
     normalize,
@@ -199,6 +200,42 @@ def test_order_equals_a_walk_over_the_tokens(
     assert order.shuffle_index.tolist() == shuffled
 
 
+@settings(max_examples=100)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(any),
+    seq_length=st.integers(1, 20),
+    wanted=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_extendable_order_of_a_longer_run_begins_with_that_of_a_shorter(
+    lengths: list[int], seq_length: int, wanted: tuple[int, int], seed: int
+) -> None:
+    def build(num_samples: int | None, build_order: Any = build_extendable_order) -> Any:
+        array = np.array(lengths, dtype=np.int32)
+        return build_order(array, (0, len(lengths)), seq_length=seq_length, num_samples=num_samples, seed=seed)
+
+    shorter, longer = (build(n) for n in sorted(wanted))
+    assert len(shorter.shuffle_index) >= min(wanted) and len(longer.shuffle_index) >= max(wanted)
+    for of_shorter, of_longer in zip(shorter, longer, strict=True):
+        assert of_longer[: len(of_shorter)].tolist() == of_shorter.tolist()
+    # Every sample once, and every document once an epoch.
+    assert sorted(longer.shuffle_index.tolist()) == list(range(len(longer.shuffle_index)))
+    epochs = longer.document_index.reshape(-1, len(lengths))
+    assert (np.sort(epochs, axis=1) == np.arange(len(lengths))).all()
+    # A run that fits into one epoch may be extended whatever it began with.
+    for ours, theirs in zip(build(None), build(None, build_sample_order), strict=True):
+        assert ours.tolist() == theirs.tolist() and ours.dtype == theirs.dtype
+
+
+def test_extendable_order_has_a_cache_entry_for_each_number_of_epochs(corpora: Path) -> None:
+    keys = {
+        n: description_hash(GPTDataset(IndexedDataset("a"), 0, n, settings_of(extendable=True)).description)
+        for n in (2, 6, 7, 11, 13, 16)
+    }
+    assert keys[2] == keys[6] != keys[7] == keys[11] != keys[13] == keys[16]
+    assert keys[6] != description_hash(GPTDataset(IndexedDataset("a"), 0, 6, settings_of()).description)
+
+
 def test_every_sample_of_an_epoch_comes_once_and_labels_are_shifted(tmp_path: Path) -> None:
     documents = [list(range(start, start + n)) for start, n in ((0, 7), (7, 0), (7, 40), (47, 1), (48, 15))]
     corpus = IndexedDataset(write(tmp_path / "corpus", documents))
@@ -242,6 +279,23 @@ def test_exhaustive_blend_uses_every_sample_once() -> None:
     assert sorted(zip(datasets.tolist(), samples.tolist(), strict=True)) == [
         (d, i) for d, n in enumerate([3, 5, 2]) for i in range(n)
     ]
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=12), size=st.integers(1, 400), more=st.integers(0, 400)
+)
+def test_a_blend_keeps_its_shares_at_every_step_and_grows_without_change(
+    weights: list[float], size: int, more: int
+) -> None:
+    shares = normalize(weights)
+    datasets, samples = blend_order(shares, size)
+    counts = np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
+    ahead = counts - np.arange(1, size + 1)[:, None] * np.array(shares)
+    assert ahead.max() < 1 + 1e-6  # at no step is a corpus a whole sample ahead of its share
+    assert (samples == counts[np.arange(size), datasets] - 1).all()  # each corpus in its own order
+    longer = blend_order(shares, size + more)
+    assert longer[0][:size].tolist() == datasets.tolist() and longer[1][:size].tolist() == samples.tolist()
 
 
 def slow_blend(weights: list[float], size: int, limits: list[int] | None = None) -> list[int]:
