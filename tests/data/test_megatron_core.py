@@ -46,9 +46,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 class Tokenizer:
-    eod, pad, unique_identifiers = 999, 1000, {"class": "Tokenizer"}
+    vocab_size, eod, pad, unique_identifiers = 1000, 999, 1000, {"class": "Tokenizer"}
 
-torch.distributed.init_process_group("gloo", init_method="file:///" + sys.argv[1], rank=0, world_size=1)
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 paths = {"train": (["ours", "theirs"], [0.7, 0.3]), "valid": (["ours"], None), "test": None}
 for name, source in {
     "single": {"blend": (["ours"], None), "split": "8,1,1"},
@@ -77,7 +77,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_there(script: str, *arguments: str) -> None:
     assert PYTHON is not None
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run([PYTHON, "-c", script, *arguments], env=environment, capture_output=True, text=True)
+    command = [PYTHON, "-c", script, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
