@@ -40,7 +40,9 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--no-async-tensor-model-parallel-allreduce",
     ),
     "scales change with every step: remove it.": ("--fp8-interval",),
-    "the overlap of --tp-comm-overlap has nothing to set: remove it.": ("--tp-comm-overlap-cfg",),
+    "--tp-comm-overlap has nothing to set, and layers of Transformer Engine take its defaults: remove it.": (
+        "--tp-comm-overlap-cfg",
+    ),
     "FSDP is PyTorch's: use --use-torch-fsdp2 instead.": ("--use-megatron-fsdp",),
     "it is spelled --no-torch-fsdp2-reshard-after-forward.": ("--torch-fsdp2-no-reshard-after-forward",),
     "context-parallel ranks exchange in one level: use --cp-comm-type p2p, allgather or a2a instead.": (

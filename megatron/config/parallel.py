@@ -23,7 +23,8 @@ class ParallelConfig:
     """Also split the activations between the tensor-parallel regions, along the sequence."""
     tp_comm_overlap: bool = False
     """Run the collectives of --sequence-parallel behind the matrix products beside them: by PyTorch's symmetric memory
-    where the GPUs of the tensor-parallel ranks read each other's memory, else part by part."""
+    where the GPUs of the tensor-parallel ranks read each other's memory, else part by part. Layers of
+    --transformer-impl transformer_engine have an overlap of their own."""
     pipeline_model_parallel_size: int = 1
     """Ranks that share the layers, each holding some of them; see the pipeline flags."""
     context_parallel_size: int = 1

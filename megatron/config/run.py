@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.dry_run import DryRunConfig
 from megatron.config.errors import ConfigError
 from megatron.config.kernels import KernelConfig
 from megatron.config.logging import LoggingConfig
@@ -49,6 +50,8 @@ class RunConfig:
     """Checkpoints."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Metrics and their writers."""
+    dry_run: DryRunConfig = field(default_factory=DryRunConfig)
+    """Dry run."""
 
     def check(self, world_size: int) -> None:
         """Raise :class:`ConfigError` for the first flag or combination that cannot be honoured.
@@ -71,6 +74,7 @@ class RunConfig:
             self.validation,
             self.checkpoint,
             self.logging,
+            self.dry_run,
         ):
             group.check()
         for check in CROSS_GROUP_CHECKS:
@@ -142,15 +146,56 @@ def _check_tensor_parallel(run: RunConfig, world_size: int) -> None:
 
 
 def _check_tensor_parallel_overlap(run: RunConfig, world_size: int) -> None:
-    # Layers of Transformer Engine have an overlap of their own.
-    if run.model.transformer_impl != "local" or not run.parallel.tp_comm_overlap:
-        return
     size = run.parallel.tensor_model_parallel_size
-    if size > 1 and not run.parallel.sequence_parallel:
+    if size == 1 or not run.parallel.tp_comm_overlap:
+        return
+    if not run.parallel.sequence_parallel:
         raise ConfigError(
             f"--tp-comm-overlap overlaps the collectives of --sequence-parallel, which --tensor-model-parallel-size "
             f"{size} does not imply: add --sequence-parallel, or remove --tp-comm-overlap."
         )
+    if run.model.transformer_impl == "transformer_engine":
+        _check_transformer_engine_overlap(run)
+
+
+def _check_transformer_engine_overlap(run: RunConfig) -> None:
+    """What Transformer Engine's overlap takes for granted, most of it in silence."""
+    parallel, precision = run.parallel, run.precision
+    overlap = "--tp-comm-overlap with --transformer-impl transformer_engine"
+    remedy = "use --transformer-impl local, or remove --tp-comm-overlap"
+    if not precision.bf16:
+        raise ConfigError(f"{overlap} adds up in bf16 and nothing else: add --bf16, {remedy}.")
+    if parallel.tensor_model_parallel_size not in (2, 4, 8):
+        raise ConfigError(
+            f"{overlap} adds up over 2, 4 or 8 ranks, not --tensor-model-parallel-size "
+            f"{parallel.tensor_model_parallel_size}: use one of these, {remedy}."
+        )
+    if not parallel.rank_order.startswith("tp-"):
+        raise ConfigError(
+            f"{overlap} is between neighbouring ranks, which --rank-order {parallel.rank_order} gives to other axes: "
+            f"begin it with tp, {remedy}."
+        )
+    if precision.fp8_format is not None and precision.fp8_recipe == "blockwise":
+        raise ConfigError(f"{overlap} does not send what --fp8-recipe blockwise scales: use another recipe, {remedy}.")
+
+
+def _check_transformer_engine_buffers(run: RunConfig, world_size: int) -> None:
+    parallel, size = run.parallel, run.parallel.tensor_model_parallel_size
+    if size == 1 or not parallel.tp_comm_overlap or run.model.transformer_impl == "local":
+        return
+    length = run.data.seq_length or 128 * size
+    # A quarter is sent at once, in words of eight numbers.
+    sizes = {"--hidden-size": (run.model.resolve(1, size, length).hidden_size, 32)}
+    if run.precision.fp8_format is not None and run.precision.fp8_recipe == "mxfp8":
+        rows = (run.training.micro_batch_size or 1) * length // parallel.context_parallel_size // size
+        name = "--micro-batch-size x --seq-length / --context-parallel-size / --tensor-model-parallel-size"
+        sizes[name] = (rows, 128)
+    for name, (value, unit) in sizes.items():
+        if value % unit:
+            raise ConfigError(
+                f"--tp-comm-overlap with --transformer-impl transformer_engine takes multiples of {unit}, but {name} "
+                f"is {value}: change one of them, use --transformer-impl local, or remove --tp-comm-overlap."
+            )
 
 
 def _check_context_parallel(run: RunConfig, world_size: int) -> None:
@@ -376,6 +421,18 @@ def _check_kernels(run: RunConfig, world_size: int) -> None:
         raise ConfigError(f"{adam.flag} does not go with {other}, which has an update of its own: remove one.")
 
 
+def _check_dry_run(run: RunConfig, world_size: int) -> None:
+    if not run.dry_run.dry_run:
+        return
+    for flag, is_given, reason in (
+        ("--use-checkpoint-args", run.checkpoint.use_checkpoint_args, "reads no checkpoint"),
+        ("--skip-train", run.validation.skip_train, "is about a training step"),
+        ("--cpu-offloading-num-layers", run.activations.cpu_offloading_num_layers > 0, "cannot tell host from GPU yet"),
+    ):
+        if is_given:
+            raise ConfigError(f"{flag} does not go with --dry-run, which {reason}: remove one of them.")
+
+
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_required,
     _check_data_source,
@@ -386,6 +443,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_length,
     _check_profile,
     _check_kernels,
+    _check_dry_run,
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_tensor_parallel,
@@ -394,4 +452,5 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_activations,
     _check_fully_sharded,
     _check_fp8,
+    _check_transformer_engine_buffers,
 )

@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -24,6 +24,9 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 Reduction = Literal["sum", "max"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
+Message = tuple[Literal["send", "receive"], Tensor, int]
+"""What is sent or received, and the global rank at the other end."""
+
 
 @dataclass(frozen=True)
 class CollectiveRecord:
@@ -34,6 +37,8 @@ class CollectiveRecord:
     axes: str
     group_size: int
     num_bytes: int
+    peer: int | None = field(default=None, compare=False)
+    """Of a message: the global rank at the other end; of a shift: the next one of the ring."""
 
 
 Observer = Callable[[CollectiveRecord], None]
@@ -119,6 +124,62 @@ def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tenso
     return total if output is None else output.copy_(total)
 
 
+class Wire:
+    """What :class:`Communicator` needs of the network: the operations of one process group. All return at once what is
+    to be waited for; ranks are global."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._group = process_group
+        is_gloo = bool(dist.get_backend(process_group) == "gloo")
+        self.prefers_messages = is_gloo
+        """Whether collectives are best made of messages between all pairs."""
+        self.hides_completion = is_gloo
+        """Whether it does not tell if a send is complete."""
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
+        """Reduce in place."""
+        return dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self._group, async_op=True)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
+        """Concatenate into ``output``."""
+        return _all_gather_single(output, tensor, group=self._group, async_op=True)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
+        """Sum this rank's part into ``output``."""
+        return _reduce_scatter_single(output, tensor, group=self._group, async_op=True)
+
+    def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
+        """Exchange equal parts."""
+        return dist.all_to_all_single(output, tensor, group=self._group, async_op=True)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy in place; waits."""
+        dist.broadcast(tensor, source, group=self._group)
+
+    def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
+        """Messages that belong together, sent and received at once."""
+        operations = {"send": dist.isend, "receive": dist.irecv}
+        return dist.batch_isend_irecv(
+            [dist.P2POp(operations[kind], tensor, peer, self._group) for kind, tensor, peer in messages]
+        )
+
+    def send(self, tensor: Tensor, target: int) -> Any:
+        """One message."""
+        return dist.isend(tensor, target, self._group)
+
+    def receive(self, tensor: Tensor, source: int) -> Any:
+        """One message."""
+        return dist.irecv(tensor, source, self._group)
+
+    def all_gather_object(self, values: list[Any], value: Any) -> None:
+        """Fill ``values``; waits."""
+        dist.all_gather_object(values, value, group=self._group)
+
+    def broadcast_object(self, values: list[Any], source: int) -> None:
+        """Replace ``values`` by those of ``source``; waits."""
+        dist.broadcast_object_list(values, source, group=self._group)
+
+
 class Communicator:
     """Collectives among ``ranks``; ``rank`` is this process's global rank.
 
@@ -159,14 +220,22 @@ class Communicator:
             return dist.group.WORLD
         return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name, timeout=self._timeout)
 
+    def device_mesh(self, device_type: str, name: str) -> Any:
+        """The group as a ``DeviceMesh`` of one axis, which FSDP2 wants."""
+        # Only now: it is torch's distributed tensors that need it.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
+
     def open(self) -> None:
         """Make the process group now; all members call it."""
         if self.size > 1:
-            _ = self.process_group
+            _ = self.wire
 
     @cached_property
-    def _is_gloo(self) -> bool:
-        return bool(dist.get_backend(self.process_group) == "gloo")
+    def wire(self) -> Wire:
+        """The network; made with the process group."""
+        return Wire(self.process_group)
 
     @cached_property
     def _sends(self) -> "queue.SimpleQueue[_Awaited | None]":
@@ -181,21 +250,20 @@ class Communicator:
         self._sends.put(awaited)
         return awaited
 
-    def record(self, kind: str, num_bytes: int) -> None:
+    def record(self, kind: str, num_bytes: int, peer: int | None = None) -> None:
         """Tell the observer of a collective; called from elsewhere for those that are part of an operator."""
         if self.observer is not None:
-            self.observer(CollectiveRecord(kind, self.name, self.size, num_bytes))
+            self.observer(CollectiveRecord(kind, self.name, self.size, num_bytes, peer))
 
-    def _record(self, kind: str, tensor: Tensor) -> None:
-        self.record(kind, tensor.numel() * tensor.element_size())
+    def _record(self, kind: str, tensor: Tensor, peer: int | None = None) -> None:
+        self.record(kind, tensor.numel() * tensor.element_size(), peer)
 
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending:
         """Reduce ``tensor`` over the group, in place."""
         if self.size == 1:
             return Pending((), lambda: tensor)
         self._record("all_reduce", tensor)
-        work = dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self.process_group, async_op=True)
-        return Pending((work,), lambda: tensor)
+        return Pending((self.wire.all_reduce(tensor, reduction),), lambda: tensor)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """Reduce ``tensor`` over the group, in place, and return it."""
@@ -216,10 +284,9 @@ class Communicator:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self._record("all_gather", output)
         tensor = tensor.contiguous()
-        if self._is_gloo:
+        if self.wire.prefers_messages:
             return self._start_direct_all_gather(tensor, output)
-        work = _all_gather_single(output, tensor, group=self.process_group, async_op=True)
-        return Pending((work,), lambda: output)
+        return Pending((self.wire.all_gather(output, tensor),), lambda: output)
 
     def all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
         """Concatenate every rank's ``tensor`` along dim 0."""
@@ -228,13 +295,13 @@ class Communicator:
     def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Pending:
         """Every rank sends its part to every other: measured several times faster than gloo's own all-gather."""
         parts = output.chunk(self.size)
-        operations = []
+        messages: list[Message] = []
         for step in range(1, self.size):
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            operations.append(dist.P2POp(dist.isend, tensor, self.ranks[target], self.process_group))
-            operations.append(dist.P2POp(dist.irecv, parts[source], self.ranks[source], self.process_group))
-        works = dist.batch_isend_irecv(operations)
-        if parts[self.rank].data_ptr() != tensor.data_ptr():
+            messages.append(("send", tensor, self.ranks[target]))
+            messages.append(("receive", parts[source], self.ranks[source]))
+        works = self.wire.exchange(messages)
+        if not _is_same_memory(parts[self.rank], tensor):
             parts[self.rank].copy_(tensor)
         return Pending(works, lambda: output)
 
@@ -249,10 +316,9 @@ class Communicator:
         tensor = tensor.contiguous()
         if output is None:
             output = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        if self._is_gloo:
+        if self.wire.prefers_messages:
             return self._start_direct_reduce_scatter(tensor, output)
-        work = _reduce_scatter_single(output, tensor, group=self.process_group, async_op=True)
-        return Pending((work,), lambda: output)
+        return Pending((self.wire.reduce_scatter(output, tensor),), lambda: output)
 
     def reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
         """Sum ``tensor`` over the group and keep this rank's part along dim 0."""
@@ -263,13 +329,13 @@ class Communicator:
         depend on arrival; gloo's own reduce-scatter reduces the whole tensor everywhere."""
         parts = tensor.chunk(self.size)
         received: dict[int, Tensor] = {}
-        operations = []
+        messages: list[Message] = []
         for step in range(1, self.size):
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
             received[source] = torch.empty_like(parts[self.rank])
-            operations.append(dist.P2POp(dist.isend, parts[target], self.ranks[target], self.process_group))
-            operations.append(dist.P2POp(dist.irecv, received[source], self.ranks[source], self.process_group))
-        works = dist.batch_isend_irecv(operations)
+            messages.append(("send", parts[target], self.ranks[target]))
+            messages.append(("receive", received[source], self.ranks[source]))
+        works = self.wire.exchange(messages)
 
         def add_up() -> Tensor:
             received[self.rank] = parts[self.rank]
@@ -282,21 +348,21 @@ class Communicator:
         the one before."""
         if self.size == 1:
             return Pending((), lambda: tensor)
-        self._record("shift", tensor)
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self._record("shift", tensor, self.ranks[following])
         return self._start_exchange(tensor, following, torch.empty_like(tensor), before)
 
     def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``, and receive into
         ``received`` from the rank ``source``. All ranks exchange at once, in the same order."""
-        self._record("exchange", tensor)
+        self._record("exchange", tensor, self.ranks[target])
         return self._start_exchange(tensor, target, received, source)
 
     def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
-        works = dist.batch_isend_irecv(
+        works = self.wire.exchange(
             [
-                dist.P2POp(dist.isend, _sendable(tensor), self.ranks[target], self.process_group),
-                dist.P2POp(dist.irecv, _sendable(received), self.ranks[source], self.process_group),
+                ("send", _sendable(tensor), self.ranks[target]),
+                ("receive", _sendable(received), self.ranks[source]),
             ]
         )
         return Pending(works, lambda: received)
@@ -308,16 +374,16 @@ class Communicator:
         self._record("all_to_all", tensor)
         tensor = tensor.contiguous()
         output = torch.empty_like(tensor)
-        if not self._is_gloo:
-            dist.all_to_all_single(output, tensor, group=self.process_group)
+        if not self.wire.prefers_messages:
+            self.wire.all_to_all(output, tensor).wait()
             return output
         sent, received = tensor.chunk(self.size), output.chunk(self.size)
-        operations = []
+        messages: list[Message] = []
         for step in range(1, self.size):
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            operations.append(dist.P2POp(dist.isend, sent[target], self.ranks[target], self.process_group))
-            operations.append(dist.P2POp(dist.irecv, received[source], self.ranks[source], self.process_group))
-        works = dist.batch_isend_irecv(operations)
+            messages.append(("send", sent[target], self.ranks[target]))
+            messages.append(("receive", received[source], self.ranks[source]))
+        works = self.wire.exchange(messages)
         received[self.rank].copy_(sent[self.rank])
         for work in works:
             work.wait()
@@ -325,21 +391,20 @@ class Communicator:
 
     def start_send(self, tensor: Tensor, target: int) -> Pending:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
-        self._record("send", tensor)
-        work = dist.isend(tensor, self.ranks[target], self.process_group)
-        return Pending((self._watched(work) if self._is_gloo else work,), lambda: tensor)
+        self._record("send", tensor, self.ranks[target])
+        work = self.wire.send(tensor, self.ranks[target])
+        return Pending((self._watched(work) if self.wire.hides_completion else work,), lambda: tensor)
 
     def start_receive(self, tensor: Tensor, source: int) -> Pending:
         """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""
-        self._record("receive", tensor)
-        work = dist.irecv(tensor, self.ranks[source], self.process_group)
-        return Pending((work,), lambda: tensor)
+        self._record("receive", tensor, self.ranks[source])
+        return Pending((self.wire.receive(tensor, self.ranks[source]),), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy ``tensor`` of the group's rank ``source`` to all, in place."""
         if self.size > 1:
             self._record("broadcast", tensor)
-            dist.broadcast(tensor, self.ranks[source], group=self.process_group)
+            self.wire.broadcast(tensor, self.ranks[source])
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -347,7 +412,7 @@ class Communicator:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        self.wire.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -355,5 +420,11 @@ class Communicator:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, self.ranks[source], group=self.process_group)
+        self.wire.broadcast_object(values, self.ranks[source])
         return values[0]
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape begin at the same place."""
+    is_same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_same_storage and one.storage_offset() == other.storage_offset()

@@ -5,7 +5,7 @@ members alone, so a grid of 16,384 ranks costs nothing. (Llama 3 orders ranks [T
 link to the slowest: arXiv 2407.21783, section 3.3.2.)
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -108,14 +108,22 @@ class Topology:
         self._communicators: dict[tuple[str, ...], Communicator] = {}
         self._channels: dict[tuple[str, bool], Communicator] = {}
 
+    has_memory = True
+    """Whether tensors have memory; False where a run is only rehearsed."""
+
     def communicator(self, *axes: str) -> Communicator:
         """The communicator along ``axes`` that this rank belongs to; its process group is made on first use."""
         if axes not in self._communicators:
             ranks = self.grid.group(self.rank, axes)
             # Two communicators of the same ranks are counted under their own names and share one process group.
             twin = next((other for other in self._communicators.values() if other.ranks == ranks), None)
-            self._communicators[axes] = Communicator(ranks, self.rank, "x".join(axes), twin, timeout=self._timeout)
+            self._communicators[axes] = self._connect(ranks, "x".join(axes), twin)
         return self._communicators[axes]
+
+    def _connect(
+        self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
+    ) -> Communicator:
+        return Communicator(ranks, self.rank, name, twin, exclusive, self._timeout)
 
     def pipeline_channel(self, kind: str, source: int, target: int) -> Communicator:
         """The communicator for messages of one ``kind`` from stage ``source`` to stage ``target``.
@@ -128,7 +136,7 @@ class Topology:
         if key not in self._channels:
             name = f"pp {kind} {'down' if source < target else 'up'}"
             ranks = self.grid.group(self.rank, ("pp",))
-            self._channels[key] = Communicator(ranks, self.rank, name, exclusive=True, timeout=self._timeout)
+            self._channels[key] = self._connect(ranks, name, exclusive=True)
         return self._channels[key]
 
     @property

@@ -24,6 +24,7 @@ SplitMatrix = list[tuple[float, float] | None]
 _LAST_EPOCH_APART_BELOW = 0.80
 
 MID_LEVEL_SURPLUS = 0.005  # share by which blended corpora build more than their target
+_DOCUMENTS_AT_ONCE = 1 << 22  # whose ends build_sample_index holds in memory
 _BLEND_SEGMENT = 2048  # steps of the blend order that are walked one after the other
 _MAX_BLEND_LANES = 4096  # segments that are walked side by side ...
 _MAX_BLEND_STATES = 1 << 20  # ... but no more lanes x corpora than this
@@ -188,13 +189,19 @@ def build_sample_index(
     """
     dtype = np.int64 if len(document_index) > np.iinfo(np.int32).max else np.int32
     rows = np.zeros((num_samples + 1, 2), dtype=dtype)
-    ends = np.cumsum(sequence_lengths[document_index], dtype=np.int64)
-    # The first document that ends behind the token holds it, so empty documents are passed over ...
-    targets = np.arange(1, num_samples + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, targets, side="right")
-    rows[1:, 0] = positions
-    rows[1:, 1] = targets - (ends[positions] - sequence_lengths[document_index[positions]])
-    # ... except by row 0, which stays (0, 0) even when the first document is empty.
+    # Row 0 stays (0, 0) even when the first document is empty; the others pass over empty documents.
+    done, tokens = 1, 0
+    for start in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
+        lengths = sequence_lengths[document_index[start : start + _DOCUMENTS_AT_ONCE]]
+        ends = np.cumsum(lengths, dtype=np.int64) + tokens
+        tokens = int(ends[-1])
+        complete = max(done, min(num_samples, (tokens - 1) // seq_length) + 1)
+        targets = np.arange(done, complete, dtype=np.int64) * seq_length
+        # The first document that ends behind the token holds it.
+        positions = np.searchsorted(ends, targets, side="right")
+        rows[done:complete, 0] = start + positions
+        rows[done:complete, 1] = targets - (ends[positions] - lengths[positions])
+        done = complete
     return rows
 
 

@@ -60,15 +60,10 @@ def choose_device(wanted: str, process: Process) -> torch.device:
     return torch.device("cuda", process.local_rank)
 
 
-@contextmanager
-def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
-    """Join the other processes, take this one's place in the grid, and part from them in the end.
-
-    After an error of our own making, or of this rank alone, the process just ends, and the others with it.
-    """
-    _join(parallel, process, device)
-    data_parallel_size = parallel.data_parallel_size(process.world_size)
-    grid = RankGrid(
+def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
+    """The grid of ``world_size`` ranks."""
+    data_parallel_size = parallel.data_parallel_size(world_size)
+    return RankGrid(
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
@@ -76,6 +71,16 @@ def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> 
         dp_replicas=parallel.data_parallel_replicas(data_parallel_size),
         order=parallel.rank_order,
     )
+
+
+@contextmanager
+def joined(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
+    """Join the other processes, take this one's place in the grid, and part from them in the end.
+
+    After an error of our own making, or of this rank alone, the process just ends, and the others with it.
+    """
+    _join(parallel, process, device)
+    grid = rank_grid(parallel, process.world_size)
     try:
         yield Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
     except UserError as error:

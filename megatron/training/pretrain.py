@@ -1,7 +1,7 @@
 """Pretraining from flags to the last checkpoint."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -53,14 +53,15 @@ def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
 
 def train(config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say) -> None:
     """Build the trainer and run it; it must be gone when the ranks part."""
-    trainer = build_trainer(config, topology, locks, signals, say)
-    try:
-        if config.validation.skip_train:
-            evaluate_only(trainer)
-        else:
-            say(f"stopped: {trainer.run()}")
-    finally:
-        trainer.close()
+    with ExitStack() as at_end:
+        trainer = build_trainer(config, topology, locks, signals, say, at_end)
+        try:
+            if config.validation.skip_train:
+                evaluate_only(trainer)
+            else:
+                say(f"stopped: {trainer.run()}")
+        finally:
+            trainer.close()
 
 
 def evaluate_only(trainer: Trainer) -> None:

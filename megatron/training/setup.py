@@ -5,7 +5,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import CheckpointError, ConfigError
+from megatron.config.errors import CheckpointError, ConfigError, RankError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
@@ -44,6 +44,7 @@ from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.topology import Topology
 from megatron.core.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
 from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.overlap import shared_buffers
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
@@ -91,9 +92,15 @@ def save_directories_locked(config: CheckpointConfig, world: Communicator) -> It
 
 
 def build_trainer(
-    config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say
+    config: RunConfig,
+    topology: Topology,
+    locks: Sequence[RunLock],
+    signals: SignalWatch,
+    say: Say,
+    at_end: ExitStack,
 ) -> Trainer:
-    """The whole run of this rank, from flags to a trainer that is ready to go; ``locks`` are those of ``--save``.
+    """The whole run of this rank, from flags to a trainer that is ready to go; ``locks`` are those of ``--save``, and
+    ``at_end`` lets go of what must outlive the trainer.
 
     Raises :class:`~megatron.config.errors.UserError`, on every rank alike.
     """
@@ -108,6 +115,7 @@ def build_trainer(
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
     kernels = together(topology.world, lambda: build_kernels(config, topology, vocabulary))
+    share_buffers(config, topology, kernels.engine, at_end)
     model = build_parallel_model(config, topology, vocabulary, kernels)
     executor = build_pipeline(config, topology, model)
     data_parallel = build_data_parallel(config, topology, model)
@@ -215,21 +223,29 @@ def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary)
         formats.weight,
         formats.gradient,
         AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
-        # The one kernel that does not tell keeps a graph of its own, which cannot go to the host either.
-        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
+        needs_log_sum_exp=needs_log_sum_exp(config, topology),
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),
     )
     return choose_kernels(config.kernels, setting)
 
 
+def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
+    """Whether attention must tell it: where partial results are merged; and where activations go to the host, since the
+    one kernel that does not tell keeps a graph of its own, which cannot."""
+    return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
+
+
 def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary, kernels: Kernels) -> LlamaModel:
     """This rank's part of the model, without initial weights."""
     parallel = build_tensor_parallel(config, topology)
+    overlaps = parallel.overlap is not None
     architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
     dtype = number_formats(config.precision, config.optimizer).weight
     context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
-    weights_device = torch.device("meta") if shards_weights(config.parallel, topology) else None
+    # Left to FSDP2, so that whole weights never lie in memory; it cannot do that with tensors that have none at all.
+    leaves_memory = topology.has_memory and shards_weights(config.parallel, topology)
+    weights_device = torch.device("meta") if leaves_memory else None
     context = BuildContext(
         parallel,
         dtype,
@@ -240,7 +256,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
         context_parallel=context_parallel,
         weights_device=weights_device,
         activations=config.activations,
-        parts=LocalParts() if kernels.engine is None else TransformerEngineParts(kernels.engine),
+        parts=LocalParts() if kernels.engine is None else TransformerEngineParts(kernels.engine, overlaps=overlaps),
         fp8=build_fp8(config, topology, kernels.engine),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
@@ -258,6 +274,22 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
         return TensorParallel(ranks)
     overlap = choose_overlap(ranks, topology.device) if config.parallel.tp_comm_overlap else None
     return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
+
+
+def share_buffers(config: RunConfig, topology: Topology, engine: TransformerEngine | None, at_end: ExitStack) -> None:
+    """What layers of Transformer Engine overlap with, if they shall, until ``at_end``; by all ranks together."""
+    ranks = topology.tensor_parallel
+    if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
+        return
+    rows = config.micro_batch_size * config.seq_length // topology.grid.cp
+    hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size
+    try:
+        at_end.enter_context(shared_buffers(engine, config.precision, ranks, rows, hidden_size))
+    except UnavailableError as error:
+        raise RankError(
+            f"--tp-comm-overlap with --transformer-impl transformer_engine needs that package, which on rank "
+            f"{topology.rank} {error}: change that, use --transformer-impl local, or remove --tp-comm-overlap."
+        ) from error
 
 
 def find_transformer_engine(config: RunConfig, topology: Topology) -> TransformerEngine | None:
@@ -297,10 +329,14 @@ def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine |
 
 def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
     """The model under its data-parallel strategy, with its initial weights."""
-    formats = number_formats(config.precision, config.optimizer)
-    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
+    data_parallel = wrap_model(config, topology, model)
     data_parallel.initialize(config.training.seed)
     return data_parallel
+
+
+def wrap_model(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
+    """The model under its data-parallel strategy, its weights without values."""
+    return wrap_data_parallel(model, number_formats(config.precision, config.optimizer), topology, config.parallel)
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
@@ -504,7 +540,8 @@ def describe_run(
     if config.activations != ActivationConfig():
         say(f"activations: {describe_activations(config.activations)}")
     if model.context.parallel.overlap is not None:
-        say(f"tensor-parallel overlap: {model.context.parallel.overlap.name}")
+        theirs = "Transformer Engine's buffers; in the head " if config.model.transformer_impl != "local" else ""
+        say(f"tensor-parallel overlap: {theirs}{model.context.parallel.overlap.name}")
     for flag, is_given, purpose in (
         ("--sequence-parallel", config.parallel.sequence_parallel, "split"),
         ("--tp-comm-overlap", config.parallel.tp_comm_overlap, "overlap"),

@@ -23,6 +23,7 @@ UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
 ENGINE = f"{GOOD} --transformer-impl transformer_engine"
+OVERLAP = f"{ENGINE} --tp-comm-overlap --sequence-parallel"
 
 Row = tuple[str, int, str]
 """Arguments, number of processes, and what the sentence must say (fragments separated by `` ... ``)."""
@@ -64,6 +65,7 @@ AT_LEAST_ONE = [
     "--tensorboard-log-interval",
     "--profile-pipeline-iteration",
     "--eval-global-batch-size",
+    "--num-gpus",
     "--loss-scale-window",
     "--hysteresis",
     "--seq-length",
@@ -97,6 +99,7 @@ NOT_NEGATIVE = [
     "--tiktoken-num-special-tokens",
     "--cpu-offloading-num-layers",
     "--fp8-margin",
+    "--dry-run-rank",
     "--num-layers-at-start-in-bf16",
     "--num-layers-at-end-in-bf16",
 ]
@@ -104,6 +107,7 @@ POSITIVE = [
     "--rotary-base",
     "--rope-scaling-factor",
     "--peak-tflops",
+    "--gpu-memory-gb",
     "--exit-duration-in-mins",
     "--distributed-timeout-minutes",
     "--loss-scale",
@@ -128,6 +132,18 @@ BAD: list[Row] = [
     (f"{GOOD} --lr fast", 1, "Error parsing --lr ... 'fast' ... see --help."),
     (f"{GOOD} --model huge", 1, "'huge' ... --model ... llama3-8b ... see --help."),
     (f"{GOOD} --sequence-length 3", 1, "--sequence-length is not a flag ... did you mean --seq-length?"),
+    # The dry run.
+    (f"{GOOD} --num-gpus 8", 1, "--num-gpus belongs to --dry-run: add that, or remove --num-gpus"),
+    (f"{GOOD} --gpu-memory-gb 40", 1, "--gpu-memory-gb belongs to --dry-run"),
+    (f"{GOOD} --dry-run", 1, "--dry-run needs --num-gpus: add the number"),
+    (f"{GOOD} --dry-run --num-gpus 8 --dry-run-rank 8", 8, "--dry-run-rank 8 is not among the 8 ranks"),
+    (f"{UNKNOWN} --dry-run --num-gpus 8", 8, "--use-checkpoint-args does not go with --dry-run ... reads no"),
+    (f"{GOOD} --load run --skip-train --dry-run --num-gpus 8", 8, "--skip-train does not go with --dry-run"),
+    (
+        f"{GOOD} --cpu-offloading-num-layers 1 --dry-run --num-gpus 8",
+        8,
+        "--cpu-offloading-num-layers does not go with --dry-run ... remove one",
+    ),
     # What is kept for the backward pass.
     (
         f"{GOOD} --recompute-activations --recompute-granularity full",
@@ -290,7 +306,37 @@ BAD: list[Row] = [
         2,
         "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
     ),
-    (f"{GOOD} --tp-comm-overlap --transformer-impl transformer_engine", 1, "--transformer-impl ... use local"),
+    (
+        f"{ENGINE} --bf16 --tp-comm-overlap --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... --tensor-model-parallel-size 2 ... add --sequence-parallel",
+    ),
+    (f"{OVERLAP} --tensor-model-parallel-size 2", 2, "--tp-comm-overlap ... bf16 and nothing else: add --bf16, use"),
+    (
+        f"{OVERLAP} --bf16 --num-query-groups 8 --tensor-model-parallel-size 16",
+        16,
+        "--tp-comm-overlap ... 2, 4 or 8 ranks, not --tensor-model-parallel-size 16: use one of these",
+    ),
+    (
+        f"{OVERLAP} --bf16 --tensor-model-parallel-size 2 --rank-order pp-tp-cp-ep-dp",
+        2,
+        "--tp-comm-overlap ... --rank-order pp-tp-cp-ep-dp ... begin it with tp",
+    ),
+    (
+        f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... --fp8-recipe blockwise ... use another recipe",
+    ),
+    (
+        f"{OVERLAP} --bf16 --hidden-size 144 --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... multiples of 32, but --hidden-size is 144",
+    ),
+    (
+        f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --tensor-model-parallel-size 2",
+        2,
+        "--tp-comm-overlap ... multiples of 128, but --micro-batch-size ... is 64: change one",
+    ),
     (
         f"{GOOD} --num-distributed-optimizer-instances 2",
         2,
@@ -790,6 +836,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),
         (f"{GOOD} --sequence-parallel --tp-comm-overlap --tensor-model-parallel-size 4", 4),
         (f"{GOOD} --tp-comm-overlap", 1),
+        (f"{ENGINE} --tp-comm-overlap", 1),
+        (f"{OVERLAP} --bf16 --tensor-model-parallel-size 4 --fp8-format hybrid --first-last-layers-bf16", 8),
+        (f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --tensor-model-parallel-size 2 --seq-length 128", 2),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
         (f"{GOOD} --data-parallel-sharding-strategy optim --use-distributed-optimizer", 4),
         (f"{GOOD} --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward --defer-grad-reduce", 4),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.errors import ConfigError, DataError
-from megatron.data import gpt_dataset
+from megatron.data import gpt_dataset, sample_order
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
@@ -184,16 +185,23 @@ def slow_order(lengths: list[int], first: int, end: int, s: int, wanted: int | N
     seq_length=st.integers(1, 20),
     wanted=st.none() | st.integers(1, 60),
     seed=st.integers(0, 2**32 - 1),
+    documents_at_once=st.sampled_from([1, 3, 1 << 22]),
 )
 def test_order_equals_a_walk_over_the_tokens(
-    lengths: list[int], part: tuple[float, float], seq_length: int, wanted: int | None, seed: int
+    lengths: list[int],
+    part: tuple[float, float],
+    seq_length: int,
+    wanted: int | None,
+    seed: int,
+    documents_at_once: int,
 ) -> None:
     first, end = sorted(round(share * len(lengths)) for share in part)
     if not sum(lengths[first:end]):
         return
-    order = build_sample_order(
-        np.array(lengths, dtype=np.int32), (first, end), seq_length=seq_length, num_samples=wanted, seed=seed
-    )
+    with mock.patch.object(sample_order, "_DOCUMENTS_AT_ONCE", documents_at_once):
+        order = build_sample_order(
+            np.array(lengths, dtype=np.int32), (first, end), seq_length=seq_length, num_samples=wanted, seed=seed
+        )
     documents, rows, shuffled = slow_order(lengths, first, end, seq_length, wanted, seed)
     assert order.document_index.tolist() == documents
     assert [tuple(row) for row in order.sample_index.tolist()] == rows

@@ -39,6 +39,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": 
 
 FlagValue = str | int | float | bool | None | Sequence[str | int | float]
 Record = dict[str, Any]
+Main = Callable[[Sequence[str]], int]
 
 
 # --- what is trained on --------------------------------------------------------------------------------------
@@ -228,13 +229,13 @@ def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
     return RunningTraining(flags, processes).finish() if processes == 1 else fork_training(flags, processes)
 
 
-def fork_training(flags: Sequence[str], processes: int) -> Outcome:
+def fork_training(flags: Sequence[str], processes: int, main: Main = pretrain_llama.main) -> Outcome:
     """Train in processes that are forked, which spares each of them its imports, and treated as torchrun would."""
     logs, started = Path(tempfile.mkdtemp(prefix="training-")), time.monotonic()
     address = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
     address["MASTER_PORT"] = free_port()
     ranks = [
-        fork_context().Process(target=_train_as_rank, args=(rank, address, list(flags), logs))
+        fork_context().Process(target=_train_as_rank, args=(rank, address, list(flags), logs, main))
         for rank in range(processes)
     ]
     for rank in ranks:
@@ -260,7 +261,7 @@ def is_running(process: BaseProcess) -> bool:
     return process.exitcode is None
 
 
-def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str], logs: Path) -> None:
+def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str], logs: Path, main: Main) -> None:
     os.setsid()
     heed_interrupts()
     for descriptor, kind in ((1, "out"), (2, "err")):
@@ -272,7 +273,7 @@ def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str
     os.environ.update(ENVIRONMENT)
     os.environ.update({name: str(value) for name, value in address.items()})
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    sys.exit(pretrain_llama.main(flags))
+    sys.exit(main(flags))
 
 
 def call_training(flags: Sequence[str]) -> Outcome:

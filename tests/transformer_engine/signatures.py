@@ -28,6 +28,8 @@ SIGNATURES = {
         "inference_params pad_between_seqs fp8_output"
     ),
     "pytorch.autocast": "enabled calibrating recipe amax_reduction_group _graph",
+    "pytorch.initialize_ub": "shape tp_size use_fp8 quantization_modes dtype ub_cfgs bootstrap_backend",
+    "pytorch.destroy_ub": "",
     "pytorch.is_fp8_available": "return_reason",
     "pytorch.is_mxfp8_available": "return_reason",
     "pytorch.is_fp8_block_scaling_available": "return_reason",

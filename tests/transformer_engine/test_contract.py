@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from megatron.core.topology import single_process
 from megatron.core.transformer_engine.attention import TransformerEngineAttention
 from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
 from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.overlap import shared_buffers
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from tests.stand_ins import transformer_engine
 from tests.transformer_engine.signatures import SIGNATURES
@@ -309,6 +311,33 @@ def test_a_layer_in_bf16_among_others_in_fp8_stays_so(bench: Bench) -> None:
         with context.fp8.forward_pass():
             assert torch.equal(layer(bench.inputs()), wanted)
     assert context.fp8.state() == {}
+
+
+@pytest.mark.parametrize(
+    ("precision", "modes"),
+    [
+        (PrecisionConfig(bf16=True), ["NONE"]),
+        (DELAYED, ["FP8"]),
+        (replace(TENSORWISE, first_last_layers_bf16=True), ["FP8", "NONE"]),
+    ],
+)
+def test_buffers_are_for_the_formats_of_the_layers(bench: Bench, precision: PrecisionConfig, modes: list[str]) -> None:
+    """Until the run ends, however it does."""
+    ranks = mock.Mock(size=2)
+    with (
+        mock.patch("torch.distributed.get_backend", return_value="nccl"),
+        mock.patch.object(bench.engine.pytorch, "initialize_ub", autospec=True) as initialize,
+        mock.patch.object(bench.engine.pytorch, "destroy_ub", autospec=True) as destroy,
+        pytest.raises(ZeroDivisionError),
+        shared_buffers(bench.engine, precision, ranks, 32, SIZE),
+    ):
+        (shape, tensor_parallel_size), others = initialize.call_args
+        assert (shape, tensor_parallel_size) == ([32, SIZE], 2)
+        assert [mode.name for mode in others["quantization_modes"]] == modes
+        assert (others["dtype"], others["bootstrap_backend"]) == (torch.bfloat16, "nccl")
+        destroy.assert_not_called()
+        _ = 1 / 0
+    destroy.assert_called_once_with()
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

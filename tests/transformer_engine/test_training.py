@@ -1,6 +1,9 @@
 """Runs with Transformer Engine's layers, here the stand-in's: what they save, and what they say to the user."""
 
 import importlib.metadata
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -8,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import pretrain_llama
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.config.command_line import parse_command_line
+from megatron.config.errors import RankError
 from megatron.config.optimizer import PrecisionConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.transformer_engine.fp8 import build_recipe
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
+from megatron.training.setup import share_buffers
 from megatron.training.state import fp8_tensors, model_tensors, optimizer_tensors
 from tests.end_to_end.run_process import (
     Corpus,
@@ -21,6 +28,7 @@ from tests.end_to_end.run_process import (
     Outcome,
     call_training,
     flags_of,
+    fork_training,
     losses,
     tiny_corpus,
 )
@@ -124,6 +132,60 @@ def test_a_run_is_the_run_of_the_local_layers(corpus: Corpus, tmp_path: Path) ->
     ours, theirs = (losses(tmp_path / name / "metrics.jsonl") for name in outcomes)
     assert list(theirs) == pytest.approx(list(ours), rel=1e-3)
     assert "transformer_engine  version stand-in, by --transformer-impl" in outcomes["theirs"].succeeded().stdout
+
+
+OVERLAP: dict[str, FlagValue] = {
+    **ENGINE,
+    "tensor_model_parallel_size": 2,
+    "context_parallel_size": 2,
+    "sequence_parallel": True,
+    "tp_comm_overlap": True,
+    "micro_batch_size": 1,
+    "train_iters": 2,
+}
+
+
+def main_with_stand_in(flags: Sequence[str]) -> int:
+    """The entry point; then what the stand-in was told of buffers."""
+    with mock.patch.object(TransformerEngine, "find", return_value=transformer_engine()):
+        exit_code = pretrain_llama.main(flags)
+    print(f"told: {json.dumps(transformer_engine().pytorch.STATE.events)}")
+    return exit_code
+
+
+def test_layers_overlap_through_buffers_that_are_there_before_them(corpus: Corpus, tmp_path: Path) -> None:
+    """And gone in the end; the stand-in checks that activations fit them."""
+    assert run(corpus, tmp_path / "alone", {**RUN, "train_iters": 2}).succeeded()
+    (tmp_path / "four").mkdir()
+    directories = {"save": tmp_path / "four", "metrics_jsonl": tmp_path / "four/metrics.jsonl"}
+    together = fork_training(flags_of(corpus, **OVERLAP, **directories), 4, main_with_stand_in).succeeded()
+    ours, theirs = (losses(tmp_path / name / "metrics.jsonl") for name in ("alone", "four"))
+    assert list(theirs) == pytest.approx(list(ours), rel=1e-3)
+    assert "tensor-parallel overlap: Transformer Engine's buffers; in the head pipelined" in together.stdout
+    column = {"ub_overlap_ag": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
+    row = {"ub_overlap_ag": True, "ub_overlap_rs": True}
+    layer = [
+        ["LayerNormLinear", {**column, "ub_name": "qkv"}],
+        ["Linear", {**row, "ub_name": "proj"}],
+        ["LayerNormLinear", {**column, "ub_name": "fc1"}],
+        ["Linear", {**row, "ub_name": "fc2"}],
+    ]
+    # A sequence of 32 on two context-parallel ranks, and 32 features.
+    wanted = [["initialize_ub", [[16, 32], 2, ["NONE"]]], *layer * 2, ["destroy_ub", None]]
+    told = [json.loads(line[6:]) for line in together.stdout.splitlines() if line.startswith("told: ")]
+    assert told == [wanted] * 4
+
+
+@pytest.mark.parametrize("kind", [AssertionError, RuntimeError])
+def test_without_buffers_a_sentence_says_what_to_do(corpus: Corpus, kind: type[Exception]) -> None:
+    """Which of the two it is depends on the version."""
+    config = parse_command_line(flags_of(corpus, **OVERLAP))
+    topology, engine = mock.Mock(rank=3, **{"tensor_parallel.size": 2, "grid.cp": 2}), transformer_engine()
+    failing = mock.patch.object(engine.pytorch, "initialize_ub", side_effect=kind("No multicast.\nSo."))
+    with failing, mock.patch("torch.distributed.get_backend"), pytest.raises(RankError) as error, ExitStack() as at_end:
+        share_buffers(config, topology, engine, at_end)
+    assert "on rank 3 cannot share buffers between GPUs (No multicast): " in str(error.value)
+    assert str(error.value).endswith("use --transformer-impl local, or remove --tp-comm-overlap.")
 
 
 def test_a_recipe_that_the_gpu_lacks_is_refused(corpus: Corpus, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.tensor import DTensor
 
@@ -151,12 +150,14 @@ def _shard_chunk(
     if device.type == "cpu":
         # There logits are a view of what the product returned. Nobody writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .*(Head|Chunk).* returned a view tensor")
-    chunk.to(formats.master)
+    for parameter in chunk.parameters():
+        # Not chunk.to(), which makes other parameters where tensors are fake ones.
+        parameter.data = parameter.data.to(formats.master)
     infos = {name: info_of(parameter) for name, parameter in chunk.named_parameters()}
     uses = Counter(parameter for module in modules for parameter in module.parameters())
     # Modules that share a weight are gathered together, with the chunk, from the first's turn to the last's.
     alone = [module for module in modules if all(uses[parameter] == 1 for parameter in module.parameters())]
-    mesh = DeviceMesh.from_group(shards.process_group, device.type, mesh_dim_names=("dp_shard",))
+    mesh = shards.device_mesh(device.type, "dp_shard")
     for module in (*alone, chunk):
         fully_shard(
             module,

@@ -17,6 +17,7 @@ from megatron.core.gradient import GradientSlot, deliver_gradient, slot_of
 from megatron.core.parameter import ParameterInfo, columns_box, sharded_boxes
 from megatron.core.tensor_parallel.layers import LayerContext
 from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.transformer_engine.overlap import column_overlap, row_overlap
 from megatron.core.transformer_engine.package import TransformerEngine
 
 
@@ -94,10 +95,11 @@ class _Linear(nn.Module):
 
 
 class TransformerEngineParts:
-    """Makes the layers (:class:`megatron.core.model.layer.LayerParts`)."""
+    """Makes the layers (:class:`megatron.core.model.layer.LayerParts`); those that ``overlaps`` are made and run inside
+    :func:`~megatron.core.transformer_engine.overlap.shared_buffers`."""
 
-    def __init__(self, engine: TransformerEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: TransformerEngine, overlaps: bool = False) -> None:
+        self.engine, self.overlaps = engine, overlaps
 
     def norm(self, name: str, size: int, epsilon: float, context: LayerContext) -> nn.Module:
         """Nothing: the column-parallel layer behind it does it."""
@@ -132,6 +134,7 @@ class TransformerEngineParts:
             normalization="RMSNorm",
             parallel_mode="column",
             **_arguments(context),
+            **(column_overlap(name) if self.overlaps else {}),
         )
         return _Linear(self.engine, module, {"layer_norm_weight": gain, "weight": weight}, context)
 
@@ -140,7 +143,13 @@ class TransformerEngineParts:
         parallel = context.parallel
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
         weight = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        module = self.engine.pytorch.Linear(input_size, output_size, parallel_mode="row", **_arguments(context))
+        module = self.engine.pytorch.Linear(
+            input_size,
+            output_size,
+            parallel_mode="row",
+            **_arguments(context),
+            **(row_overlap(name) if self.overlaps else {}),
+        )
         return _Linear(self.engine, module, {"weight": weight}, context)
 
 

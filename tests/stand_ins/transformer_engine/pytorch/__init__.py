@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,10 @@ class _State:
     modules: dict[Any, list[Any]] = field(default_factory=dict)
     """Those whose magnitudes are reduced, by recipe and group."""
     autocasts: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    buffers: tuple[int, list["UserBufferQuantizationMode"]] | None = None
+    """Numbers in a buffer that ranks share, and for which layers there are some."""
+    events: list[tuple[str, Any]] = field(default_factory=list)
+    """What was said about such buffers."""
 
     def update_scales(self, forward: bool) -> None:
         """Turn the magnitudes of one pass into scales, in all modules."""
@@ -87,6 +92,37 @@ def is_mxfp8_available(return_reason: bool = False) -> Any:
     return (False, reason) if return_reason else False
 
 
+class UserBufferQuantizationMode(Enum):
+    """For which layers a buffer is."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def initialize_ub(
+    shape: list[int],
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: list[UserBufferQuantizationMode] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Any = None,
+    bootstrap_backend: str | None = None,
+) -> None:
+    """Make the buffers, and groups of ranks as the real package does."""
+    assert STATE.buffers is None and quantization_modes and dist.is_initialized() and dtype == torch.bfloat16
+    dist.new_group(backend=bootstrap_backend)
+    firsts = range(0, dist.get_world_size(), tp_size)
+    dist.new_subgroups_by_enumeration([[*range(first, first + tp_size)] for first in firsts], backend=bootstrap_backend)
+    STATE.buffers = shape[0] * shape[1], quantization_modes
+    STATE.events.append(("initialize_ub", [shape, tp_size, [mode.name for mode in quantization_modes]]))
+
+
+def destroy_ub() -> None:
+    """Let go of the buffers."""
+    STATE.buffers = None
+    STATE.events.append(("destroy_ub", None))
+
+
 class _Delayed:
     """Scales and magnitudes of a module's tensors in one pass; row 0 of the history collects."""
 
@@ -138,9 +174,16 @@ class _Module(nn.Module):
         params_dtype: torch.dtype | None,
         parallel_mode: str | None,
         device: Any,
+        overlap: dict[str, Any],
     ) -> None:
         super().__init__()
         assert not bias and fuse_wgrad_accumulation and parallel_mode in ("column", "row")
+        told = {name: value for name, value in overlap.items() if value}
+        self.overlaps = bool(told)
+        if told:
+            assert STATE.buffers is not None, "initialize_ub() must be called before layer construction."
+            assert sequence_parallel and told["ub_name"] in ("qkv", "proj", "fc1", "fc2")
+            STATE.events.append((type(self).__name__, told))
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
@@ -183,6 +226,13 @@ class _Module(nn.Module):
             self._fp8_workspaces["weight"] = quantize(self.weight.detach())
         return self._fp8_workspaces["weight"]
 
+    def through_buffer(self, whole: Tensor, is_fp8: bool) -> Tensor:
+        """Which it must fit."""
+        if self.overlaps:
+            assert STATE.buffers is not None and whole.numel() == STATE.buffers[0]
+            assert UserBufferQuantizationMode["FP8" if is_fp8 else "NONE"] in STATE.buffers[1]
+        return whole
+
     def gathered(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor that is divided along the sequence."""
         if not self.sequence_parallel:
@@ -221,9 +271,10 @@ class _Multiply(Function):
         ctx.module, ctx.quantizers, ctx.updates_scales = module, quantizers, updates_scales
         ctx.accumulates = not is_first_microbatch
         ctx.main_grad_func = lambda: weight.main_grad  # type: ignore[attr-defined]
-        whole = module.gathered(inputs) if is_column else inputs
+        is_fp8 = quantizers is not None
+        whole = module.through_buffer(module.gathered(inputs), is_fp8) if is_column else inputs
         product = whole @ multiplied.t()
-        return product if is_column else module.reduced(product)
+        return product if is_column else module.reduced(module.through_buffer(product, is_fp8))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None, None, None]:
@@ -260,9 +311,13 @@ class Linear(_Module):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_name: str | None = None,
     ) -> None:
         common = sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, bias, params_dtype, parallel_mode
-        super().__init__(in_features, out_features, *common, device)
+        overlap = {"ub_overlap_ag": ub_overlap_ag, "ub_overlap_rs": ub_overlap_rs, "ub_name": ub_name}
+        super().__init__(in_features, out_features, *common, device, overlap)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """``[..., in] -> [..., out]``"""
@@ -286,10 +341,15 @@ class LayerNormLinear(_Module):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
     ) -> None:
         assert normalization == "RMSNorm"
         common = sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, bias, params_dtype, parallel_mode
-        super().__init__(in_features, out_features, *common, device)
+        overlap = {"ub_overlap_ag": ub_overlap_ag, "ub_bulk_wgrad": ub_bulk_wgrad, "ub_bulk_dgrad": ub_bulk_dgrad}
+        super().__init__(in_features, out_features, *common, device, overlap | {"ub_name": ub_name})
         self.eps = eps
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=device, dtype=params_dtype))
 

@@ -1,0 +1,1 @@
+"""What a run will need, found out before it runs."""

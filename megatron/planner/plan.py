@@ -1,0 +1,338 @@
+"""The plan of a run: one rank of every pipeline stage rehearsed, and what follows for the whole."""
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+
+from megatron.config.errors import ConfigError
+from megatron.config.model import LlamaConfig
+from megatron.config.run import RunConfig
+from megatron.core.communication import CollectiveRecord
+from megatron.core.pipeline_parallel.schedule import Placement, Schedule
+from megatron.core.pipeline_parallel.schedules import placement_of
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
+from megatron.core.topology import RankGrid
+from megatron.planner.memory import CUDA_BLOCK, Kind, Moment
+from megatron.planner.pretence import RehearsalTopology, ShapeTracker
+from megatron.planner.rehearsal import build_rank, run_step
+from megatron.planner.traffic import Link, Traffic
+from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.data import Vocabulary
+from megatron.training.flops import model_flops_per_token
+from megatron.training.launch import rank_grid
+from megatron.training.setup import build_batches, pipeline_schedule
+from megatron.training.state import Progress
+
+_MANY = 4
+"""Ranks for which it pays to start processes."""
+
+ALLOWANCE = 4 * 2**30
+"""Bytes for what no tensor shows: the CUDA context, NCCL's and cuBLAS' buffers, memory inside kernels, fragments."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One rank of a pipeline stage after its rehearsal."""
+
+    stage: int
+    rank: int
+    layers: tuple[int, ...]
+    """Of each of its chunks."""
+    num_parameters: int
+    """Elements of the weights that the rank stores."""
+    peak: Moment
+    steady: Moment
+    """Between steps."""
+    rehearsed_microbatches: int
+    sent_by_axis: dict[str, int]
+    """Bytes per step."""
+    sent_by_link: dict[Link, int]
+    records: Sequence[CollectiveRecord]
+    """Every collective of the step that was rehearsed."""
+
+    @property
+    def by_kind(self) -> dict[Kind, int]:
+        """What is in memory at the peak."""
+        return dict(self.peak.by_kind)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a GPU, the allowance included."""
+        return self.peak.total + ALLOWANCE
+
+
+@dataclass(frozen=True)
+class Run:
+    """What flags and number of ranks make of a run, before anything is built."""
+
+    config: RunConfig
+    grid: RankGrid
+    vocabulary: Vocabulary
+    device: torch.device
+    """Of the real run."""
+
+    @classmethod
+    def of(cls, config: RunConfig, num_gpus: int, vocabulary: Vocabulary) -> "Run":
+        """That of checked flags."""
+        config = without_transformer_engine(config)
+        device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
+        return cls(config, rank_grid(config.parallel, num_gpus), vocabulary, device)
+
+    @cached_property
+    def architecture(self) -> LlamaConfig:
+        """The model."""
+        return self.config.model.resolve(self.vocabulary.size, self.grid.tp, self.config.seq_length)
+
+    @cached_property
+    def global_batch_size(self) -> int:
+        """Sequences of a step, after a ramp."""
+        return self._batches.final_batch_size
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Of one rank and step."""
+        return self.global_batch_size // self._batches.unit
+
+    @cached_property
+    def _batches(self) -> BatchSchedule:
+        return build_batches(self.config, self.topology(0, ShapeTracker(), Traffic(0)), Progress())
+
+    def topology(self, rank: int, tracker: ShapeTracker, traffic: Traffic) -> RehearsalTopology:
+        """The place of ``rank``, alone."""
+        return RehearsalTopology(self.grid, rank, self.device, tracker, traffic.observer)
+
+    @property
+    def schedule(self) -> Callable[[int], Schedule]:
+        """Makes the schedule of a number of microbatches."""
+        return pipeline_schedule(self.config, self.architecture.num_layers, self.grid.pp)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the chunks lie."""
+        layers, stages = self.architecture.num_layers, self.grid.pp
+        pipeline = self.config.pipeline
+        return placement_of(pipeline.schedule(layers, stages), stages, pipeline.num_chunks(layers, stages))
+
+    @cached_property
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Layers by stage and chunk."""
+        stages = self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp)
+        return tuple(
+            tuple(
+                len(stages[self.placement.virtual_stage(stage, chunk)].layers)
+                for chunk in range(self.placement.num_chunks)
+            )
+            for stage in range(self.grid.pp)
+        )
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The first rank of a pipeline stage."""
+        return self.grid.group(0, ("pp",))[stage]
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Model FLOPs, forward and backward."""
+        return _flops(self.architecture, self.architecture.num_layers, self.architecture.vocab_size, self.config)
+
+    @cached_property
+    def flops_per_step(self) -> float:
+        """Model FLOPs of the global batch."""
+        return self.flops_per_token * self.global_batch_size * self.config.seq_length
+
+    def bubble_fraction(self) -> float:
+        """The idle share of the stages' time: each pass takes as long as its matrix products and attention have FLOPs,
+        backward twice as long as forward, and messages take no time."""
+        stages = self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp)
+        times = tuple(
+            _flops(
+                self.architecture,
+                len(stage.layers),
+                self.architecture.vocab_size if stage.has_head else 0,
+                self.config,
+            )
+            for stage in stages
+        )
+        return simulate(self.schedule(self.num_microbatches), Durations(times, times, times)).bubble_fraction
+
+
+def _flops(model: LlamaConfig, num_layers: int, vocab_size: int, config: RunConfig) -> float:
+    return model_flops_per_token(
+        num_layers=num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        kv_channels=model.kv_channels,
+        num_query_groups=model.num_query_groups,
+        vocab_size=vocab_size,
+        seq_length=config.seq_length,
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the run will need."""
+
+    run: Run
+    stages: tuple[StagePlan, ...]
+    """Those that were rehearsed."""
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a GPU."""
+        return self.run.config.dry_run.gpu_memory
+
+    @property
+    def tightest(self) -> StagePlan:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.needed)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage that was rehearsed does."""
+        return self.tightest.needed <= self.limit
+
+
+def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
+    """Rehearse ``ranks``; many of them in as many processes as there are cores."""
+    workers = min(len(os.sched_getaffinity(0)), 8) if sys.platform == "linux" else 1
+    if workers == 1 or len(ranks) < _MANY:
+        return Plan(run, tuple(rehearse(run, rank) for rank in ranks))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return Plan(run, tuple(pool.map(partial(rehearse, run), ranks)))
+
+
+def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
+    """Build ``rank`` and run a step of it, with as many microbatches as show its peak, or as asked for."""
+    stage = run.grid.coordinates(rank)["pp"]
+    count = num_microbatches or enough_microbatches(run.schedule, stage, run.num_microbatches)
+    tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), Traffic(rank)
+    with _uncollected(), pretended_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
+        topology = run.topology(rank, tracker, traffic)
+        built = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
+        steady = tracker.now
+        traffic.clear()
+        first: Traffic | None = None
+        if count < run.num_microbatches:
+            # What a step sends is so much, and so much more for each microbatch: two steps tell both.
+            run_step(run.config, topology, built, 1, tracker)
+            first = traffic.taken()
+        run_step(run.config, topology, built, count, tracker)
+        parameters = sum(weight.tensor.numel() for weight in built.data_parallel.stored_weights)
+    sent = traffic if first is None else traffic.beyond(first, 1, count, run.num_microbatches)
+    return StagePlan(
+        stage,
+        rank,
+        run.layers[stage],
+        parameters,
+        tracker.peak,
+        steady,
+        count,
+        dict(sent.by_axis),
+        dict(sent.by_link),
+        traffic.records,
+    )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's garbage collector, which would take a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def pretended_processes(run: Run, rank: int) -> Iterator[None]:
+    """torch's own pretended process group, which FSDP2 asks for."""
+    # FSDP2 looks at groups, though it gathers through communicators; nobody else does.
+    grid = run.grid
+    if run.config.parallel.sharding_strategy != "optim_grads_params" or grid.world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def enough_microbatches(schedule: Callable[[int], Schedule], stage: int, num_microbatches: int) -> int:
+    """The fewest microbatches whose step holds as much on ``stage`` as one of ``num_microbatches``.
+
+    The most that is alive at once of each chunk's activations, together with the others', must be the same; and the
+    first microbatch, whose gradients are written and not added, must not be the only one of its kind at that time.
+    """
+    wanted = live_peaks(schedule(num_microbatches), stage)
+    stages = schedule(1).placement.num_stages
+    spare = 1
+    most = max((sum(live) for live in wanted), default=0)
+    candidates = sorted({*range(spare + 1, 2 * stages + spare + 1), *range(2 * stages, num_microbatches, stages)})
+    for count in candidates:
+        if count >= num_microbatches:
+            break
+        shorter = schedule(count)
+        if count * shorter.placement.num_chunks >= most + spare and live_peaks(shorter, stage) == wanted:
+            return count
+    return num_microbatches
+
+
+def live_peaks(schedule: Schedule, stage: int) -> frozenset[tuple[int, ...]]:
+    """By chunk, how many microbatches are between their F and the end of their backward pass (after B, and after W
+    where there is one), at every moment at which none of the others holds as much."""
+    kinds = ("B", "W") if schedule.splits_backward else ("B",)
+    live = [0] * (schedule.placement.num_chunks * len(kinds))
+    seen = set()
+    for action in schedule.actions[stage]:
+        for number, kind in enumerate(kinds):
+            place = action.chunk * len(kinds) + number
+            live[place] += (action.kind == "F") - (action.kind == kind)
+        seen.add(tuple(live))
+    return frozenset(
+        one for one in seen if not any(other != one and all(a >= b for a, b in zip(other, one)) for other in seen)
+    )
+
+
+def without_transformer_engine(config: RunConfig) -> RunConfig:
+    """With layers of this project where those of Transformer Engine are asked for, which cannot be built without a GPU;
+    what they keep is much the same. Recipes that these alone have are planned as ``tensorwise``."""
+    if config.model.transformer_impl == "local":
+        return config
+    precision = config.precision
+    if precision.fp8_recipe in ("blockwise", "mxfp8"):
+        precision = replace(precision, fp8_recipe="tensorwise")
+    return replace(config, model=replace(config.model, transformer_impl="local"), precision=precision)
+
+
+def planned_vocabulary_size(config: RunConfig) -> int:
+    """Ids of the vocabulary, if the flags alone tell; the tokenizer's file need not be here.
+
+    Raises :class:`ConfigError` where nothing tells.
+    """
+    tokenizer = config.tokenizer
+    if tokenizer.vocab_size is not None:
+        return tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
+    name = config.model.model or ""
+    for family, size in (("llama3", 128256), ("llama2", 32000)):
+        if name.startswith(family):
+            return size
+    raise ConfigError(
+        f"--dry-run finds no vocabulary: {tokenizer.tokenizer_model} is not here, and --model names none of Llama's: "
+        "add --vocab-size."
+    )

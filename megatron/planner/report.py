@@ -1,0 +1,204 @@
+"""A plan as JSON and as tables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from megatron.planner.memory import KINDS, Kind
+from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
+from megatron.planner.remedies import Remedy
+from megatron.planner.traffic import NODE_SIZE, is_in_node
+
+_COLORS: dict[Kind, str] = {
+    "weights": "blue",
+    "gradients": "cyan",
+    "master weights": "magenta",
+    "moments": "bright_magenta",
+    "activations": "green",
+    "logits and loss": "yellow",
+    "communication buffers": "red",
+    "working memory": "bright_red",
+}
+_BAR_WIDTH = 48
+_AXES = ("tp", "cp", "pp", "dp")
+
+
+def groups(plan: Plan) -> dict[str, dict[str, Any]]:
+    """By axis: size, number of groups, the first rehearsed rank's group, and whether all of them stay in a node."""
+    grid, rank = plan.run.grid, plan.stages[0].rank
+    described = {}
+    for axis in _AXES:
+        members = grid.group(rank, (axis,))
+        span = len(members) * (members[1] - members[0] if len(members) > 1 else 1)
+        stays = len(members) == 1 or grid.world_size <= NODE_SIZE or (NODE_SIZE % span == 0 and is_in_node(members))
+        described[axis] = {
+            "size": len(members),
+            "groups": grid.world_size // len(members),
+            "ranks": list(members),
+            "in_node": stays,
+        }
+    return described
+
+
+def as_json(plan: Plan, remedies: Sequence[Remedy], seconds: float) -> dict[str, Any]:
+    """The report; docs/dry_run.md explains its fields."""
+    run = plan.run
+    return {
+        "num_gpus": run.grid.world_size,
+        "total_parameters": run.architecture.num_parameters(),
+        "parameters_per_rank": {str(stage.stage): stage.num_parameters for stage in plan.stages},
+        "layout": groups(plan),
+        "layers": [list(layers) for layers in run.layers],
+        "ranks": {str(stage.stage): stage.rank for stage in plan.stages},
+        "memory_bytes": {str(stage.stage): _memory(stage) for stage in plan.stages},
+        "peak_during": {str(stage.stage): stage.peak.during for stage in plan.stages},
+        "steady_bytes": {str(stage.stage): stage.steady.total for stage in plan.stages},
+        "gpu_memory_bytes": plan.limit,
+        "fits": plan.fits,
+        "tightest_stage": plan.tightest.stage,
+        "missing_bytes": max(0, plan.tightest.needed - plan.limit),
+        "remedies": [vars(remedy) for remedy in remedies],
+        "global_batch_size": run.global_batch_size,
+        "num_microbatches": run.num_microbatches,
+        "rehearsed_microbatches": {str(stage.stage): stage.rehearsed_microbatches for stage in plan.stages},
+        "bubble_fraction": run.bubble_fraction(),
+        "model_flops_per_step": run.flops_per_step,
+        "model_flops_per_token": run.flops_per_token,
+        "bytes_sent": {str(stage.stage): stage.sent_by_axis for stage in plan.stages},
+        "bytes_sent_by_link": {str(stage.stage): dict(stage.sent_by_link) for stage in plan.stages},
+        "seconds": seconds,
+    }
+
+
+def _memory(stage: StagePlan) -> dict[str, int]:
+    return {str(kind): size for kind, size in stage.by_kind.items()} | {"allowance": ALLOWANCE, "total": stage.needed}
+
+
+def print_report(plan: Plan, remedies: Sequence[Remedy], console: Console) -> None:
+    """The same for people."""
+    console.print(
+        Group(
+            _summary(plan),
+            _layout_table(plan),
+            _memory_table(plan),
+            _bars(plan),
+            _traffic_table(plan),
+            _verdict(plan, remedies),
+        )
+    )
+
+
+def _summary(plan: Plan) -> Text:
+    run = plan.run
+    name = run.config.model.model or "model"
+    lines = [
+        f"{name}: {run.architecture.num_parameters():,} parameters on {run.grid.world_size:,} ranks, "
+        f"{run.config.precision.name}, {run.config.parallel.sharding_strategy}",
+        f"step: {run.global_batch_size:,} sequences of {run.config.seq_length:,} tokens, {run.num_microbatches} "
+        f"microbatches of {run.config.micro_batch_size} on every rank; {run.flops_per_step:.4g} model FLOPs",
+        f"pipeline: {run.placement.num_stages} stages, layers {_counts(run.layers)}; bubble "
+        f"{run.bubble_fraction():.1%} (by FLOPs, messages for free)",
+    ]
+    return Text("\n".join(lines))
+
+
+def _counts(layers: Sequence[Sequence[int]]) -> str:
+    return " | ".join("+".join(map(str, chunks)) for chunks in layers)
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    return table
+
+
+def _layout_table(plan: Plan) -> Table:
+    table = _table("\nlayout", ["axis", "size", "groups", "stays in a node", f"with rank {plan.stages[0].rank}"])
+    for axis, group in groups(plan).items():
+        stays = "yes" if group["in_node"] else "no"
+        table.add_row(axis, str(group["size"]), f"{group['groups']:,}", stays, _short(group["ranks"]))
+    return table
+
+
+def _short(ranks: Sequence[int]) -> str:
+    words = [str(rank) for rank in ranks]
+    return " ".join(words if len(words) <= 8 else [*words[:3], "…", words[-1]])
+
+
+def _gib(size: int) -> str:
+    """At least three digits of what is not nothing."""
+    gib = size / 2**30
+    return f"{gib:,.2f}" if size == 0 or gib >= 1 else f"{gib:.3g}"
+
+
+def _memory_table(plan: Plan) -> Table:
+    shown = [kind for kind in KINDS if any(stage.peak.by_kind.get(kind) for stage in plan.stages)]
+    columns = ["stage", "rank", "layers", "parameters", *shown, "allowance", "total"]
+    table = _table("\nmemory of a rank at its peak, GiB", columns)
+    for stage in plan.stages:
+        sizes = [_gib(stage.peak.by_kind.get(kind, 0)) for kind in shown]
+        table.add_row(
+            str(stage.stage),
+            str(stage.rank),
+            "+".join(map(str, stage.layers)),
+            f"{stage.num_parameters:,}",
+            *sizes,
+            _gib(ALLOWANCE),
+            Text(_gib(stage.needed), style="" if stage.needed <= plan.limit else "bold red"),
+        )
+    return table
+
+
+def _bars(plan: Plan) -> Text:
+    text = Text("\n")
+    scale = max(plan.limit, plan.tightest.needed) / _BAR_WIDTH
+    for stage in plan.stages:
+        text.append(f"{stage.stage:>5} ")
+        end = filled = 0
+        for kind, size in stage.peak.by_kind.items():
+            end += size
+            width = round(end / scale) - filled
+            text.append("█" * width, style=_COLORS[kind])
+            filled += width
+        text.append("░" * (round(stage.needed / scale) - filled))
+        text.append(f" {stage.needed / plan.limit:.0%} ({stage.peak.during})\n")
+    for kind, color in _COLORS.items():
+        text.append("█ ", style=color)
+        text.append(f"{kind}  ")
+    return text.append("░ allowance")
+
+
+def _traffic_table(plan: Plan) -> Table:
+    axes = sorted({axis for stage in plan.stages for axis in stage.sent_by_axis if axis != "several"})
+    columns = ["stage", *axes, "in node", "across"]
+    table = _table("\nsent by a rank per step, GiB", columns)
+    for stage in plan.stages:
+        by_axis = [_gib(stage.sent_by_axis.get(axis, 0)) for axis in axes]
+        by_link = [_gib(stage.sent_by_link.get(link, 0)) for link in ("in node", "across")]
+        table.add_row(str(stage.stage), *by_axis, *by_link)
+    return table
+
+
+def _verdict(plan: Plan, remedies: Sequence[Remedy]) -> Text:
+    tightest, limit = plan.tightest, _gib(plan.limit)
+    where = f"stage {tightest.stage} (rank {tightest.rank})"
+    if plan.fits:
+        room = _gib(plan.limit - tightest.needed)
+        return Text(
+            f"\nfits {limit} GiB: tightest on {where}, which needs {_gib(tightest.needed)} and leaves {room}",
+            style="bold green",
+        )
+    text = Text(
+        f"\ndoes not fit {limit} GiB: tightest on {where}, which needs {_gib(tightest.needed)} GiB, "
+        f"{_gib(tightest.needed - plan.limit)} too many",
+        style="bold red",
+    )
+    for remedy in remedies:
+        text.append(f"\n  {remedy.flags}: fits, {_gib(remedy.needed)} GiB on stage {remedy.stage}", style="not bold")
+    if not remedies:
+        text.append("\n  nothing that was tried makes it fit: use more GPUs for a copy of the model", style="not bold")
+    return text

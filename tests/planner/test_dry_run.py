@@ -1,0 +1,121 @@
+"""``--dry-run`` as a user calls it: what it reports, what it refuses, what it leaves alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.model import PRESETS
+from megatron.planner.plan import ALLOWANCE
+from megatron.planner.remedies import candidates, flags_between
+from tests.end_to_end.run_process import Outcome, call_training
+
+RUN = "--bf16 --seq-length 256 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
+TINY = f"--model tiny --mock-data --vocab-size 1000 {RUN}"
+
+
+def dry_run(flags: str, *more: str) -> Outcome:
+    return call_training([*flags.split(), "--dry-run", *more])
+
+
+def report(flags: str, directory: Path) -> dict[str, Any]:
+    path = directory / "report.json"
+    outcome = dry_run(flags, "--dry-run-json", str(path))
+    assert outcome.exit_code == 0, outcome.stderr
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+PUBLISHED = {"llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3.1-405b": 405_853_388_800}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_largest_models_have_the_published_parameters(model: str, tmp_path: Path) -> None:
+    """One stage of a deep pipeline is quick; the corpus and the tokenizer are not here."""
+    layers = int(str(PRESETS[model]["num_layers"])) // 2
+    found = report(
+        f"--model {model} --data-path nowhere --tokenizer-type TikTokenizer --tokenizer-model nowhere/tokenizer.model "
+        f"{RUN} --tensor-model-parallel-size 8 --pipeline-model-parallel-size {layers} "
+        f"--num-gpus {8 * layers} --dry-run-rank {8 * layers - 1}",
+        tmp_path,
+    )
+    assert found["total_parameters"] == PUBLISHED[model]
+    assert list(found["memory_bytes"]) == [str(layers - 1)]
+
+
+def test_a_report_says_what_a_run_needs(tmp_path: Path) -> None:
+    found = report(f"{TINY} --num-gpus 16 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", tmp_path)
+    assert found["fits"]
+    assert found["remedies"] == []
+    assert found["layers"] == [[2], [2]]
+    assert found["num_microbatches"] == 1
+    assert found["bubble_fraction"] == pytest.approx(0.5, abs=0.1)
+    tp, dp = found["layout"]["tp"], found["layout"]["dp"]
+    assert (tp["ranks"], tp["in_node"]) == ([0, 1], True)
+    assert (dp["ranks"], dp["in_node"]) == ([0, 4, 8, 12], False)
+    for stage, sizes in found["memory_bytes"].items():
+        parameters = found["parameters_per_rank"][stage]
+        assert sizes["total"] == sum(size for kind, size in sizes.items() if kind != "total")
+        assert sizes["allowance"] == ALLOWANCE
+        assert sizes["gradients"] == pytest.approx(4 * parameters, rel=0.01)
+        assert sizes["moments"] == pytest.approx(8 * parameters, rel=0.01)
+        assert set(found["bytes_sent"][stage]) == {"tp", "pp", "dp", "several"}
+    # Half of the sequences' attention; 6 FLOPs per parameter of a product.
+    assert found["model_flops_per_step"] == found["model_flops_per_token"] * found["global_batch_size"] * 256
+
+
+def test_what_does_not_fit_is_told_with_flags_that_mend_it(tmp_path: Path) -> None:
+    flags = f"{TINY} --num-gpus 4 --pipeline-model-parallel-size 2 --global-batch-size 16"
+    whole = report(flags, tmp_path)
+    limit = (whole["memory_bytes"]["0"]["total"] - 200_000) / 2**30
+    found = report(f"{flags} --gpu-memory-gb {limit}", tmp_path)
+    assert not found["fits"]
+    assert found["missing_bytes"] > 0
+    assert found["remedies"]
+    for remedy in found["remedies"]:
+        mended = report(f"{flags} --gpu-memory-gb {limit} {remedy['flags']}", tmp_path)
+        assert mended["fits"]
+        assert mended["memory_bytes"][str(remedy["stage"])]["total"] == remedy["needed"]
+    words = dry_run(f"{flags} --gpu-memory-gb {limit}").stdout
+    assert f"does not fit {limit:.2f} GiB: tightest on stage {found['tightest_stage']}" in words
+    assert found["remedies"][0]["flags"] in words
+
+
+def test_remedies_are_spelled_as_flags() -> None:
+    before = parse_command_line(f"{TINY} --tensor-model-parallel-size 2".split())
+    for after in candidates(before):
+        flags = flags_between(before, after)
+        assert parse_command_line(f"{TINY} --tensor-model-parallel-size 2 {flags}".split()) == after
+
+
+def test_nothing_is_written_or_read(tmp_path: Path) -> None:
+    save, load = tmp_path / "save", tmp_path / "load"
+    outcome = dry_run(f"{TINY} --num-gpus 2", "--save", str(save), "--load", str(load), "--wandb-project", "none")
+    assert outcome.exit_code == 0, outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (f"{TINY} --num-gpus 6 --tensor-model-parallel-size 4", "6 processes cannot be divided"),
+        (f"{TINY} --num-gpus 4 --global-batch-size 12", "global-batch-size"),
+        (
+            f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --data-path nowhere {RUN} --num-gpus 1 "
+            "--tokenizer-type TikTokenizer --tokenizer-model nowhere",
+            "--dry-run finds no vocabulary: nowhere is not here",
+        ),
+        (f"{TINY} --num-gpus 1 --dry-run-json nowhere/report.json", "--dry-run-json nowhere/report.json cannot be"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(flags: str, sentence: str) -> None:
+    outcome = dry_run(flags)
+    assert outcome.exit_code == 1
+    assert sentence in outcome.stderr
+
+
+def test_a_dry_run_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--dry-run is one process" in dry_run(f"{TINY} --num-gpus 2").stderr

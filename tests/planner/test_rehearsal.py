@@ -1,0 +1,181 @@
+"""A rehearsed step holds and sends what a real one does, byte for byte but for what depends on when messages arrive."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.run import RunConfig
+from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.parameter import info_of
+from megatron.core.topology import Topology
+from megatron.planner.memory import Kind, MemoryTracker
+from megatron.planner.plan import Run, enough_microbatches, live_peaks, rehearse
+from megatron.planner.pretence import ShapeTracker
+from megatron.planner.rehearsal import build_rank, run_step
+from megatron.planner.traffic import Traffic
+from megatron.training.data import Vocabulary
+from megatron.training.launch import rank_grid
+from tests.rank_pool import RankPool
+
+VOCABULARY = 1000
+TINY = (
+    "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 16 "
+    "--train-iters 10 --lr 1e-3 --device cpu"
+)
+LAYOUTS = {
+    "tensor and sequence parallel": "--tensor-model-parallel-size 4 --sequence-parallel",
+    "1F1B, ZeRO-1": "--pipeline-model-parallel-size 2 --use-distributed-optimizer --bf16 --overlap-grad-reduce",
+    "zero bubble": "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1",
+    "tensor and pipeline, recompute": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "context parallel, ZeRO-2": "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads --bf16 "
+    "--recompute-granularity selective --recompute-modules mlp layernorm",
+    "FSDP": "--use-torch-fsdp2 --bf16",
+}
+RANKS = 4
+
+
+def config_of(flags: str) -> RunConfig:
+    config = parse_command_line(f"{TINY} {flags}".split())
+    config.check(RANKS)
+    return config
+
+
+def run_of(flags: str) -> Run:
+    return Run.of(config_of(flags), RANKS, Vocabulary(VOCABULARY, VOCABULARY - 1))
+
+
+class ObservedTopology(Topology):
+    """Real communicators that tell ``traffic`` of their collectives."""
+
+    traffic: Traffic
+
+    def _connect(self, *arguments: object, **options: object) -> Communicator:
+        communicator = super()._connect(*arguments, **options)  # type: ignore[arg-type]
+        communicator.observer = self.traffic.observer(communicator)
+        return communicator
+
+
+def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], list[CollectiveRecord]]:
+    """A step with numbers: the bytes at its peak, those between steps by kind, and its collectives."""
+    config = config_of(flags)
+    topology = ObservedTopology(rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"))
+    topology.traffic = Traffic(dist.get_rank())
+    tracker = MemoryTracker()
+    with tracker:
+        rank = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
+    rank.data_parallel.initialize(config.training.seed)
+    topology.traffic.clear()
+    steady = tracker.now
+    with tracker:
+        run_step(config, topology, rank, num_microbatches, tracker)
+    return tracker.peak.total, dict(steady.by_kind), topology.traffic.records
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_and_traffic_are_those_of_a_real_step(four_ranks: RankPool, layout: str) -> None:
+    run = run_of(LAYOUTS[layout])
+    measured = four_ranks.run(real_step, LAYOUTS[layout], run.num_microbatches)
+    for stage in range(run.grid.pp):
+        rank = run.rank_of_stage(stage)
+        peak, steady, records = measured[rank]
+        plan = rehearse(run, rank, run.num_microbatches)
+        assert plan.steady.total == pytest.approx(sum(steady.values()), rel=0.05)
+        assert {kind: size for kind, size in plan.steady.by_kind.items() if size > 100_000} == {
+            kind: pytest.approx(size, rel=0.05) for kind, size in steady.items() if size > 100_000
+        }
+        assert plan.peak.total == pytest.approx(peak, rel=0.05)
+        assert Counter(plan.records) == Counter(records)
+        assert sum(plan.sent_by_axis.values()) == sum(plan.sent_by_link.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --overlap-grad-reduce --use-distributed-optimizer",
+        "--data-parallel-sharding-strategy optim_grads",
+    ],
+)
+def test_a_few_microbatches_show_the_peak_and_the_traffic_of_all(flags: str) -> None:
+    run = run_of(f"{flags} --global-batch-size 48")
+    for stage in range(run.grid.pp):
+        rank = run.rank_of_stage(stage)
+        few, all_of_them = rehearse(run, rank), rehearse(run, rank, run.num_microbatches)
+        assert few.rehearsed_microbatches < all_of_them.rehearsed_microbatches == run.num_microbatches
+        assert few.peak.total == all_of_them.peak.total
+        assert few.sent_by_axis == all_of_them.sent_by_axis
+        assert few.sent_by_link == all_of_them.sent_by_link
+
+
+def test_gpipe_needs_all_microbatches() -> None:
+    run = run_of("--pipeline-model-parallel-size 2 --pipeline-schedule gpipe")
+    assert enough_microbatches(run.schedule, 0, 50) == 50
+    assert live_peaks(run.schedule(50), 0) == {(50,)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_the_schedules_of_few_microbatches_hold_as_much(schedule: str) -> None:
+    chunks = " --num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
+    run = run_of(f"--num-layers 8 --pipeline-model-parallel-size 4 --pipeline-schedule {schedule}{chunks}")
+    for stage in range(4):
+        few = enough_microbatches(run.schedule, stage, 64)
+        assert few <= 20
+        assert live_peaks(run.schedule(few), stage) == live_peaks(run.schedule(64), stage)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("all_to_all", 75), ("send", 100)],
+)
+def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
+    traffic = Traffic(rank=6)
+    near, far = (Communicator(ranks, 6, "dp") for ranks in ((4, 5, 6, 7), (6, 14, 22, 30)))
+    for ranks in (near, far):
+        observe = traffic.observer(ranks)
+        observe(CollectiveRecord(kind, "dp", 4, 100))
+        observe(CollectiveRecord("receive", "dp", 4, 100, peer=5))
+    assert traffic.by_axis == {"dp": 2 * sent}
+    assert traffic.by_link == {"in node": sent, "across": sent}
+    traffic.observer(far)(CollectiveRecord("send", "pp F down", 4, 10, peer=14))
+    traffic.observer(far)(CollectiveRecord("shift", "cp", 4, 1, peer=7))
+    assert traffic.by_link == {"in node": sent + 1, "across": sent + 10}
+    assert traffic.by_axis == {"dp": 2 * sent, "pp": 10, "cp": 1}
+
+
+def test_a_tracker_follows_what_is_made_let_go_of_and_resized() -> None:
+    with MemoryTracker() as tracker:
+        with tracker.making("weights"):
+            weights = torch.zeros(100)
+        view = weights[:10]
+        passing = torch.ones(50) + 1
+        assert tracker.now.by_kind["weights"] == 400
+        assert tracker.now.by_kind["working memory"] == 200
+        assert tracker.peak.total == 800
+        del passing, weights
+        assert tracker.now.total == 400
+        view.untyped_storage().resize_(40)
+        assert tracker.now.total == 40
+        del view
+    assert tracker.now.total == 0
+
+
+def test_the_ranks_of_a_model_have_its_parameters_together() -> None:
+    """What the stages build, each global tensor once, is the model."""
+    run = run_of("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+    sizes: dict[str, int] = {}
+    for stage in range(2):
+        tracker, traffic = ShapeTracker(), Traffic(0)
+        with torch._subclasses.FakeTensorMode(), tracker:
+            rank = build_rank(
+                run.config, run.topology(run.rank_of_stage(stage), tracker, traffic), run.vocabulary, tracker
+            )
+            sizes |= {
+                info_of(parameter).name: torch.Size(info_of(parameter).global_shape).numel()
+                for parameter in rank.model.parameters()
+            }
+    assert sum(sizes.values()) == run.architecture.num_parameters()
