@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,8 @@ def test_a_holder_elsewhere_that_shows_life_is_waited_for(monkeypatch: pytest.Mo
     def build_elsewhere() -> None:
         for _ in range(10):
             time.sleep(0.2)
-            write_lock(1, "another host")
+            with suppress(FileNotFoundError), open("thing.lock", "r+") as file:
+                file.write(json.dumps({"host": "another host", "process": 1, "time": time.time()}))
         Path("thing").write_text("built elsewhere")
 
     elsewhere = threading.Thread(target=build_elsewhere)
