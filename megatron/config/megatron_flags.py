@@ -65,17 +65,9 @@ _BY_REMEDY: dict[str, tuple[str, ...]] = {
         "--moe-shared-expert-intermediate-size",
         "--moe-expert-capacity-factor",
     ),
-    "give the corpora to --data-path and --split: remove it.": (
-        "--train-data-path",
-        "--valid-data-path",
-        "--test-data-path",
-        "--data-args-path",
-        "--per-split-data-args-path",
-        "--num-dataset-builder-threads",
-        "--mid-level-dataset-surplus",
+    "an order in the cache is found by its name and mapped, which needs no shortcut: remove it.": (
         "--dataloader-fast-cache-load",
         "--dataloader-defer-npy-index-mmap",
-        "--object-storage-cache-path",
     ),
     "give the tokenizer with --tokenizer-type and --tokenizer-model: remove it.": (
         "--vocab-file",

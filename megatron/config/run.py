@@ -117,7 +117,7 @@ def _check_required(run: RunConfig, world_size: int) -> None:
 
 
 def _check_data_source(run: RunConfig, world_size: int) -> None:
-    if not run.data.data_path and not run.data.mock_data:
+    if not run.data.sources:
         raise ConfigError("No data: give --data-path with a tokenized corpus, or --mock-data.")
     if run.tokenizer.tokenizer_type is None and not run.data.mock_data:
         raise ConfigError("--tokenizer-type is missing: --data-path needs the tokenizer that made the corpus.")

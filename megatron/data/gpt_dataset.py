@@ -4,15 +4,10 @@ Every dataset maps a sample index to a dict of NumPy arrays: ``tokens`` [s] int6
 tokens one place on), ``loss_mask`` [s] float32, and ``document_starts`` [s] bool if asked for. A sample depends on the
 seed and its index alone.
 
-The order of samples is built once and kept on disk as ``.npy`` arrays, under a key that is the md5 of a JSON
-description of everything the order depends on. Keys and files are those of Megatron-LM.
+The order of samples is built once and kept on disk (:mod:`megatron.data.order_cache`).
 """
 
-import hashlib
-import json
-import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.errors import DataError
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, Piece
+from megatron.data.order_cache import Arrays, Description, load_or_build
 from megatron.data.sample_order import (
     SPLIT_NAMES,
+    EpochPlan,
     SampleOrder,
     blend_order,
+    build_extendable_order,
     build_sample_order,
     exhaustive_blend_order,
     normalize,
@@ -34,8 +32,6 @@ from megatron.data.sample_order import (
 )
 
 Sample = dict[str, npt.NDArray[Any]]
-Description = dict[str, Any]
-_Arrays = dict[str, npt.NDArray[Any]]
 
 _MOCK_NOISE = 0.1  # share of mock tokens that are random
 _MOCK_STRIDES = 4
@@ -55,14 +51,16 @@ class SampleSettings:
 
     seq_length: int
     seed: int
-    split: str
-    """Weights of train, validation and test, as in ``--split``."""
+    split: str | None
+    """Weights of train, validation and test, as in ``--split``; None: each corpus is of one split as a whole."""
     tokenizer: Description | None = None
     """Description of the tokenizer; part of the cache key."""
     cache_directory: str | None = None
     """Where orders are kept; None: nowhere."""
     masked_token: int | None = None
     """No loss where the input is this token (``--eod-mask-loss``: end-of-document)."""
+    extendable: bool = False
+    """Every epoch is shuffled apart (``--sample-order extendable``)."""
     document_end: int | None = None
     """Samples say where documents begin: behind this token."""
 
@@ -80,45 +78,39 @@ class GPTDataset:
     ) -> None:
         self._corpus = corpus
         self._masked_token, self._document_end = settings.masked_token, settings.document_end
-        split = SPLIT_NAMES[split_index]
-        split_matrix = parse_split(settings.split)
-        sequences = split_range(split_matrix[split_index], len(corpus))
+        sequences = split_range(_bounds(settings.split, split_index), len(corpus))
         tokens = int(corpus.sequence_lengths[slice(*sequences)].sum(dtype=np.int64))
         if tokens <= settings.seq_length and num_samples:
+            split = SPLIT_NAMES[split_index]
             raise DataError(_too_few_tokens(corpus.prefix, split, sequences, tokens, settings))
-        self.description: Description = {
-            "class": "GPTDataset",
-            "dataset_path": corpus.prefix,
-            "num_samples": num_samples,
-            "index_split": split,
-            "random_seed": settings.seed,
-            "sequence_length": settings.seq_length,
-            "split": settings.split,
-            "split_matrix": split_matrix,
-            "tokenizer": settings.tokenizer,
-        }
-        self.order = self._load_or_build_order(sequences, tokens, num_samples or None, settings)
+        plan = plan_epochs(tokens, settings.seq_length, num_samples or None)
+        self.description = _describe(corpus, split_index, num_samples, plan.num_epochs, settings)
+        self.order = self._load_or_build_order(sequences, plan, num_samples or None, settings)
 
     def _load_or_build_order(
-        self, sequences: tuple[int, int], tokens: int, num_samples: int | None, settings: SampleSettings
+        self, sequences: tuple[int, int], plan: EpochPlan, num_samples: int | None, settings: SampleSettings
     ) -> SampleOrder:
-        plan = plan_epochs(tokens, settings.seq_length, num_samples)
         shapes = {
             "document_index": (plan.num_epochs * (sequences[1] - sequences[0]),),
             "sample_index": (plan.num_samples + 1, 2),
             "shuffle_index": (plan.num_samples,),
         }
+        build_order = build_extendable_order if settings.extendable else build_sample_order
 
-        def build() -> _Arrays:
+        def build() -> Arrays:
+            self._corpus.check_sequences()
             lengths, seq_length = self._corpus.sequence_lengths, settings.seq_length
-            return build_sample_order(
+            return build_order(
                 lengths, sequences, seq_length=seq_length, num_samples=num_samples, seed=settings.seed
             )._asdict()
 
-        corpus_time = os.path.getmtime(f"{self._corpus.prefix}.idx")
         return SampleOrder(
             **load_or_build(
-                settings.cache_directory, self.description, shapes=shapes, newer_than=corpus_time, build=build
+                settings.cache_directory,
+                self.description,
+                shapes=shapes,
+                newer_than=self._corpus.modification_time,
+                build=build,
             )
         )
 
@@ -132,12 +124,38 @@ class GPTDataset:
         """The s + 1 tokens from one row of the sample index up to and including the start of the next."""
         (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
         documents = self.order.document_index[first : last + 1].tolist()
-        if first == last:
-            return self._corpus.get(documents[0], offset, last_offset + 1 - offset).astype(np.int64)
-        parts = [self._corpus.get(documents[0], offset)]
-        parts += [self._corpus.get(document) for document in documents[1:-1]]
-        parts.append(self._corpus.get(documents[-1], 0, last_offset + 1))
-        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        pieces: list[Piece] = [(document, 0, None) for document in documents]
+        pieces[-1] = (documents[-1], 0, last_offset + 1)
+        pieces[0] = (documents[0], offset, last_offset + 1 - offset if first == last else None)
+        return np.concatenate(self._corpus.pieces(pieces), dtype=np.int64, casting="unsafe")
+
+
+def _bounds(split: str | None, split_index: int) -> tuple[float, float] | None:
+    """The share of a corpus that a split gets."""
+    return (0.0, 1.0) if split is None else parse_split(split)[split_index]
+
+
+def _describe(
+    corpus: IndexedDataset, split_index: int, num_samples: int | None, num_epochs: int, settings: SampleSettings
+) -> Description:
+    """All that an order depends on, in Megatron-LM's order and words as far as it has them."""
+    description: Description = {
+        "class": "GPTDataset",
+        "dataset_path": corpus.prefix,
+        "num_samples": num_samples,
+        "index_split": SPLIT_NAMES[split_index],
+        "random_seed": settings.seed,
+        "sequence_length": settings.seq_length,
+        "split": settings.split,
+        "split_matrix": None if settings.split is None else parse_split(settings.split),
+        "tokenizer": settings.tokenizer,
+    }
+    if settings.extendable:
+        # A run that is extended within an epoch finds the order that it has.
+        description |= {"num_samples": None, "sample_order": "extendable", "num_epochs": num_epochs}
+    if corpus.version is not None:
+        description["dataset_version"] = corpus.version
+    return description
 
 
 class BlendedDataset:
@@ -175,7 +193,7 @@ class BlendedDataset:
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
 
-    def _build_order(self, lengths: list[int], size: int | None) -> _Arrays:
+    def _build_order(self, lengths: list[int], size: int | None) -> Arrays:
         if size is None:
             datasets, samples = exhaustive_blend_order(lengths)
         else:
@@ -259,85 +277,9 @@ def document_starts(tokens: npt.NDArray[np.int64], document_end: int) -> npt.NDA
 
 
 def _too_few_tokens(prefix: str, split: str, sequences: tuple[int, int], tokens: int, settings: SampleSettings) -> str:
+    remedy = "give it more data" if settings.split is None else f"give it a larger share in --split {settings.split!r}"
     return (
         f"The {split} split of {prefix} has {tokens} tokens in {sequences[1] - sequences[0]} documents, but "
-        f"one sample needs {settings.seq_length + 1}: give it a larger share in --split {settings.split!r}, "
-        "use a shorter --seq-length, or ask for no samples of this split."
+        f"one sample needs {settings.seq_length + 1}: {remedy}, use a shorter --seq-length, or ask for no samples of "
+        "this split."
     )
-
-
-def description_hash(description: Description) -> str:
-    """The cache key of a description: the md5 of its JSON text, in which the order of fields counts."""
-    return hashlib.md5(_description_text(description).encode(), usedforsecurity=False).hexdigest()
-
-
-def _description_text(description: Description) -> str:
-    return json.dumps(description, indent=4)
-
-
-def load_or_build(
-    directory: str | None,
-    description: Description,
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    newer_than: float,
-    build: Callable[[], _Arrays],
-) -> _Arrays:
-    """The arrays named in ``shapes``: mapped from the cache, or built and written to it.
-
-    An entry counts only if its arrays have these shapes and are not older than the data (``newer_than``,
-    seconds since the epoch): the key names the data by path, and someone may have made them anew.
-    Processes that build at the same time write the same bytes, each file in one atomic step. Without a
-    ``directory`` nothing is kept.
-    """
-    if directory is None:
-        return build()
-    split = description.get("index_split") or description["split"]
-    stem = os.path.join(directory, f"{description_hash(description)}-{description['class']}-{split}")
-    cached = _load(stem, shapes, newer_than)
-    if cached is not None:
-        return cached
-    arrays = build()
-    try:
-        os.makedirs(directory, exist_ok=True)
-        _write_atomically(f"{stem}-description.txt", _description_text(description).encode())
-        for name, array in arrays.items():
-            _write_atomically(f"{stem}-{name}.npy", array)
-    except OSError as error:
-        raise DataError(
-            f"Cannot write the sample order to {directory} ({error.strerror or error}): give a writable "
-            "directory that all ranks share with --data-cache-path."
-        ) from error
-    return _load(stem, shapes, newer_than) or arrays
-
-
-def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -> _Arrays | None:
-    """The arrays of an entry, mapped, or None when there is none or it does not fit the data."""
-    arrays: _Arrays = {}
-    for name, shape in shapes.items():
-        path = f"{stem}-{name}.npy"
-        try:
-            if os.path.getmtime(path) < newer_than:
-                return None
-            array = np.load(path, mmap_mode=None if 0 in shape else "r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return None
-        if array.shape != shape:
-            return None
-        arrays[name] = array.view(np.ndarray)  # indexing a plain array is several times faster
-    return arrays
-
-
-def _write_atomically(path: str, content: bytes | npt.NDArray[Any]) -> None:
-    """Write a text or an array to a temporary file beside ``path``, then give it that name."""
-    temporary = f"{path}.{uuid.uuid4().hex[:8]}.incomplete"
-    try:
-        with open(temporary, "wb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                np.save(file, content, allow_pickle=False)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)

@@ -10,7 +10,7 @@ import os
 import struct
 import uuid
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.errors import DataError
+from megatron.data.remote import RemoteFile
+from megatron.data.storage import is_remote
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -40,6 +42,7 @@ _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_500
 _WRITE_CHUNK = 1 << 20  # sequences per write of an index array
 _CHECKED_RUNS = 256  # places where check_token_range looks, evenly spread
 _CHECKED_RUN_LENGTH = 4096
+_CHECKED_SEQUENCES = 1 << 20  # that check_sequences holds in memory
 
 _ANEW = "write the data again with tools/preprocess_data.py"
 
@@ -59,29 +62,56 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 else np.dtype("<i4")
 
 
+Piece = tuple[int, int, int | None]
+"""Of a sequence: its number, the first token, and how many (None: all that follow)."""
+
+
 class IndexedDataset:
     """Random access to the token sequences of ``prefix.bin`` and ``prefix.idx``.
 
     Nothing is read before it is asked for: both files are memory-mapped (``mmap=False`` reads ``.bin`` with
-    ordinary file reads). Raises :class:`DataError` when the files are missing or damaged, or when they do not
-    fit together.
+    ordinary file reads). A prefix such as ``s3://bucket/corpus`` is one of fsspec's: the index is copied once to the
+    local directory ``index_cache``, the tokens are read by ranges. Raises :class:`DataError` when the files are
+    missing or damaged, or when they do not fit together.
     """
 
-    def __init__(self, prefix: str, mmap: bool = True) -> None:
+    def __init__(self, prefix: str, mmap: bool = True, index_cache: str | None = None) -> None:
         self.prefix = prefix
         self._mmap = mmap
-        self._index = _read_index(prefix)
-        _check_bin_size(prefix, self._index)
-        self._bin_file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
-        self._tokens = self._map_tokens() if mmap and self.num_tokens else None
+        self._index_cache = index_cache
+        self._remote: RemoteFile | None = None
+        self._tokens: npt.NDArray[Any] | None = None
+        self.version: str | None = None
+        """Of remote data: a text that changes with it; local data has a :attr:`modification_time` instead."""
+        if is_remote(prefix):
+            self._open_remote(index_cache)
+        else:
+            self._open_local()
 
-    def _map_tokens(self) -> npt.NDArray[Any]:
-        """All that the index knows of; bytes behind it do not matter."""
-        return _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
+    def _open_local(self) -> None:
+        self._index = _read_index(f"{self.prefix}.idx")
+        self.modification_time = os.path.getmtime(f"{self.prefix}.idx")
+        _check_bin_size(self.prefix, self._index, _file_size(f"{self.prefix}.bin"))
+        self._bin_file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
+        if self._mmap and self.num_tokens:
+            # Bytes behind what the index knows of do not matter.
+            self._tokens = _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool]]:
+    def _open_remote(self, index_cache: str | None) -> None:
+        if index_cache is None:
+            raise DataError(
+                f"{self.prefix} is remote, and its index needs a local copy: give a directory with --data-cache-path "
+                "or --object-storage-cache-path."
+            )
+        index_file = RemoteFile(f"{self.prefix}.idx")
+        self._index = _read_index(index_file.copy_to(index_cache), f"{self.prefix}.idx")
+        self.modification_time, self.version = 0.0, index_file.version
+        self._remote = RemoteFile(f"{self.prefix}.bin")
+        _check_bin_size(self.prefix, self._index, self._remote.size)
+
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
         """A worker process opens the files anew instead of receiving their content."""
-        return IndexedDataset, (self.prefix, self._mmap)
+        return IndexedDataset, (self.prefix, self._mmap, self._index_cache)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -122,19 +152,52 @@ class IndexedDataset:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Tokens ``offset`` to ``offset + length`` (default: the end) of one sequence, in :attr:`dtype`."""
+        return self.pieces([(index, offset, length)])[0]
+
+    def pieces(self, pieces: Sequence[Piece]) -> list[npt.NDArray[Any]]:
+        """The tokens of each of ``pieces``, in :attr:`dtype`; remote ones are asked for at the same time."""
+        return self.runs([self._place(*piece) for piece in pieces])
+
+    def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
+        """Position in ``.bin`` and number of tokens of a piece."""
         available = int(self._index.sequence_lengths[index])
         if length is None:
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
-        return self.tokens(int(self._index.byte_offsets[index]) // self.dtype.itemsize + offset, length)
+        return int(self._index.byte_offsets[index]) // self.dtype.itemsize + offset, length
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
         """``length`` tokens from position ``start`` of ``.bin``, whatever sequence they belong to."""
+        return self.runs([(start, length)])[0]
+
+    def runs(self, places: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
+        """:meth:`tokens` of each (start, length); remote ones are asked for at the same time."""
         if self._tokens is not None:
-            return self._tokens[start : start + length]
-        itemsize = self.dtype.itemsize
-        return np.frombuffer(self._read(start * itemsize, length * itemsize), self.dtype)
+            return [self._tokens[start : start + length] for start, length in places]
+        size = self.dtype.itemsize
+        ranges = [(start * size, length * size) for start, length in places]
+        contents: Sequence[bytes | bytearray]
+        if self._remote is not None:
+            contents = self._remote.read_ranges(ranges)
+        else:
+            contents = [self._read(*place) for place in ranges]
+        return [np.frombuffer(content, self.dtype) for content in contents]
+
+    def check_sequences(self) -> None:
+        """Raise :class:`DataError` when a sequence does not lie in ``.bin``; reads the whole index."""
+        lengths, offsets = self._index.sequence_lengths, self._index.byte_offsets
+        end = self.num_tokens * self.dtype.itemsize
+        for start in range(0, len(self), _CHECKED_SEQUENCES):
+            part = slice(start, start + _CHECKED_SEQUENCES)
+            ends = offsets[part] + lengths[part].astype(np.int64) * self.dtype.itemsize
+            bad = (lengths[part] < 0) | (offsets[part] < 0) | (ends > end)
+            if bad.any():
+                number = start + int(bad.argmax())
+                raise DataError(
+                    f"{self.prefix}.idx places sequence {number} ({int(lengths[number])} tokens from byte "
+                    f"{int(offsets[number])}) outside of {self.prefix}.bin: {_ANEW}."
+                )
 
     def _read(self, position: int, size: int) -> bytearray:
         """``size`` bytes of ``.bin``; pread keeps no position, so forked workers can share the file."""
@@ -155,8 +218,8 @@ def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str) -> 
     """
     total = dataset.num_tokens
     runs = min(_CHECKED_RUNS, -(-total // _CHECKED_RUN_LENGTH))
-    for start in np.linspace(0, max(total - _CHECKED_RUN_LENGTH, 0), runs, dtype=np.int64):
-        tokens = dataset.tokens(int(start), min(_CHECKED_RUN_LENGTH, total))
+    starts = np.linspace(0, max(total - _CHECKED_RUN_LENGTH, 0), runs, dtype=np.int64).tolist()
+    for tokens in dataset.runs([(start, min(_CHECKED_RUN_LENGTH, total)) for start in starts]):
         lowest, highest = int(tokens.min()), int(tokens.max())
         if lowest < 0 or highest >= vocab_size:
             raise DataError(
@@ -164,6 +227,26 @@ def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str) -> 
                 f"ids 0..{vocab_size - 1}: the tokenizer does not match the data, so set --tokenizer-type "
                 "and --tokenizer-model (or --vocab-size) to those that the data was made with."
             )
+
+
+def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
+    """Raise :class:`DataError` when no document ends with the token that ends documents.
+
+    Looks at up to 256 of them, evenly spread. Some may lack it, since long documents are also cut in several.
+    """
+    documents = len(dataset.document_indices) - 1
+    looked_at = np.linspace(0, documents - 1, min(_CHECKED_RUNS, documents), dtype=np.int64)
+    last_sequences = (dataset.document_indices[looked_at + 1] - 1).tolist()
+    lengths = dataset.sequence_lengths
+    ends = [(last, int(lengths[last]) - 1, 1) for last in last_sequences if last >= 0 and lengths[last] > 0]
+    tokens = [int(piece[0]) for piece in dataset.pieces(ends)]
+    if tokens and document_end not in tokens:
+        raise DataError(
+            f"None of {len(tokens)} documents of {dataset.prefix} ends with the tokenizer's end-of-document token "
+            f"{document_end}, by which --reset-attention-mask, --dataloader-inter-document-masking and "
+            "--reset-position-ids find where documents begin: write the data again with tools/preprocess_data.py "
+            "--append-eod, or drop these flags."
+        )
 
 
 class IndexedDatasetWriter:
@@ -293,16 +376,16 @@ def _map_file(file: BinaryIO) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_READ), dtype=np.uint8)
 
 
-def _read_index(prefix: str) -> _Index:
-    """Map ``prefix.idx`` and check that it is whole."""
-    path = f"{prefix}.idx"
+def _read_index(path: str, name: str | None = None) -> _Index:
+    """Map an index and check that it is whole; errors call it ``name`` (of which ``path`` may be a copy)."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < _HEADER.size:
-                raise DataError(f"{path} is too short to be an index: {_ANEW}.")
+                raise DataError(f"{name or path} is too short to be an index: {_ANEW}.")
             content = _map_file(file)
     except OSError as error:
         raise DataError(_cannot_open(path, error)) from error
+    path = name or path
     dtype, sequences, documents = _parse_header(path, content[: _HEADER.size].tobytes())
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if len(content) not in (expected, expected + sequences):
@@ -350,15 +433,19 @@ def _check_documents(path: str, index: _Index) -> _Index:
     return index
 
 
-def _check_bin_size(prefix: str, index: _Index) -> None:
-    """``.bin`` must hold at least what the last sequence of the index needs."""
-    path = f"{prefix}.bin"
+def _file_size(path: str) -> int:
     try:
-        size = os.stat(path).st_size
+        return os.stat(path).st_size
     except OSError as error:
         raise DataError(_cannot_open(path, error)) from error
+
+
+def _check_bin_size(prefix: str, index: _Index, size: int) -> None:
+    """``.bin``, of ``size`` bytes, must hold at least what the last sequence of the index needs."""
     needed = 0
     if len(index.sequence_lengths):
         needed = int(index.byte_offsets[-1]) + int(index.sequence_lengths[-1]) * index.dtype.itemsize
     if size < needed:
-        raise DataError(f"{path} has {size} bytes where {prefix}.idx announces {needed}: copy it again, or {_ANEW}.")
+        raise DataError(
+            f"{prefix}.bin has {size} bytes where {prefix}.idx announces {needed}: copy it again, or {_ANEW}."
+        )

@@ -3,7 +3,9 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -17,36 +19,20 @@ from megatron.config.errors import ConfigError, DataError
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     Dataset,
-    Description,
     GPTDataset,
     MockDataset,
     Sample,
     SampleSettings,
 )
-from megatron.data.indexed_dataset import IndexedDataset, check_token_range
-from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize, parse_split
+from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
+from megatron.data.order_cache import Description
+from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
+from megatron.data.sources import Sources, read_sources
+from megatron.data.storage import is_remote
 
 Microbatch = dict[str, torch.Tensor]
 
 _MAX_CORPORA = 32_767  # the number of a corpus is stored as int16
-
-
-def parse_data_path(data_path: tuple[str, ...]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and their weights from ``--data-path``; weights None when only prefixes are given.
-
-    As in Megatron-LM, an even list whose every other word is a number is one of pairs. A corpus of weight 0
-    is left out.
-    """
-    if len(data_path) % 2:
-        return list(data_path), None
-    try:
-        weights = [float(word) for word in data_path[::2]]
-    except ValueError:
-        return list(data_path), None
-    if not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
-        raise ConfigError(f"--data-path has weights {weights}: they must not be negative, nor all zero.")
-    pairs = [(prefix, weight) for prefix, weight in zip(data_path[1::2], weights, strict=True) if weight > 0]
-    return [prefix for prefix, _ in pairs], [weight for _, weight in pairs]
 
 
 def build_datasets(
@@ -57,17 +43,17 @@ def build_datasets(
     seed: int,
     sample_counts: tuple[int, int, int],
     tokenizer_description: Description | None,
+    inspect: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The train, validation and test datasets for so many samples each; None where the count is 0.
 
     ``vocab_size`` counts the ids that tokens may have. Builds the sample orders that are not cached yet, so
-    in a run of many processes one should call this before the others. Raises :class:`ConfigError` and
-    :class:`DataError`.
+    in a run of many processes one should call this before the others. ``inspect``: look into the data, which one
+    process may do for all. Raises :class:`ConfigError` and :class:`DataError`.
     """
     if data.seq_length is None:
         raise ConfigError("--seq-length is required: give the tokens per sample.")
-    if not data.mock_data and not data.data_path:
-        raise ConfigError("There is no data: give --data-path, or --mock-data for synthetic samples.")
+    sources = read_sources(data)
     masked_token = eod if data.eod_mask_loss else None
     document_end = eod if data.marks_documents else None
     build: Callable[[int, int], Dataset]
@@ -77,14 +63,19 @@ def build_datasets(
         settings = SampleSettings(
             seq_length=data.seq_length,
             seed=seed,
-            split=data.split,
+            split=sources.split,
             tokenizer=tokenizer_description,
-            cache_directory=_cache_directory(data),
+            cache_directory=_cache_directory(data, sources),
             masked_token=masked_token,
+            extendable=data.sample_order == "extendable",
             document_end=document_end,
         )
-        prefixes, weights = parse_data_path(data.data_path)
-        build = partial(_build_split, _open_corpora(prefixes, data.mmap_bin_files, vocab_size), weights, settings)
+        used = [index for index, count in enumerate(sample_counts) if count and sources.has(index)]
+        corpora = _open_corpora(data, sources, used)
+        if inspect:
+            _inspect(corpora.values(), vocab_size, document_end)
+        builder = _SplitBuilder(corpora, settings, data.mid_level_dataset_surplus, data.num_dataset_builder_threads)
+        build = partial(_build_split, builder, sources)
     train, valid, test = (build(index, count) if count else None for index, count in enumerate(sample_counts))
     return train, valid, test
 
@@ -109,79 +100,103 @@ def _build_mock(
     )
 
 
-def _cache_directory(data: DataConfig) -> str:
+def _cache_directory(data: DataConfig, sources: Sources) -> str:
     if data.data_cache_path is not None:
         return data.data_cache_path
-    prefixes, _ = parse_data_path(data.data_path)
-    return os.path.join(os.path.dirname(prefixes[0]), "cache", "GPTDataset_indices")
+    first = sources.prefixes[0]
+    if is_remote(first):
+        raise ConfigError(
+            f"The corpus {first} is remote: give a directory for the sample order with --data-cache-path."
+        )
+    return os.path.join(os.path.dirname(first), "cache", "GPTDataset_indices")
 
 
-def _open_corpora(prefixes: list[str], mmap: bool, vocab_size: int) -> list[IndexedDataset]:
-    if len(prefixes) > _MAX_CORPORA:
-        raise ConfigError(f"--data-path names {len(prefixes)} corpora: blend at most {_MAX_CORPORA}.")
-    corpora = [IndexedDataset(prefix, mmap) for prefix in prefixes]
+def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> dict[str, IndexedDataset]:
+    """The corpora of the splits that are ``used``, by prefix."""
+    for blend in sources.blends:
+        if blend is not None and len(blend.prefixes) > _MAX_CORPORA:
+            raise ConfigError(f"--data-path names {len(blend.prefixes)} corpora: blend at most {_MAX_CORPORA}.")
+    blends = [sources.blends[index] for index in used]
+    prefixes = list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+    index_cache = data.object_storage_cache_path or data.data_cache_path
+    with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
+        corpora = threads.map(lambda prefix: IndexedDataset(prefix, data.mmap_bin_files, index_cache), prefixes)
+        return dict(zip(prefixes, corpora, strict=True))
+
+
+def _inspect(corpora: Iterable[IndexedDataset], vocab_size: int, document_end: int | None) -> None:
+    """Look at a part of the tokens: do they fit the vocabulary, and do documents end as they should?"""
     for corpus in corpora:
         check_token_range(corpus, vocab_size, corpus.prefix)
-    return corpora
+        if document_end is not None:
+            check_document_ends(corpus, document_end)
 
 
-def _build_split(
-    corpora: list[IndexedDataset],
-    weights: list[float] | None,
-    settings: SampleSettings,
-    split_index: int,
-    count: int,
-) -> Dataset:
-    if parse_split(settings.split)[split_index] is None:
+def _build_split(builder: "_SplitBuilder", sources: Sources, split_index: int, count: int) -> Dataset:
+    split, blend = SPLIT_NAMES[split_index], sources.blends[split_index]
+    if not sources.has(split_index) or blend is None:
+        where = f"--{split}-data-path" if sources.split is None else f"--split {sources.split!r}"
+        remedy = "give it corpora" if sources.split is None else "give it a weight"
         raise DataError(
-            f"{count} samples of the {SPLIT_NAMES[split_index]} split are needed, but --split "
-            f"{settings.split!r} gives it nothing: give it a weight, or ask for no samples of it."
+            f"{count} samples of the {split} split are needed, but {where} gives it nothing: {remedy}, or ask for no "
+            "samples of it."
         )
-    if weights is not None:
-        return _build_weighted(corpora, normalize(weights), split_index, count, settings)
-    if len(corpora) == 1:
-        return GPTDataset(corpora[0], split_index, count, settings)
-    return _build_proportional(corpora, split_index, count, settings)
+    if blend.weights is not None:
+        return builder.weighted(blend.prefixes, normalize(blend.weights), split_index, count)
+    if len(blend.prefixes) == 1:
+        return builder.single(blend.prefixes[0], split_index, count)
+    return builder.proportional(blend.prefixes, split_index, count)
 
 
-def _build_weighted(
-    corpora: list[IndexedDataset],
-    weights: list[float],
-    split_index: int,
-    count: int,
-    settings: SampleSettings,
-) -> BlendedDataset:
-    """A blend with given, normalised weights."""
-    targets, counts = blend_targets(weights, count)
-    size = sum(targets)
-    children = [GPTDataset(corpus, split_index, n, settings) for corpus, n in zip(corpora, counts, strict=True)]
-    # No corpus is ever a whole sample ahead of its share. Rounded-up targets can make the blend so much
-    # larger than asked that a share outgrows the surplus; such a corpus is built again, large enough.
-    if any(len(child) < math.ceil(weight * size) for child, weight in zip(children, weights, strict=True)):
-        served = np.bincount(blend_order(weights, size)[0], minlength=len(corpora)).tolist()
-        children = [
-            child if len(child) >= n else GPTDataset(corpus, split_index, n, settings)
-            for corpus, child, n in zip(corpora, children, served, strict=True)
-        ]
-    return BlendedDataset(children, weights, size, split_index, settings.cache_directory)
+@dataclass(frozen=True)
+class _SplitBuilder:
+    """Builds the datasets of splits from open corpora."""
 
+    corpora: Mapping[str, IndexedDataset]
+    """By prefix."""
+    settings: SampleSettings
+    surplus: float
+    num_threads: int
 
-def _build_proportional(
-    corpora: list[IndexedDataset], split_index: int, count: int, settings: SampleSettings
-) -> BlendedDataset:
-    """A blend without weights: each corpus in proportion to the samples that it has."""
-    children = [GPTDataset(corpus, split_index, None, settings) for corpus in corpora]
-    lengths = [float(len(child)) for child in children]
-    if not sum(lengths):
-        raise DataError(
-            f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[split_index]} split: "
-            f"give it a larger share in --split {settings.split!r}, or use a shorter --seq-length."
-        )
-    if count <= sum(lengths):
-        return BlendedDataset(children, lengths, count, split_index, settings.cache_directory)
-    # Megatron-LM would stop at the end of the first epoch; with the same weights made explicit it goes on.
-    used = [corpus for corpus, length in zip(corpora, lengths, strict=True) if length]
-    return _build_weighted(used, normalize([n for n in lengths if n]), split_index, count, settings)
+    def single(self, prefix: str, split_index: int, count: int | None) -> GPTDataset:
+        """One corpus; ``count`` None: one epoch."""
+        return GPTDataset(self.corpora[prefix], split_index, count, self.settings)
+
+    def weighted(self, prefixes: list[str], weights: list[float], split_index: int, count: int) -> BlendedDataset:
+        """A blend with given, normalised weights."""
+        targets, counts = blend_targets(weights, count, self.surplus)
+        size = sum(targets)
+        children = self._each(prefixes, split_index, counts)
+        # No corpus is ever a whole sample ahead of its share. Rounded-up targets can make the blend so much
+        # larger than asked that a share outgrows the surplus; such a corpus is built again, large enough.
+        if any(len(child) < math.ceil(weight * size) for child, weight in zip(children, weights, strict=True)):
+            served = np.bincount(blend_order(weights, size)[0], minlength=len(prefixes)).tolist()
+            children = [
+                child if len(child) >= n else self.single(prefix, split_index, n)
+                for prefix, child, n in zip(prefixes, children, served, strict=True)
+            ]
+        return BlendedDataset(children, weights, size, split_index, self.settings.cache_directory)
+
+    def proportional(self, prefixes: list[str], split_index: int, count: int) -> BlendedDataset:
+        """A blend without weights: each corpus in proportion to the samples that it has."""
+        children = self._each(prefixes, split_index, [None] * len(prefixes))
+        lengths = [float(len(child)) for child in children]
+        if not sum(lengths):
+            split = self.settings.split
+            remedy = "give it more data" if split is None else f"give it a larger share in --split {split!r}"
+            raise DataError(
+                f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[split_index]} split: "
+                f"{remedy}, or use a shorter --seq-length."
+            )
+        if count <= sum(lengths):
+            return BlendedDataset(children, lengths, count, split_index, self.settings.cache_directory)
+        # Megatron-LM would stop at the end of the first epoch; with the same weights made explicit it goes on.
+        used = [prefix for prefix, length in zip(prefixes, lengths, strict=True) if length]
+        return self.weighted(used, normalize([n for n in lengths if n]), split_index, count)
+
+    def _each(self, prefixes: list[str], split_index: int, counts: Sequence[int | None]) -> list[GPTDataset]:
+        with ThreadPoolExecutor(self.num_threads) as threads:
+            return list(threads.map(lambda prefix, n: self.single(prefix, split_index, n), prefixes, counts))
 
 
 def microbatch_sample_indices(

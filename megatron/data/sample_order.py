@@ -23,7 +23,8 @@ SplitMatrix = list[tuple[float, float] | None]
 # come in between those of the earlier epochs.
 _LAST_EPOCH_APART_BELOW = 0.80
 
-_SURPLUS = 0.005  # blended corpora build this much more than their target
+MID_LEVEL_SURPLUS = 0.005  # share by which blended corpora build more than their target
+_DOCUMENTS_AT_ONCE = 1 << 22  # whose ends build_sample_index holds in memory
 _BLEND_SEGMENT = 2048  # steps of the blend order that are walked one after the other
 _MAX_BLEND_LANES = 4096  # segments that are walked side by side ...
 _MAX_BLEND_STATES = 1 << 20  # ... but no more lanes x corpora than this
@@ -118,7 +119,7 @@ def build_sample_order(
     ``sequence_lengths`` [S] are those of the whole corpus; ``num_samples`` None means one epoch.
     """
     first, end = sequences
-    sequence_lengths = np.require(sequence_lengths, requirements="A")  # unaligned gathers are slow
+    sequence_lengths = _aligned(sequence_lengths)
     tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
     plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
     # One generator for both shuffles: the second continues where the first stopped.
@@ -127,6 +128,41 @@ def build_sample_order(
     samples = build_sample_index(sequence_lengths, documents, seq_length, plan.num_samples)
     first_part = plan.samples_before_last_epoch if plan.last_epoch_apart else plan.num_samples
     return SampleOrder(documents, samples, build_shuffle_index(first_part, plan.num_samples, generator))
+
+
+def build_extendable_order(
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: tuple[int, int],
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+) -> SampleOrder:
+    """As :func:`build_sample_order`, but every epoch is shuffled apart, so that the order of more samples begins with
+    the order of fewer. The first epoch is Megatron-LM's for a run that needs no second.
+
+    A sample at the seam of two epochs belongs to the later one.
+    """
+    first, end = sequences
+    sequence_lengths = _aligned(sequence_lengths)
+    tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
+    plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
+    generator = np.random.RandomState(seed)
+    documents = np.empty(plan.num_epochs * (end - first), dtype=np.int32)
+    shuffled = np.arange(plan.num_samples, dtype=_shuffle_dtype(plan.num_samples))
+    done = 0
+    for epoch in range(plan.num_epochs):
+        # One generator, whose state after an epoch does not depend on what follows.
+        documents[epoch * (end - first) :][: end - first] = build_document_index(sequences, 1, False, generator)
+        complete = max(0, ((epoch + 1) * tokens_per_epoch - 1) // seq_length)
+        generator.shuffle(shuffled[done:complete])
+        done = complete
+    samples = build_sample_index(sequence_lengths, documents, seq_length, plan.num_samples)
+    return SampleOrder(documents, samples, shuffled)
+
+
+def _aligned(sequence_lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.require(sequence_lengths, requirements="A")  # unaligned gathers are slow
 
 
 def build_document_index(
@@ -153,34 +189,45 @@ def build_sample_index(
     """
     dtype = np.int64 if len(document_index) > np.iinfo(np.int32).max else np.int32
     rows = np.zeros((num_samples + 1, 2), dtype=dtype)
-    ends = np.cumsum(sequence_lengths[document_index], dtype=np.int64)
-    # The first document that ends behind the token holds it, so empty documents are passed over ...
-    targets = np.arange(1, num_samples + 1, dtype=np.int64) * seq_length
-    positions = np.searchsorted(ends, targets, side="right")
-    rows[1:, 0] = positions
-    rows[1:, 1] = targets - (ends[positions] - sequence_lengths[document_index[positions]])
-    # ... except by row 0, which stays (0, 0) even when the first document is empty.
+    # Row 0 stays (0, 0) even when the first document is empty; the others pass over empty documents.
+    done, tokens = 1, 0
+    for start in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
+        lengths = sequence_lengths[document_index[start : start + _DOCUMENTS_AT_ONCE]]
+        ends = np.cumsum(lengths, dtype=np.int64) + tokens
+        tokens = int(ends[-1])
+        complete = max(done, min(num_samples, (tokens - 1) // seq_length) + 1)
+        targets = np.arange(done, complete, dtype=np.int64) * seq_length
+        # The first document that ends behind the token holds it.
+        positions = np.searchsorted(ends, targets, side="right")
+        rows[done:complete, 0] = start + positions
+        rows[done:complete, 1] = targets - (ends[positions] - lengths[positions])
+        done = complete
     return rows
 
 
 def build_shuffle_index(first_part: int, total: int, generator: np.random.RandomState) -> npt.NDArray[Any]:
     """0..first_part shuffled, then first_part..total shuffled: [total] uint32, or int64 when too many."""
-    dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
-    shuffled = np.arange(total, dtype=dtype)
+    shuffled = np.arange(total, dtype=_shuffle_dtype(total))
     generator.shuffle(shuffled[:first_part])
     if first_part < total:
         generator.shuffle(shuffled[first_part:])
     return shuffled
 
 
-def blend_targets(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
-    """Samples that each corpus of a blend should serve, and the slightly more that it should build.
+def _shuffle_dtype(total: int) -> type[np.uint32] | type[np.int64]:
+    return np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
+
+
+def blend_targets(
+    weights: Sequence[float], size: int, surplus: float = MID_LEVEL_SURPLUS
+) -> tuple[list[int], list[int]]:
+    """Samples that each corpus of a blend should serve, and the slightly more, by ``surplus``, that it should build.
 
     ``weights`` are normalised. Targets are rounded up, so their sum may exceed ``size``, by less than one per
     corpus.
     """
     targets = [math.ceil(size * weight) for weight in weights]
-    return targets, [math.ceil(math.ceil(size * weight) * (1 + _SURPLUS)) for weight in weights]
+    return targets, [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:

@@ -67,7 +67,7 @@ def open_stored(path: str) -> BinaryIO:
     """The stored bytes of a file, for reading and seeking; OSError or :class:`DataError` if there is none."""
     if not is_remote(path):
         return open(path, "rb")
-    system, place = _file_system(path)
+    system, place = file_system(path)
     return cast(BinaryIO, system.open(place, "rb"))
 
 
@@ -83,7 +83,7 @@ def decompressed(path: str, stored: BinaryIO) -> IO[bytes]:
 
 
 def _find_remote_files(pattern: str) -> list[SourceFile]:
-    system, place = _file_system(pattern)
+    system, place = file_system(pattern)
     try:
         if any(sign in place for sign in "*?["):
             found = system.glob(place, detail=True)
@@ -101,7 +101,7 @@ def _find_remote_files(pattern: str) -> list[SourceFile]:
     ]
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path on it."""
     scheme = url.split("://", 1)[0]
     try:

@@ -9,7 +9,7 @@ from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.topology import Topology
 from megatron.data.gpt_dataset import Dataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
-from megatron.data.sample_order import parse_split
+from megatron.data.sources import Sources, read_sources
 from megatron.data.tokenizers import build_tokenizer, describe_tokenizer
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.launch import together
@@ -57,7 +57,8 @@ def build_data(
     progress: Progress,
 ) -> Data:
     """Datasets (rank 0 builds cached orders first) and loaders that start where the run stands."""
-    counts = sample_counts(config, batches, train_iters, progress)
+    sources = together(topology.world, lambda: read_sources(config.data))
+    counts = sample_counts(config, batches, train_iters, progress, sources)
     described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
     train, validation, test = together(
         topology.world,
@@ -68,6 +69,7 @@ def build_data(
             seed=config.training.seed,
             sample_counts=counts,
             tokenizer_description=described,
+            inspect=topology.world.rank == 0,
         ),
         first=True,
     )
@@ -87,30 +89,31 @@ def build_data(
 
 
 def sample_counts(
-    config: RunConfig, batches: BatchSchedule, train_iters: int, progress: Progress
+    config: RunConfig, batches: BatchSchedule, train_iters: int, progress: Progress, sources: Sources
 ) -> tuple[int, int, int]:
-    """Samples that the run will ask of each split, as in Megatron-LM; a split of weight 0 is not used."""
+    """Samples that the run will ask of each split, as in Megatron-LM; a split without data is not used."""
     remaining = train_iters - progress.iteration
     train = config.training.train_samples or batches.total_samples(max(remaining, 0), progress.consumed_samples)
     interval, per_evaluation = config.validation.eval_interval, _samples_per_evaluation(config, batches)
-    weights = [end - start for start, end in _split_ranges(config)]
     if config.validation.skip_train or (interval is not None and config.validation.eval_iters > 0):
-        if weights[1] == 0:
-            raise ConfigError(
-                f"Evaluation needs a validation split, but --split {config.data.split!r} gives it nothing: raise its "
-                "second weight, or drop --eval-interval."
-            )
+        if not sources.has(1):
+            raise ConfigError(_no_validation_data(sources))
         evaluations = train_iters // interval + 1 if interval else 1
-        return train, evaluations * per_evaluation, per_evaluation if weights[2] else 0
+        return train, evaluations * per_evaluation, per_evaluation if sources.has(2) else 0
     return train, 0, 0
+
+
+def _no_validation_data(sources: Sources) -> str:
+    if sources.split is None:
+        return "Evaluation needs data of its own: give it with --valid-data-path, or drop --eval-interval."
+    return (
+        f"Evaluation needs a validation split, but --split {sources.split!r} gives it nothing: raise its second "
+        "weight, or drop --eval-interval."
+    )
 
 
 def _samples_per_evaluation(config: RunConfig, batches: BatchSchedule) -> int:
     return config.validation.eval_iters * (config.validation.eval_global_batch_size or batches.final_batch_size)
-
-
-def _split_ranges(config: RunConfig) -> list[tuple[float, float]]:
-    return [(0.0, 0.0) if bounds is None else bounds for bounds in parse_split(config.data.split)]
 
 
 def _loader(

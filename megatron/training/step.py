@@ -42,6 +42,8 @@ class StepOutcome:
     is_fault: bool
     """Whether it was skipped and a lower loss scale will not mend it."""
     num_zeros: int | None
+    num_tokens: float
+    """Unmasked tokens in the global batch."""
 
 
 def evaluate(
@@ -97,7 +99,9 @@ def train_step(
         # Of a step that is skipped, too: its finite magnitudes tell what the next needs.
         fp8.finish_step()
     if not math.isfinite(loss.mean):
-        return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_zeros=None)
+        return StepOutcome(
+            loss.mean, math.nan, is_skipped=True, is_fault=True, num_zeros=None, num_tokens=loss.num_tokens
+        )
     if before_update is not None:
         before_update()
     with timers("optimizer"):
@@ -109,4 +113,6 @@ def train_step(
             weight_decay=weight_decay,
         )
     is_in_order = loss_scaler.update(overflowed=not result.is_applied)
-    return StepOutcome(loss.mean, result.grad_norm, not result.is_applied, not is_in_order, result.num_zeros)
+    return StepOutcome(
+        loss.mean, result.grad_norm, not result.is_applied, not is_in_order, result.num_zeros, loss.num_tokens
+    )

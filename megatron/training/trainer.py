@@ -114,11 +114,7 @@ class Trainer:
             before_update=self.before_update,
         )
         if outcome.is_fault and self.check_for_nan:
-            raise UserError(
-                f"Iteration {progress.iteration + 1} has loss {outcome.loss} and gradient norm {outcome.grad_norm}"
-                f"{_advice(outcome, self.state.loss_scaler)}; --no-check-for-nan-in-loss-and-grad skips such "
-                "iterations."
-            )
+            raise UserError(_fault(progress.iteration + 1, outcome, self.state.loss_scaler))
         self._count_iteration()
         return IterationResult(outcome, learning_rate, batch_size, time.perf_counter() - started)
 
@@ -149,6 +145,20 @@ class Trainer:
             with self.timers("batch-generator", level=2):
                 microbatch = next_microbatch(self.data.train, self.topology.rank)
             yield microbatch
+
+
+def _fault(iteration: int, outcome: StepOutcome, scaler: LossScaler) -> str:
+    """What is not in order with an iteration, and what to do."""
+    skip = "--no-check-for-nan-in-loss-and-grad skips such iterations."
+    if not outcome.num_tokens:
+        return (
+            f"Iteration {iteration} has no loss, because every token of its global batch is masked (--eod-mask-loss "
+            f"masks the ends of documents): look at the data, or use a larger --global-batch-size; {skip}"
+        )
+    return (
+        f"Iteration {iteration} has loss {outcome.loss} and gradient norm {outcome.grad_norm}"
+        f"{_advice(outcome, scaler)}; {skip}"
+    )
 
 
 def _advice(outcome: StepOutcome, scaler: LossScaler) -> str:

@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig, preset
 from megatron.config.pipeline import SCHEDULES
 
 GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
+CORPUS = GOOD.replace("--mock-data", "--tokenizer-type NullTokenizer")
 SAMPLES = GOOD.replace("--train-iters 10", "--train-samples 1000")
 STAGES = f"{GOOD} --num-layers 8 --pipeline-model-parallel-size 2"
 FULL = "--recompute-granularity full"
@@ -43,6 +44,7 @@ AT_LEAST_ONE = [
     "--expert-model-parallel-size",
     "--num-distributed-optimizer-instances",
     "--ddp-bucket-size",
+    "--num-dataset-builder-threads",
     "--ddp-num-buckets",
     "--recompute-num-layers",
     "--num-layers-per-virtual-pipeline-stage",
@@ -84,6 +86,7 @@ NOT_NEGATIVE = [
     "--clip-grad",
     "--adam-eps",
     "--num-workers",
+    "--mid-level-dataset-surplus",
     "--eval-iters",
     "--lr",
     "--lr-warmup-init",
@@ -652,7 +655,22 @@ BAD: list[Row] = [
     (f"{FP8} --micro-batch-size 1 --seq-length 72", 1, "--micro-batch-size x --seq-length ... is 72"),
     (f"{FP8} --context-parallel-size 4 --micro-batch-size 1 --seq-length 96", 4, "--context-parallel-size is 24"),
     # Data and tokenizer.
-    (f"{GOOD} --data-path corpus", 1, "--data-path and --mock-data exclude ... drop one"),
+    (f"{GOOD} --data-path corpus", 1, "--mock-data and --data-path exclude ... drop all but one"),
+    (f"{GOOD} --valid-data-path corpus", 1, "--mock-data and --valid-data-path exclude ... drop all but one"),
+    (f"{CORPUS} --data-path a --data-args-path b", 1, "--data-path and --data-args-path exclude"),
+    (
+        f"{CORPUS} --train-data-path a --per-split-data-args-path b",
+        1,
+        "--per-split-data-args-path and --train-data-path",
+    ),
+    (
+        f"{CORPUS} --train-data-path a --valid-data-path b --split 9,1",
+        1,
+        "--split '9,1' ... drop one",
+    ),
+    (f"{CORPUS} --valid-data-path b", 1, "--valid-data-path needs --train-data-path ... to train on"),
+    (f"{GOOD} --sample-order extendable --dataloader-type cyclic", 1, "--sample-order ... cyclic ... drop one"),
+    (f"{GOOD} --data-cache-path s3://bucket/cache", 1, "--data-cache-path s3://bucket/cache must be a directory"),
     (
         f"{GOOD} --create-attention-mask-in-dataloader",
         1,

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from megatron.config.data import DataConfig
 from megatron.config.errors import DataError
 from megatron.core.context_parallel.split import ContextSplit
-from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings, description_hash
+from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
+from megatron.data.order_cache import description_hash
 from tests.data.test_indexed_dataset import write
 
 END, SYNTHETIC_END = 999, 7

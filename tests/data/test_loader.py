@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError, DataError, UserError
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, description_hash
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.loader import (
     build_datasets,
     build_loader,
     cyclic_microbatches,
     microbatch_sample_indices,
-    parse_data_path,
     single_pass_microbatches,
 )
+from megatron.data.order_cache import description_hash
+from megatron.data.sources import parse_data_path
 from megatron.data.tokenizers import describe_tokenizer
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
 
@@ -164,6 +165,19 @@ def test_blend_of_many_small_shares_gets_enough_samples() -> None:
     pairs = [word for _ in range(40) for word in ("0.001", "b")]
     train, _, _ = build("0.9", "a", *pairs, counts=(20, 0, 0))
     assert [train[i]["tokens"].shape for i in range(len(train))] == [(8,)] * len(train)
+
+
+@pytest.mark.parametrize("words", [("a",), ("0.7", "a", "0.3", "b"), ("a", "b")])
+def test_longer_run_in_extendable_order_begins_with_the_shorter(words: tuple[str, ...]) -> None:
+    """Whatever the corpora; in Megatron-LM's order a run past its epoch is shuffled anew."""
+
+    def samples(count: int, order: str, shown: int) -> list[list[int]]:
+        train, _, _ = build(*words, counts=(count, 0, 0), sample_order=order)
+        return [train[index]["tokens"].tolist() for index in range(shown)]
+
+    for shorter, longer in ((5, 8), (8, 90), (30, 31)):
+        assert samples(longer, "extendable", shorter) == samples(shorter, "extendable", shorter)
+    assert samples(90, "megatron", 8) != samples(8, "megatron", 8)
 
 
 def test_every_split_reads_its_own_documents() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,19 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.errors import ConfigError, DataError
-from megatron.data import gpt_dataset
+from megatron.data import gpt_dataset, sample_order
 from megatron.data.gpt_dataset import (
     BlendedDataset,
-    Description,
     GPTDataset,
     MockDataset,
     SampleSettings,
-    description_hash,
 )
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.order_cache import Description, description_hash
 from megatron.data.sample_order import (
     blend_order,
     blend_targets,
+    build_extendable_order,
     build_sample_order,
     exhaustive_blend_order,
     normalize,
@@ -184,20 +185,63 @@ def slow_order(lengths: list[int], first: int, end: int, s: int, wanted: int | N
     seq_length=st.integers(1, 20),
     wanted=st.none() | st.integers(1, 60),
     seed=st.integers(0, 2**32 - 1),
+    documents_at_once=st.sampled_from([1, 3, 1 << 22]),
 )
 def test_order_equals_a_walk_over_the_tokens(
-    lengths: list[int], part: tuple[float, float], seq_length: int, wanted: int | None, seed: int
+    lengths: list[int],
+    part: tuple[float, float],
+    seq_length: int,
+    wanted: int | None,
+    seed: int,
+    documents_at_once: int,
 ) -> None:
     first, end = sorted(round(share * len(lengths)) for share in part)
     if not sum(lengths[first:end]):
         return
-    order = build_sample_order(
-        np.array(lengths, dtype=np.int32), (first, end), seq_length=seq_length, num_samples=wanted, seed=seed
-    )
+    with mock.patch.object(sample_order, "_DOCUMENTS_AT_ONCE", documents_at_once):
+        order = build_sample_order(
+            np.array(lengths, dtype=np.int32), (first, end), seq_length=seq_length, num_samples=wanted, seed=seed
+        )
     documents, rows, shuffled = slow_order(lengths, first, end, seq_length, wanted, seed)
     assert order.document_index.tolist() == documents
     assert [tuple(row) for row in order.sample_index.tolist()] == rows
     assert order.shuffle_index.tolist() == shuffled
+
+
+@settings(max_examples=100)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(any),
+    seq_length=st.integers(1, 20),
+    wanted=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_extendable_order_of_a_longer_run_begins_with_that_of_a_shorter(
+    lengths: list[int], seq_length: int, wanted: tuple[int, int], seed: int
+) -> None:
+    def build(num_samples: int | None, build_order: Any = build_extendable_order) -> Any:
+        array = np.array(lengths, dtype=np.int32)
+        return build_order(array, (0, len(lengths)), seq_length=seq_length, num_samples=num_samples, seed=seed)
+
+    shorter, longer = (build(n) for n in sorted(wanted))
+    assert len(shorter.shuffle_index) >= min(wanted) and len(longer.shuffle_index) >= max(wanted)
+    for of_shorter, of_longer in zip(shorter, longer, strict=True):
+        assert of_longer[: len(of_shorter)].tolist() == of_shorter.tolist()
+    # Every sample once, and every document once an epoch.
+    assert sorted(longer.shuffle_index.tolist()) == list(range(len(longer.shuffle_index)))
+    epochs = longer.document_index.reshape(-1, len(lengths))
+    assert (np.sort(epochs, axis=1) == np.arange(len(lengths))).all()
+    # A run that fits into one epoch may be extended whatever it began with.
+    for ours, theirs in zip(build(None), build(None, build_sample_order), strict=True):
+        assert ours.tolist() == theirs.tolist() and ours.dtype == theirs.dtype
+
+
+def test_extendable_order_has_a_cache_entry_for_each_number_of_epochs(corpora: Path) -> None:
+    keys = {
+        n: description_hash(GPTDataset(IndexedDataset("a"), 0, n, settings_of(extendable=True)).description)
+        for n in (2, 6, 7, 11, 13, 16)
+    }
+    assert keys[2] == keys[6] != keys[7] == keys[11] != keys[13] == keys[16]
+    assert keys[6] != description_hash(GPTDataset(IndexedDataset("a"), 0, 6, settings_of()).description)
 
 
 def test_every_sample_of_an_epoch_comes_once_and_labels_are_shifted(tmp_path: Path) -> None:
@@ -243,6 +287,23 @@ def test_exhaustive_blend_uses_every_sample_once() -> None:
     assert sorted(zip(datasets.tolist(), samples.tolist(), strict=True)) == [
         (d, i) for d, n in enumerate([3, 5, 2]) for i in range(n)
     ]
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=12), size=st.integers(1, 400), more=st.integers(0, 400)
+)
+def test_a_blend_keeps_its_shares_at_every_step_and_grows_without_change(
+    weights: list[float], size: int, more: int
+) -> None:
+    shares = normalize(weights)
+    datasets, samples = blend_order(shares, size)
+    counts = np.cumsum(datasets[:, None] == np.arange(len(weights)), axis=0)
+    ahead = counts - np.arange(1, size + 1)[:, None] * np.array(shares)
+    assert ahead.max() < 1 + 1e-6  # at no step is a corpus a whole sample ahead of its share
+    assert (samples == counts[np.arange(size), datasets] - 1).all()  # each corpus in its own order
+    longer = blend_order(shares, size + more)
+    assert longer[0][:size].tolist() == datasets.tolist() and longer[1][:size].tolist() == samples.tolist()
 
 
 def slow_blend(weights: list[float], size: int, limits: list[int] | None = None) -> list[int]:

@@ -1,0 +1,111 @@
+"""Which corpora serve which split, from the flags and from the files that they name."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron.config.data import DataConfig
+from megatron.config.errors import ConfigError
+from megatron.data.sample_order import SPLIT_NAMES, parse_split
+
+
+class Blend(NamedTuple):
+    """Corpora of a split."""
+
+    prefixes: list[str]
+    weights: list[float] | None
+    """None: each in proportion to the samples that it has."""
+
+
+class Sources(NamedTuple):
+    """What train, validation and test read."""
+
+    blends: tuple[Blend | None, ...]
+    split: str | None
+    """Weights by which every corpus is split; None: each split has corpora of its own, as a whole."""
+
+    def has(self, split_index: int) -> bool:
+        """Whether there is data for a split."""
+        if self.split is not None and parse_split(self.split)[split_index] is None:
+            return False
+        return self.blends[split_index] is not None
+
+    @property
+    def prefixes(self) -> list[str]:
+        """All corpora, each once."""
+        return list(dict.fromkeys(prefix for blend in self.blends if blend is not None for prefix in blend.prefixes))
+
+
+def read_sources(data: DataConfig) -> Sources:
+    """The corpora that the flags name, in one of their forms; none with ``--mock-data``.
+
+    Raises :class:`ConfigError` for weights that cannot be, and for files that cannot be read.
+    """
+    if not data.sources:
+        raise ConfigError("There is no data: give --data-path, or --mock-data for synthetic samples.")
+    if data.mock_data:
+        return Sources((Blend([], None),) * len(SPLIT_NAMES), data.split)
+    if data.is_per_split:
+        words = _read_split_words(data.per_split_data_args_path) if data.per_split_data_args_path else data.split_paths
+        blends = [_blend(words[name], f"The {name} path") if words[name] else None for name in SPLIT_NAMES]
+        # Megatron-LM takes a single corpus as it is, even with a weight; alone it has no share of anything.
+        return Sources(tuple(_without_lone_weight(blend) for blend in blends), None)
+    path = tuple(_read_file(data.data_args_path).split()) if data.data_args_path else data.data_path
+    if not path:
+        raise ConfigError(f"--data-args-path {data.data_args_path} names no corpus: write prefixes into it.")
+    return Sources((_blend(path, "--data-args-path" if data.data_args_path else "--data-path"),) * 3, data.split)
+
+
+def parse_data_path(data_path: Sequence[str], source: str = "--data-path") -> tuple[list[str], list[float] | None]:
+    """Prefixes and their weights from ``--data-path``; weights None when only prefixes are given.
+
+    As in Megatron-LM, an even list whose every other word is a number is one of pairs. A corpus of weight 0
+    is left out. Errors name the ``source``.
+    """
+    if len(data_path) % 2:
+        return list(data_path), None
+    try:
+        weights = [float(word) for word in data_path[::2]]
+    except ValueError:
+        return list(data_path), None
+    if not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
+        raise ConfigError(f"{source} has weights {weights}: they must not be negative, nor all zero.")
+    pairs = [(prefix, weight) for prefix, weight in zip(data_path[1::2], weights, strict=True) if weight > 0]
+    return [prefix for prefix, _ in pairs], [weight for _, weight in pairs]
+
+
+def _blend(words: Sequence[str], source: str) -> Blend:
+    return Blend(*parse_data_path(words, source))
+
+
+def _without_lone_weight(blend: Blend | None) -> Blend | None:
+    if blend is None or len(blend.prefixes) > 1:
+        return blend
+    return Blend(blend.prefixes, None)
+
+
+def _read_split_words(path: str) -> dict[str, list[str]]:
+    """The words of each split from a JSON object; a text is split at spaces, and a split may be missing or null."""
+    try:
+        content: Any = json.loads(_read_file(path))
+    except ValueError as error:
+        raise ConfigError(f"--per-split-data-args-path {path} is not JSON ({error}): mend it.") from error
+    if not isinstance(content, dict) or not content.get("train") or content.keys() - set(SPLIT_NAMES):
+        raise ConfigError(
+            f"--per-split-data-args-path {path} must hold one object with the keys train and, if wanted, valid and "
+            "test, each with a list of words as --data-path takes them."
+        )
+    return {name: _words(content.get(name)) for name in SPLIT_NAMES}
+
+
+def _words(value: Any) -> list[str]:
+    return value.split() if isinstance(value, str) else [str(word) for word in value or ()]
+
+
+def _read_file(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"The file of data arguments {path} cannot be read ({error.strerror}): mend it.") from error

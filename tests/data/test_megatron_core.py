@@ -1,0 +1,116 @@
+"""Files of the PyPI package megatron-core are read here and ours there, in an environment that has the package.
+
+    MEGATRON_CORE_PYTHON=/path/to/venv/bin/python python -m pytest tests/data/test_megatron_core.py
+
+It needs an environment of its own because its package is called ``megatron``, too.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleSettings
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.sample_order import blend_targets, normalize
+from tests.data.test_indexed_dataset import md5, write
+
+PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
+pytestmark = pytest.mark.skipif(PYTHON is None, reason="MEGATRON_CORE_PYTHON names no python that has megatron-core")
+
+LENGTHS = np.random.default_rng(7).integers(1, 60, size=200).tolist()
+DOCUMENTS = [np.random.default_rng(place).integers(0, 999, size=n).tolist() for place, n in enumerate(LENGTHS)]
+
+WRITE = """
+import json, numpy, sys, torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+builder = IndexedDatasetBuilder("theirs.bin", dtype=numpy.uint16)
+for document in json.load(open("documents.json")):
+    builder.add_document(torch.tensor(document), [len(document)])
+builder.finalize("theirs.idx")
+"""
+
+READ = """
+import json
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+dataset = IndexedDataset("ours")
+json.dump([dataset[i].tolist() for i in range(len(dataset))], open("read.json", "w"))
+"""
+
+ORDER = """
+import json, sys, torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+class Tokenizer:
+    vocab_size, eod, pad, unique_identifiers = 1000, 999, 1000, {"class": "Tokenizer"}
+
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+paths = {"train": (["ours", "theirs"], [0.7, 0.3]), "valid": (["ours"], None), "test": None}
+for name, source in {
+    "single": {"blend": (["ours"], None), "split": "8,1,1"},
+    "blend": {"blend": (["ours", "theirs"], [0.7, 0.3]), "split": "8,1,1"},
+    "splits": {"blend_per_split": [paths["train"], paths["valid"], paths["test"]]},
+}.items():
+    config = GPTDatasetConfig(
+        random_seed=1234, sequence_length=32, tokenizer=Tokenizer(), path_to_cache="their_cache",
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, **source,
+    )
+    built = BlendedMegatronDatasetBuilder(GPTDataset, [400, 20, 0], lambda: True, config).build()
+    samples = [[d[i]["tokens"].tolist() for i in range(n)] for d, n in zip(built[:2], (400, 20))]
+    json.dump(samples, open(name + ".json", "w"))
+"""
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with our corpus and the documents."""
+    monkeypatch.chdir(tmp_path)
+    write("ours", DOCUMENTS)
+    Path("documents.json").write_text(json.dumps(DOCUMENTS))
+    return tmp_path
+
+
+def run_there(script: str, *arguments: str) -> None:
+    assert PYTHON is not None
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [PYTHON, "-c", script, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_both_write_the_same_bytes_and_read_each_other() -> None:
+    run_there(WRITE)
+    run_there(READ)
+    assert [md5(f"theirs{kind}") for kind in (".bin", ".idx")] == [md5(f"ours{kind}") for kind in (".bin", ".idx")]
+    theirs = IndexedDataset("theirs")
+    assert [theirs.get(i).tolist() for i in range(len(theirs))] == DOCUMENTS
+    assert json.loads(Path("read.json").read_text()) == DOCUMENTS
+
+
+def samples(dataset: GPTDataset | BlendedDataset, count: int) -> list[list[int]]:
+    return [dataset[index]["tokens"].tolist() for index in range(count)]
+
+
+def test_orders_are_the_same_over_epochs_blends_and_splits(directory: Path) -> None:
+    run_there(WRITE)
+    run_there(ORDER, str(directory / "rendezvous"))
+    corpora = [IndexedDataset("ours"), IndexedDataset("theirs")]
+
+    def single(settings: SampleSettings, split: int, count: int) -> list[list[int]]:
+        return samples(GPTDataset(corpora[0], split, count, settings), count)
+
+    def blend(settings: SampleSettings, split: int, count: int) -> list[list[int]]:
+        weights = normalize([0.7, 0.3])
+        targets, built = blend_targets(weights, count)
+        children = [GPTDataset(corpus, split, n, settings) for corpus, n in zip(corpora, built, strict=True)]
+        return samples(BlendedDataset(children, weights, sum(targets), split), count)
+
+    shared, apart = SampleSettings(32, 1234, "8,1,1"), SampleSettings(32, 1234, None)
+    found = {name: json.loads(Path(f"{name}.json").read_text()) for name in ("single", "blend", "splits")}
+    assert found["single"] == [single(shared, 0, 400), single(shared, 1, 20)]
+    assert found["blend"] == [blend(shared, 0, 400), blend(shared, 1, 20)]
+    assert found["splits"] == [blend(apart, 0, 400), single(apart, 1, 20)]

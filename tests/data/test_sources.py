@@ -1,0 +1,271 @@
+"""Corpora for each split, files that name them, and data that is remote."""
+
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from megatron.config.data import DataConfig
+from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
+from megatron.data.loader import build_datasets, build_loader
+from megatron.data.remote import RemoteFile
+from megatron.data.sources import Blend, Sources, read_sources
+from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
+
+
+@pytest.fixture(autouse=True)
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write("a", golden_documents(CORPUS_A))
+    write("b", golden_documents(CORPUS_B, start=500))
+    return tmp_path
+
+
+def build(counts: Any = (12, 0, 0), **flags: Any) -> Any:
+    data = DataConfig(**{"seq_length": 8, "data_cache_path": "cache", **flags})
+    data.check()
+    return build_datasets(data, vocab_size=1000, eod=999, seed=1234, sample_counts=counts, tokenizer_description=None)
+
+
+def tokens_of(dataset: Any) -> list[list[int]]:
+    return [dataset[index]["tokens"].tolist() for index in range(len(dataset))]
+
+
+# --- the forms of the flags ----------------------------------------------------------------------------------
+
+
+def test_every_form_names_the_same_corpora() -> None:
+    pairs = ("0.7", "a", "0.3", "b")
+    Path("blend.txt").write_text("0.7 a\n0.3 b\n")
+    Path("splits.json").write_text(json.dumps({"train": "0.7 a 0.3 b", "valid": ["b"], "test": None}))
+    both = Blend(["a", "b"], [0.7, 0.3])
+    assert read_sources(DataConfig(data_path=pairs)) == Sources((both,) * 3, "969, 30, 1")
+    assert read_sources(DataConfig(data_args_path="blend.txt")) == Sources((both,) * 3, "969, 30, 1")
+    apart = Sources((both, Blend(["b"], None), None), None)
+    assert read_sources(DataConfig(train_data_path=pairs, valid_data_path=("b",))) == apart
+    assert read_sources(DataConfig(per_split_data_args_path="splits.json")) == apart
+    assert [apart.has(index) for index in range(3)] == [True, True, False]
+    assert apart.prefixes == ["a", "b"]
+    shared = read_sources(DataConfig(data_path=("a",), split="9,1"))
+    assert [shared.has(index) for index in range(3)] == [True, True, False]
+
+
+def test_corpora_of_a_split_are_that_split_as_a_whole() -> None:
+    """With the order that Megatron-LM gives a corpus which is all train (its seed does not know of splits)."""
+    train, valid, test = build((7, 1, 0), train_data_path=("a",), valid_data_path=("b",))
+    whole, _, _ = build((7, 0, 0), data_path=("a",), split="1")
+    assert tokens_of(train) == tokens_of(whole)
+    assert test is None and sorted(set(valid.order.document_index.tolist())) == [0, 1, 2]
+    assert train.description["split"] is None and train.description["split_matrix"] is None
+    assert (train.description["index_split"], valid.description["index_split"]) == ("train", "valid")
+
+
+def test_single_corpus_of_a_split_loses_its_weight_and_pairs_keep_theirs() -> None:
+    train, valid, _ = build((7, 5, 0), train_data_path=("1", "a"), valid_data_path=("0.7", "a", "0.3", "b"))
+    assert isinstance(train, GPTDataset) and train.description["num_samples"] == 7
+    assert isinstance(valid, BlendedDataset) and valid.description["weights"] == [0.7, 0.3]
+    weighted, _, _ = build((7, 0, 0), data_path=("1", "a"), split="1")
+    assert isinstance(weighted, BlendedDataset)
+
+
+def test_surplus_and_threads_change_what_is_built_and_nothing_else() -> None:
+    flags: dict[str, Any] = {"data_path": ("0.7", "a", "0.3", "b"), "split": "1"}
+    (plain, _, _), (more, _, _) = build(**flags), build(**flags, mid_level_dataset_surplus=1.0)
+    assert [child["num_samples"] for child in plain.description["datasets"]] == [10, 5]
+    assert [child["num_samples"] for child in more.description["datasets"]] == [18, 8]
+    threaded, _, _ = build(**flags, num_dataset_builder_threads=4, data_cache_path="other")
+    assert tokens_of(threaded) == tokens_of(plain)
+
+
+BAD_FILES = [
+    ({"data_args_path": "nowhere"}, None, r"The file of data arguments nowhere cannot be read \(No such file"),
+    ({"data_args_path": "file"}, " \n", "--data-args-path file names no corpus"),
+    ({"data_args_path": "file"}, "0 a 0 b", "--data-args-path has weights .*must not be negative, nor all zero"),
+    ({"data_args_path": "file"}, "-1 a 2 b", "--data-args-path has weights .*must not be negative"),
+    ({"per_split_data_args_path": "file"}, "{", "--per-split-data-args-path file is not JSON"),
+    ({"per_split_data_args_path": "file"}, '["a"]', "must hold one object with the keys train"),
+    ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must hold one object with the keys train"),
+    ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must hold one object with the keys"),
+    ({"per_split_data_args_path": "file"}, '{"train": [0, "a"]}', "The train path has weights"),
+    ({"train_data_path": ("a",)}, None, "5 samples of the valid split are needed, but --valid-data-path gives it"),
+    ({"train_data_path": ("a",), "valid_data_path": ("b",), "seq_length": 30}, None, "has 20 tokens.*give it more"),
+]
+
+
+@pytest.mark.parametrize(("flags", "content", "sentence"), BAD_FILES)
+def test_bad_files_and_splits_are_one_sentence(flags: Any, content: str | None, sentence: str) -> None:
+    if content is not None:
+        Path("file").write_text(content)
+    with pytest.raises(UserError, match=sentence) as caught:
+        build((1, 5, 0), **flags)
+    assert "\n" not in str(caught.value)
+
+
+# --- damage that only the whole index shows ------------------------------------------------------------------
+
+LENGTHS_AT, OFFSETS_AT = 34, 34 + 4 * len(CORPUS_A)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(LENGTHS_AT + 4 * 3, struct.pack("<i", -4)), (OFFSETS_AT + 8 * 3, struct.pack("<q", 94))]
+)
+def test_a_sequence_outside_of_the_tokens_is_named(place: int, value: bytes) -> None:
+    with open("a.idx", "r+b") as file:
+        file.seek(place)
+        file.write(value)
+    with pytest.raises(DataError, match=r"a\.idx places sequence 3 .*outside of a\.bin: write the data again"):
+        build(data_path=("a",), split="1")
+
+
+# --- ends of documents ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids"])
+def test_flags_for_documents_refuse_a_corpus_without_ends(flag: str) -> None:
+    write("endless", [list(range(n)) for n in (9, 0, 30, 4, 40)])
+    build(data_path=("endless",), split="1", eod_mask_loss=True)
+    with pytest.raises(DataError, match=r"None of 4 documents of endless ends with .* 999.*--append-eod, or drop"):
+        build(data_path=("endless",), split="1", **{flag: True})
+    build(data_path=("a",), split="1", **{flag: True})
+
+
+def test_some_documents_may_lack_their_end() -> None:
+    write("mixed", [[1, 2], [3, 999], [4]])
+    check_document_ends(IndexedDataset("mixed"), 999)
+    write("empty", [[], []])
+    check_document_ends(IndexedDataset("empty"), 999)
+
+
+# --- remote data ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote() -> Any:
+    """Both corpora in a file system of fsspec."""
+    system = fsspec.filesystem("memory")
+    for name in os.listdir("."):
+        if name.endswith((".bin", ".idx")):
+            system.pipe_file(f"/data/{name}", Path(name).read_bytes())
+    yield system
+    system.rm("/data", recursive=True)
+
+
+REMOTE: dict[str, Any] = {"data_path": ("0.7", "memory://data/a", "0.3", "memory://data/b"), "split": "1"}
+
+
+def test_remote_corpora_give_the_samples_of_local_ones(remote: Any) -> None:
+    local, _, _ = build(data_path=("0.7", "a", "0.3", "b"), split="1")
+    there, _, _ = build(**REMOTE)
+    assert tokens_of(there) == tokens_of(local)
+    copy = pickle.loads(pickle.dumps(IndexedDataset("memory://data/a", index_cache="cache")))
+    assert [copy.get(i).tolist() for i in range(10)] == golden_documents(CORPUS_A)
+
+
+def test_loader_processes_open_their_own_file_systems(remote: Any) -> None:
+    dataset, _, _ = build(**REMOTE)
+    loader = build_loader(
+        dataset,
+        vocab_size=1000,
+        consumed_samples=0,
+        micro_batch_size=2,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=2,
+    )
+    for start in (0, 2, 4):
+        assert next(loader)["tokens"].tolist() == [dataset[start + i]["tokens"].tolist() for i in range(2)]
+
+
+def test_a_file_system_is_not_shared_over_a_fork(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections of s3fs and its like hang in a forked process."""
+    file = RemoteFile("memory://data/a.bin")
+    opened: list[str] = []
+
+    def open_again(url: str) -> tuple[Any, str]:
+        opened.append(url)
+        return remote, "/data/a.bin"
+
+    monkeypatch.setattr("megatron.data.remote.file_system", open_again)
+    file.read_ranges([(0, 4)])
+    assert opened == []
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    file.read_ranges([(0, 4)])
+    assert opened == ["memory://data/a.bin"]
+
+
+def test_index_is_copied_once_and_again_when_it_changes(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _, _ = build(**REMOTE, object_storage_cache_path="indices")
+    assert sorted(name.partition("-")[2] for name in os.listdir("indices")) == ["a.idx", "b.idx"]
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("copied or built again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteFile, "_download", refuse)
+        patched.setattr("megatron.data.gpt_dataset.build_sample_order", refuse)
+        assert tokens_of(build(**REMOTE, object_storage_cache_path="indices")[0]) == tokens_of(first)
+    write("a", golden_documents(CORPUS_A[::-1]))
+    for kind in (".bin", ".idx"):
+        remote.pipe_file(f"/data/a{kind}", Path(f"a{kind}").read_bytes())
+    local, _, _ = build(data_path=("0.7", "a", "0.3", "b"), split="1", data_cache_path="local")
+    assert tokens_of(build(**REMOTE, object_storage_cache_path="indices")[0]) == tokens_of(local)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "flags", "sentence"),
+    [
+        ("memory://data/c", {}, "memory://data/c.idx does not exist: give --data-path prefixes without"),
+        ("nosuch://data/a", {}, "nosuch://data/a.idx cannot be opened .*nosuch"),
+        ("memory://data/a", {"data_cache_path": None}, "corpus memory://data/a is remote: .*--data-cache-path"),
+        (
+            "memory://data/a",
+            {"object_storage_cache_path": "a.bin/x"},
+            "Cannot write a copy .*a.bin/x .*--object-storage",
+        ),
+        ("memory://data/short", {}, r"memory://data/short.bin has 3 bytes where memory://data/short.idx announces 40"),
+        ("memory://data/wrong", {}, r"memory://data/wrong.idx is not an index of tokens.*write the data again"),
+    ],
+)
+def test_remote_trouble_is_one_sentence(remote: Any, prefix: str, flags: dict[str, Any], sentence: str) -> None:
+    remote.pipe_file("/data/short.bin", b"abc")
+    remote.pipe_file("/data/short.idx", Path("b.idx").read_bytes())
+    remote.pipe_file("/data/wrong.bin", b"abc")
+    remote.pipe_file("/data/wrong.idx", b"PARQUET" * 20)
+    with pytest.raises((ConfigError, DataError), match=sentence) as caught:
+        build(**{"data_path": (prefix,), "split": "1", **flags})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_connection_is_named_with_its_file(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, _, _ = build(**REMOTE)
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise TimeoutError("no answer\nafter 60 s")
+
+    monkeypatch.setattr(type(remote), "cat_ranges", fail)
+    with pytest.raises(DataError, match=r"memory://data/[ab]\.bin cannot be read \(no answer after 60 s\): check"):
+        dataset[0]
+
+
+def test_documents_of_a_sample_are_asked_for_at_the_same_time(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = IndexedDataset("memory://data/a", index_cache="cache")
+    asked: list[int] = []
+    read = RemoteFile.read_ranges
+
+    def count(file: RemoteFile, ranges: Any) -> list[bytes]:
+        asked.append(len(ranges))
+        return read(file, ranges)
+
+    monkeypatch.setattr(RemoteFile, "read_ranges", count)
+    parts = corpus.pieces([(0, 2, None), (1, 0, None), (4, 0, 0), (2, 1, 2)])
+    assert asked == [4]
+    documents = golden_documents(CORPUS_A)
+    assert np.concatenate(parts).tolist() == documents[0][2:] + documents[1] + documents[2][1:3]
