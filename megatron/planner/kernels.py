@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.core.kernels.selection import Kernels, LayerKernels, OptimizerKernels
 from megatron.core.ops.attention import AttentionKernel, ReferenceAttention, choose_attention_kernel
-from megatron.core.ops.cross_entropy import EagerCrossEntropy
+from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU
@@ -40,6 +40,19 @@ class _InOneKernel:
         return run
 
 
+class _FusedCrossEntropy:
+    """Widens numbers as it reads them, all rows at once."""
+
+    def log_sum(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
+        """The result alone."""
+        return scores.new_empty(scores.shape[:1], dtype=dtype)
+
+    def write_gradient(
+        self, scores: Tensor, log_sum: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
+    ) -> None:
+        """Nothing: it is written over the scores."""
+
+
 class _AddsInPlace:
     """A product that adds to its buffer itself needs no memory."""
 
@@ -55,19 +68,23 @@ def rehearsed_kernels(
     if device.type == "cpu":
         return build_kernels(config, topology, vocabulary)
 
-    def layer_kernel(operation: str, eager: object) -> Any:
+    def is_eager(operation: str) -> bool:
         wanted = config.kernels.wanted(operation)
-        is_eager = wanted is not None and wanted.implementation == "eager"
-        return eager if is_eager else _InOneKernel(eager, tracker)
+        return wanted is not None and wanted.implementation == "eager"
+
+    def fused(operation: str, eager: object) -> Any:
+        return eager if is_eager(operation) else _InOneKernel(eager, tracker)
+
+    cross_entropy = EagerCrossEntropy(GPU_CHUNK_BYTES) if is_eager("cross_entropy") else _FusedCrossEntropy()
 
     return Kernels(
         attention=_attention(config, topology, device),
         weight_gradient=_weight_gradient(config),
         # The rotation stays eager: compiled, too, it may hold a copy of what it rotates.
         layers=LayerKernels(
-            rms_norm=layer_kernel("rms_norm", EagerRMSNorm()),
-            swiglu=layer_kernel("swiglu", EagerSwiGLU()),
-            cross_entropy=layer_kernel("cross_entropy", EagerCrossEntropy()),
+            rms_norm=fused("rms_norm", EagerRMSNorm()),
+            swiglu=fused("swiglu", EagerSwiGLU()),
+            cross_entropy=cross_entropy,
         ),
         optimizer=OptimizerKernels(),
         engine=None,

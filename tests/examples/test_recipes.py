@@ -1,7 +1,10 @@
 """The recipes under examples/ start what they say, with flags that are accepted and fit their number of GPUs."""
 
+import json
 import os
+import resource
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.training.batch_schedule import build_batch_schedule
+from tests.end_to_end.run_process import call_training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path.name for path in EXAMPLES.glob("*.sh") if "\nlaunch " in path.read_text(encoding="utf-8"))
@@ -47,10 +51,7 @@ def start(directory: Path, recipe: str, *arguments: str, **knobs: str) -> Comman
 
 
 def checked(command: Command, world_size: int) -> RunConfig:
-    """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided.
-
-    (Where a dry run is quick enough to make for each recipe, this is the place.)
-    """
+    """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided."""
     config = parse_command_line(command.flags)
     config.check(world_size)
     training = config.training
@@ -120,6 +121,61 @@ def test_a_dry_run_has_the_same_flags(tmp_path: Path, recipe: str, knobs: dict[s
     assert (dry.program, dry.launcher_flags) == ("python", ())
     assert dry.flags == (*real.flags[:-2], "--dry-run", "--num-gpus", str(gpus), "--seed", "7")
     assert real.flags[-2:] == ("--seed", "7")
+
+
+FULLEST = [
+    # recipe, knobs, rank of the stage that needs most
+    ("llama3_8b_h100.sh", {}, 0),
+    ("llama3_70b_h100.sh", {}, 0),
+    ("llama3_70b_h100.sh", {"PRECISION": "fp8", "NODES": "64"}, 0),
+    ("llama3_405b_h100.sh", {"STAGE": "start"}, 8),
+    ("llama3_405b_h100.sh", {"STAGE": "long"}, 128),
+    ("single_gpu.sh", {}, 0),
+    ("cpu.sh", {}, 0),
+]
+
+
+@pytest.mark.parametrize(("recipe", "knobs", "rank"), FULLEST)
+def test_a_recipe_fits(tmp_path: Path, recipe: str, knobs: dict[str, str], rank: int) -> None:
+    report = tmp_path / "report.json"
+    command = start(tmp_path, recipe, DRY_RUN="1", **knobs)
+    outcome = call_training([*command.flags, "--dry-run-rank", str(rank), "--dry-run-json", str(report)])
+    assert outcome.exit_code == 0, outcome.stderr
+    assert json.loads(report.read_text())["fits"]
+
+
+def test_all_of_405b_is_planned_in_a_minute_and_fits_with_the_recompute_that_it_has(tmp_path: Path) -> None:
+    """Every stage of 16,384 ranks, as a user asks for it; on two quiet cores it takes less than a minute."""
+    report = tmp_path / "report.json"
+    command = start(tmp_path, "llama3_405b_h100.sh", DRY_RUN="1")
+    assert sys.platform == "linux"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = [sys.executable, "pretrain_llama.py", *command.flags, "--dry-run-json", str(report)]
+    subprocess.run(words, cwd=EXAMPLES.parent, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads(report.read_text())
+    assert found["total_parameters"] == 405_853_388_800
+    assert list(found["memory_bytes"]) == [str(stage) for stage in range(16)]
+    assert found["fits"]
+    # Processor time is what others on the machine cannot lengthen much.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 60
+    # Of one process, in KiB; there are as many as cores, but no more than 8.
+    assert after.ru_maxrss * 2**10 < 2**30
+
+
+def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path) -> None:
+    """On the fullest stage, with the outputs of norms computed again instead of SwiGLU's."""
+    report = tmp_path / "report.json"
+    command = start(tmp_path, "llama3_405b_h100.sh", DRY_RUN="1")
+    fewer = ("--recompute-modules", "layernorm", "--gpu-memory-gb", "80", "--dry-run-rank", "8")
+    outcome = call_training([*command.flags, *fewer, "--dry-run-json", str(report)])
+    found = json.loads(report.read_text())
+    assert not found["fits"]
+    assert (found["tightest_stage"], 0 < found["missing_bytes"] < 8 * 2**30) == (1, True)
+    flags = [remedy["flags"] for remedy in found["remedies"]]
+    assert "--recompute-modules mlp_act" in flags and "--data-parallel-sharding-strategy optim_grads" in flags
+    for line in (*flags, "does not fit 80.00 GiB: tightest on stage 1 (rank 8)"):
+        assert line in outcome.stdout
 
 
 def test_the_first_stage_and_the_second_are_one_run(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = {"cpu": 2 << 20}  # a CPU's cache holds that
-_CHUNK_BYTES_ELSEWHERE = 128 << 20  # enough to keep a GPU busy
+_CPU_CHUNK_BYTES = 2 << 20  # a CPU's cache holds that
+GPU_CHUNK_BYTES = 128 << 20  # enough to keep a GPU busy
 
 
 class CrossEntropyKernel(Protocol):
@@ -26,12 +26,18 @@ class CrossEntropyKernel(Protocol):
 
 class EagerCrossEntropy:
     """Widens some rows at a time, so that no fp32 scores of a whole microbatch ever exist, and on a CPU nothing leaves
-    its cache between the operations on it."""
+    its cache between the operations on it.
+
+    ``chunk_bytes`` are widened at once, by default what suits the device.
+    """
+
+    def __init__(self, chunk_bytes: int | None = None) -> None:
+        self._chunk_bytes = chunk_bytes
 
     def log_sum(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
         """As in the protocol."""
         log_sum = torch.full((scores.shape[0],), -math.inf, dtype=dtype, device=scores.device)
-        for part in _chunks(scores, dtype):
+        for part in self._chunks(scores, dtype):
             torch.logsumexp(scores[part].to(dtype), dim=-1, out=log_sum[part])
         return log_sum
 
@@ -39,23 +45,22 @@ class EagerCrossEntropy:
         self, scores: Tensor, log_sum: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
     ) -> None:
         """As in the protocol."""
-        for part in _chunks(scores, log_sum.dtype):
+        for part in self._chunks(scores, log_sum.dtype):
             some = scores[part]
             # A view of the scores where these are wide, otherwise a copy.
             probabilities = some.to(log_sum.dtype).sub_(log_sum[part, None]).exp_()
             probabilities.mul_(gradient[part, None]).scatter_add_(-1, columns[part, None], at_label[part, None])
             some.copy_(probabilities)
 
-
-def _chunks(scores: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Slices of the rows of ``[n, v]`` that are not too large in ``dtype``; none where there are no columns."""
-    tokens, width = scores.shape
-    if width == 0:
-        return
-    size = _CHUNK_BYTES.get(scores.device.type, _CHUNK_BYTES_ELSEWHERE)
-    step = max(1, size // (width * dtype.itemsize))
-    for start in range(0, tokens, step):
-        yield slice(start, start + step)
+    def _chunks(self, scores: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+        """Slices of the rows of ``[n, v]`` that are not too large in ``dtype``; none where there are no columns."""
+        tokens, width = scores.shape
+        if width == 0:
+            return
+        size = self._chunk_bytes or (_CPU_CHUNK_BYTES if scores.device.type == "cpu" else GPU_CHUNK_BYTES)
+        step = max(1, size // (width * dtype.itemsize))
+        for start in range(0, tokens, step):
+            yield slice(start, start + step)
 
 
 class CompiledCrossEntropy:
