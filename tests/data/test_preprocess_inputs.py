@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -23,7 +23,8 @@ from megatron.data.text_inputs import (
     read_batches,
 )
 from tests.data.test_indexed_dataset import md5, write
-from tools.benchmark_data import BenchmarkConfig, _check_equal, compare_preprocessing
+from tools.benchmark_data import BENCHMARKS, Benchmark, BenchmarkConfig, _check_equal, compare_preprocessing
+from tools.data_rows import HEADER, Row
 from tools.inspect_dataset import InspectConfig, inspect
 from tools.merge_datasets import find_prefixes
 from tools.preprocess_data import PreprocessConfig, preprocess
@@ -310,8 +311,19 @@ def test_contenders_of_the_benchmark_write_the_same(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_bytes(LINES + b'{"text": ""}\n')
     config = BenchmarkConfig(workers=2, repeats=1)
     row = compare_preprocessing(tmp_path / "text.jsonl", len(TEXTS) + 1, NULL, config)
-    assert row.ours > 0 and row.other > 0 and row.ours_peak_mb > 10
+    assert row.ours > 0 and row.other and row.ours_peak_mb and row.ours_peak_mb > 10
     assert documents_of(tmp_path, "other") == documents_of(tmp_path, "ours") == TEXTS
     (tmp_path / "other_text_document.bin").write_bytes(b"1")
     with pytest.raises(DataError, match=r"The \.bin files of the two ways differ"):
         _check_equal(tmp_path)
+
+
+def test_rows_of_the_benchmark_stand_in_their_columns() -> None:
+    assert tuple(BENCHMARKS) == get_args(Benchmark)
+    whole, single = Row("a", "documents/s", 1234.0, 617.0, 144.0, 99.0, 1.5), Row("b", "s", 0.25, ours_peak_mb=5.0)
+    names = ("ours", "other", "ratio", "of CPU", "peak MB")
+    columns = {name: HEADER.index(name) + len(name) for name in names}
+    expected = {"ours": "1,234", "other": "617", "ratio": "2.00", "of CPU": "1.50", "peak MB": "144 / 99"}
+    assert all(whole.line()[: columns[name]].endswith(value) for name, value in expected.items())
+    assert single.line()[: columns["ours"]].endswith("0.250") and single.ratio is None
+    assert len(single.line()) == columns["peak MB"] and single.line().endswith(" 5")
