@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -223,7 +225,7 @@ def test_partitions_in_turn_and_together_give_the_bytes_of_one_run(inputs: Path)
     for kind in (".bin", ".idx"):
         expected = md5(str(inputs / f"whole_text_document{kind}"))
         assert {md5(str(inputs / f"{name}_text_document{kind}")) for name in ("turn", "together")} == {expected}
-    assert sorted(os.listdir(inputs / "turn_partitions")) == ["lock", "merged.json"]
+    assert sorted(os.listdir(inputs / "turn_partitions")) == ["merged.json"]
 
 
 def test_a_run_that_starts_again_does_what_is_missing(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +240,29 @@ def test_a_run_that_starts_again_does_what_is_missing(inputs: Path, capsys: pyte
     assert documents_of(inputs, "out") == TEXTS
     run(inputs, "out", name, partitions=3)
     assert "is complete already" in capsys.readouterr().err
+
+
+def test_two_nodes_that_end_last_merge_once(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits and tells the same; by a lock that needs no flock, which many cluster file systems lack."""
+    merges = []
+
+    def slowly(prefixes: list[str], output: str) -> tuple[int, int]:
+        merges.append(output)
+        other.start()
+        time.sleep(0.5)
+        return merge_datasets(prefixes, output)
+
+    def run_other() -> None:
+        found.append(run(inputs, "out", name, partitions=2, partition=0))
+
+    name, found = str(inputs / "in.jsonl"), []
+    other = threading.Thread(target=run_other)
+    monkeypatch.setattr("tools.preprocess_partitions.merge_datasets", slowly)
+    run(inputs, "out", name, partitions=2, partition=0)
+    found.append(run(inputs, "out", name, partitions=2, partition=1))
+    other.join()
+    assert len(merges) == 1 and [counts.documents for counts in found] == 2 * [len(TEXTS)]
+    assert documents_of(inputs, "out") == TEXTS
 
 
 def test_partitions_of_other_inputs_or_flags_are_refused(inputs: Path) -> None:
