@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.errors import DataError, UserError
 from megatron.data.build_lock import load_or_build_once
-from megatron.data.encoding import EncodeTask
+from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.merging import merge_datasets
 from megatron.data.storage import SourceFile
 from megatron.data.text_inputs import InputFormat, cut_in_partitions
@@ -50,6 +50,7 @@ class Job(NamedTuple):
             "skip_bad_documents": self.task.skip_bad_documents,
             "tokenizer_type": self.task.tokenizer.tokenizer_type,
             "tokenizer_model": _digest(self.task.tokenizer.tokenizer_model),
+            "end_of_document": shared_tokenizer(self.task.tokenizer).eod,  # may stand in a file beside the model
             "vocab_size": self.task.tokenizer.vocab_size,
             "tiktoken_num_special_tokens": self.task.tokenizer.tiktoken_num_special_tokens,
         }

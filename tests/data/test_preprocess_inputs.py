@@ -13,6 +13,7 @@ import pytest
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import ConfigError, DataError
 from megatron.data import text_inputs
+from megatron.data.encoding import shared_tokenizer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.merging import merge_datasets
 from megatron.data.storage import find_files, open_stored
@@ -278,6 +279,23 @@ def test_partitions_of_other_inputs_or_flags_are_refused(inputs: Path) -> None:
         run(inputs, "out", name, partitions=3, partition=1)
     with pytest.raises(ConfigError, match=r"--partition 3 is none of 0\.\.2"):
         run(inputs, "out", name, partitions=3, partition=3)
+
+
+def test_partitions_of_another_end_of_documents_are_refused(inputs: Path) -> None:
+    """A tokenizer.json stays the same when the file beside it names another token."""
+    from tokenizers import Tokenizer, models
+
+    def run_part(number: int, end: str) -> None:
+        (inputs / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        shared_tokenizer.cache_clear()
+        config = TokenizerConfig("HuggingFaceTokenizer", str(inputs / "tokenizer.json"))
+        name, out = str(inputs / "in.jsonl"), str(inputs / "out")
+        preprocess(PreprocessConfig((name,), out, config, append_eod=True, partitions=2, partition=number))
+
+    Tokenizer(models.WordLevel({"<a>": 0, "<b>": 1, "?": 2}, unk_token="?")).save(str(inputs / "tokenizer.json"))
+    run_part(0, "<a>")
+    with pytest.raises(DataError, match="was made with other end_of_document: set the flags as they were, or remove"):
+        run_part(0, "<b>")
 
 
 def test_a_bad_document_ends_all_partitions(inputs: Path) -> None:
