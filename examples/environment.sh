@@ -17,7 +17,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # torch remembers the last collectives of every process (the flight recorder, on by default) and writes them to files
 # when one times out: they tell which rank was missing. Llama 3 was debugged with it (arXiv 2407.21783, section 3.3.4).
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
-# Where these files go, the rank's number appended. The default, below /tmp, is gone with the machine:
+# Where these files go, the rank's number appended. The default, ~/.cache/torch/comm_lib_trace_rank_, is the same for
+# all jobs of a user:
 # export TORCH_FR_DUMP_TEMP_FILE=/shared/flight_recorder/rank_
 
 # What only you can know of your cluster. NCCL finds interfaces by itself and picks a wrong one where a machine has

@@ -20,7 +20,9 @@ fi
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 FLAGS=(
-    --model llama3.1-405b    # 126 layers of 16,384, MLP 53,248, 128 heads, 8 of keys and values: table 3
+    # Table 3: 126 layers of 16,384, MLP 53,248, 128 heads, 8 of keys and values, RoPE base 500,000. Its frequencies are
+    # scaled as in the published model, here from the start; the paper does not speak of it.
+    --model llama3.1-405b
     --reset-attention-mask   # no attention between documents of one sequence: section 3.2
 
     # Table 4: 8 GPUs share a layer, 16 the layers. The ends of the model count as a layer each, so that the first chunk
@@ -38,7 +40,8 @@ FLAGS=(
     --bf16 --accumulate-allreduce-grads-in-fp32   # gradients accumulated and reduced in fp32: section 3.3.2
 
     --optimizer adam         # AdamW: section 3.4.1
-    --weight-decay 0.1       # section 3.2.1: "0.1 times the learning rate", which is how AdamW applies it
+    # Section 3.2.1, of the runs for its scaling laws: "0.1 times the learning rate", which is how AdamW applies it.
+    --weight-decay 0.1
     # The paper is silent; Llama 2's (arXiv 2307.09288, section 2.2).
     --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1.0
 

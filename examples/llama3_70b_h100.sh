@@ -34,7 +34,8 @@ FLAGS=(
     --lr-warmup-samples 8160768 --lr-decay-samples 2107194880
     --train-samples 1904296875   # 15.6T tokens: section 1
     --optimizer adam     # AdamW: section 3.4.1
-    --weight-decay 0.1   # section 3.2.1: "0.1 times the learning rate", which is how AdamW applies it
+    # Section 3.2.1, of the runs for its scaling laws: "0.1 times the learning rate", which is how AdamW applies it.
+    --weight-decay 0.1
     # The paper is silent; Llama 2's (arXiv 2307.09288, section 2.2).
     --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1.0
 

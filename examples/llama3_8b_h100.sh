@@ -29,7 +29,8 @@ FLAGS=(
     --min-lr 3e-6
     --train-iters 1200000    # 5.0T tokens of 4M each; the paper's 15T need larger batches or three times as long
     --optimizer adam    # AdamW: section 3.4.1
-    --weight-decay 0.1  # section 3.2.1: "0.1 times the learning rate", which is how AdamW applies it
+    # Section 3.2.1, of the runs for its scaling laws: "0.1 times the learning rate", which is how AdamW applies it.
+    --weight-decay 0.1
     # The paper is silent; Llama 2's (arXiv 2307.09288, section 2.2).
     --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1.0
 

@@ -356,7 +356,7 @@ def _stack(samples: list[Sample | DataError]) -> Microbatch | DataError:
 
 def _prepare_worker(worker: int) -> None:
     torch.set_num_threads(1)
-    # Ctrl-C and schedulers signal all processes of a run; a graceful stop still needs its microbatches. Workers
-    # end when the loader is closed, or when they notice that the training process is gone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C and schedulers signal all processes of a run, with whatever --exit-signal is; a graceful stop still needs
+    # its microbatches. Workers end when the loader is closed, or when they notice that the training process is gone.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

@@ -29,7 +29,7 @@ def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
     if run.config is not config:
         print("layers of Transformer Engine are planned as this project's, which keep much the same")
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
-    remedies = [] if plan.fits else find_remedies(plan)
+    remedies = [] if plan.fits else find_remedies(plan, config)
     if config.dry_run.dry_run_json is not None:
         _write(Path(config.dry_run.dry_run_json), json.dumps(as_json(plan, remedies, time.monotonic() - started)))
     print_report(plan, remedies, console or default_console())

@@ -1,6 +1,6 @@
 """Flags that would make a run fit: each is tried, from the cheapest on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
@@ -26,15 +26,16 @@ class Remedy:
     stage: int
 
 
-def find_remedies(plan: Plan) -> list[Remedy]:
-    """The cheapest changes that make ``plan`` fit, each rehearsed; none if nothing that is known does."""
+def find_remedies(plan: Plan, asked: RunConfig) -> list[Remedy]:
+    """The cheapest changes of the flags that were ``asked`` for that make ``plan`` fit, each rehearsed; none if nothing
+    that is known does."""
     found: list[Remedy] = []
-    for config in candidates(plan.run.config):
-        flags = flags_between(plan.run.config, config)
+    for config in candidates(asked):
+        flags = flags_between(asked, config)
         if any(one.flags in flags for one in found):
             # More than enough.
             continue
-        remedy = _try(plan, config)
+        remedy = _try(plan, config, flags)
         if remedy is not None:
             found.append(remedy)
         if len(found) == MOST:
@@ -42,8 +43,8 @@ def find_remedies(plan: Plan) -> list[Remedy]:
     return found
 
 
-def _try(plan: Plan, config: RunConfig) -> Remedy | None:
-    """``config`` if it may run and every stage fits that did not, the tightest first."""
+def _try(plan: Plan, config: RunConfig, flags: str) -> Remedy | None:
+    """``config`` if it may run and every stage fits that did not, the tightest first, of those alike one."""
     num_gpus = plan.run.grid.world_size
     try:
         config.check(num_gpus)
@@ -52,12 +53,15 @@ def _try(plan: Plan, config: RunConfig) -> Remedy | None:
     except ConfigError:
         return None
     worst: tuple[int, int] = (0, 0)
+    different: dict[Hashable, int] = {}
     for stage in _stages_to_try(plan, run):
+        different.setdefault(run.likeness(run.rank_of_stage(stage)), stage)
+    for stage in different.values():
         rehearsed = rehearse(run, run.rank_of_stage(stage))
         if rehearsed.needed > plan.limit:
             return None
         worst = max(worst, (rehearsed.needed, stage))
-    return Remedy(flags_between(plan.run.config, config), *worst)
+    return Remedy(flags, *worst)
 
 
 def _stages_to_try(plan: Plan, run: Run) -> list[int]:

@@ -1,5 +1,6 @@
 """Profiling some iterations: traces of torch's profiler, or a range for nsys (``--profile``)."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -7,9 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron.config.errors import ConfigError
+from megatron.config.errors import RankError
 from megatron.config.run import RunConfig
 from megatron.training.trainer import IterationResult, Listener, Trainer
+
+_logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -81,7 +84,8 @@ class TraceProfile(WindowProfile):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
+            # Of the ranks that record, perhaps this one alone.
+            raise RankError(
                 f"--profile cannot write {path} ({error.strerror}): name another --tensorboard-dir or --save."
             ) from error
 
@@ -91,10 +95,13 @@ class TraceProfile(WindowProfile):
     def finish(self) -> None:
         self._profiler.stop()
         try:
+            self._path.unlink(missing_ok=True)
             self._profiler.export_chrome_trace(str(self._path))
+            # torch only logs that it could not open a file.
+            self._path.stat()
         except (OSError, RuntimeError) as error:
-            # Not worth a training run.
-            self._say(f"--profile could not write {self._path} ({error})")
+            # Not worth a training run, but worth a word, whichever rank it is.
+            _logger.warning("--profile could not write %s (%s)", self._path, error)
         else:
             self._say(f"profile written to {self._path}")
 

@@ -1,5 +1,7 @@
 """From flags to microbatches: every sample once, in order, whatever the layout, and no silent end."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,28 @@ def test_running_out_of_samples_is_an_error(num_workers: int) -> None:
     assert len(take(loader, 2)) == 2
     with pytest.raises(DataError, match="All 5 samples of the dataset have been consumed: train for fewer"):
         next(loader)
+
+
+class SignalledDataset(MockDataset):
+    """Whoever reads a sample gets every signal by which a run may be asked to stop."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        return super().__getitem__(index)
+
+
+def test_workers_read_on_when_all_processes_of_a_run_are_signalled() -> None:
+    loader = build_loader(
+        SignalledDataset(0, 8, 1000, 5),
+        vocab_size=1000,
+        consumed_samples=0,
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=1,
+    )
+    assert next(loader)["tokens"].shape == (1, 8)
 
 
 def test_data_path_is_prefixes_or_pairs() -> None:

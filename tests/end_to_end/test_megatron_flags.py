@@ -1,6 +1,7 @@
 """Flags that recipes of Megatron-LM carry do what they say, seen in what a run leaves behind."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.config.command_line import parse_command_line
+from megatron.config.errors import UserError, report
+from megatron.training.profile import WindowProfile, build_profile
+from megatron.training.trainer import Listener
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -148,6 +153,30 @@ def test_a_profile_holds_the_iterations_that_were_asked_for(corpus: Corpus, tmp_
         flags_of(corpus, train_iters=1, lr_warmup_iters=0, tensorboard_dir=tmp_path / "late", **window)
     ).succeeded()
     assert "--profile recorded nothing: iterations 2 to 3 are not in this run" in late.stdout
+
+
+def test_a_rank_that_cannot_write_its_profile_says_so_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others may be able to, and what rank 0 says is of rank 0."""
+    flags = "--profile --use-pytorch-profiler --profile-ranks 3 --tensorboard-dir"
+
+    def profile(directory: Path) -> Listener | None:
+        config = parse_command_line([*flags.split(), str(directory)])
+        return build_profile(config, 3, torch.device("cpu"), lambda text: None)
+
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as raised:
+        profile(tmp_path / "file")
+    report(raised.value, rank=3)
+    assert "--profile cannot write" in capsys.readouterr().err
+
+    late = profile(tmp_path / "directory")
+    assert isinstance(late, WindowProfile)
+    late.begin()
+    shutil.rmtree(tmp_path / "directory")
+    late.finish()
+    assert "--profile could not write" in caplog.text
 
 
 RECIPE = """

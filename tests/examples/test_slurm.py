@@ -39,12 +39,17 @@ def submit(directory: Path, **changes: str) -> subprocess.Popen[str]:
     )
 
 
+def failures(directory: Path) -> Path:
+    return directory / "pretrain-10042.failures"
+
+
 def record(directory: Path) -> str:
     path = directory / "record"
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
+    failures(tmp_path).write_text("failed\n" * 20)
     job = submit(tmp_path)
     deadline = time.monotonic() + 30
     while not (tmp_path / "step").exists() and time.monotonic() < deadline:
@@ -52,14 +57,30 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> Non
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=30) == 0
     assert record(tmp_path) == "scancel --signal=USR1 10042\nscontrol requeue 10042\n"
+    assert not failures(tmp_path).exists()
     words = (tmp_path / "step").read_text(encoding="utf-8").split("\n")
     assert words[-7:] == ["recipe.sh", "--exit-signal-handler", "--exit-signal", "SIGUSR1", "--seed", "7", ""]
 
 
-@pytest.mark.parametrize(("status", "starts", "is_queued"), [("0", "0", False), ("1", "3", True), ("1", "20", False)])
+@pytest.mark.parametrize(
+    ("status", "failed_before", "seconds", "is_queued", "failed"),
+    [
+        ("0", 3, 0, False, 0),
+        ("1", 0, 0, True, 1),
+        ("1", 18, 0, True, 19),
+        ("1", 19, 0, False, 20),
+        # It ran for an hour before it failed.
+        ("1", 19, 3600, True, 1),
+    ],
+)
 def test_a_job_is_queued_again_after_a_failure_but_not_for_ever(
-    tmp_path: Path, status: str, starts: str, is_queued: bool
+    tmp_path: Path, status: str, failed_before: int, seconds: int, is_queued: bool, failed: int
 ) -> None:
-    job = submit(tmp_path, STATUS=status, SLURM_RESTART_COUNT=starts)
+    """However often it was started before: SLURM counts the starts that went well, too."""
+    if failed_before:
+        failures(tmp_path).write_text("failed\n" * failed_before)
+    job = submit(tmp_path, STATUS=status, SLURM_RESTART_COUNT="99", SECONDS=str(seconds))
     assert job.wait(timeout=30) == int(status)
     assert ("scontrol requeue 10042" in record(tmp_path)) is is_queued
+    found = failures(tmp_path).read_text().splitlines() if failures(tmp_path).exists() else []
+    assert len(found) == failed

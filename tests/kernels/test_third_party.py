@@ -31,6 +31,7 @@ from megatron.core.kernels.third_party import (
 from megatron.core.ops.attention import AttentionShape, PartialAttention
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.update import build_torch_optimizer
+from megatron.training.pretrain import deterministic_algorithms
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 
@@ -141,6 +142,14 @@ def test_flash_attention_3(shape: AttentionShape, device: torch.device) -> None:
     kernel = made(FlashAttention3, device)
     assert isinstance(kernel, FlashAttention3)
     try_attention(kernel, shape, device, torch.bfloat16)
+
+
+def test_flash_attention_3_is_deterministic_where_torch_must_be(device: torch.device) -> None:
+    """Its stand-in compares what it is told with what torch is told."""
+    kernel = made(FlashAttention3, device)
+    assert isinstance(kernel, FlashAttention3)
+    with deterministic_algorithms(True):
+        try_attention(kernel, AttentionShape(4, 2, 64), device, torch.bfloat16)
 
 
 def test_a_trial_notices_a_wrong_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

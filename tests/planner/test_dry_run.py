@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import PRESETS
-from megatron.planner.plan import ALLOWANCE
-from megatron.planner.remedies import candidates, flags_between
+from megatron.planner import remedies
+from megatron.planner.plan import ALLOWANCE, Run
+from megatron.planner.remedies import MOST, candidates, flags_between
 from tests.end_to_end.run_process import Outcome, call_training
 
 RUN = "--bf16 --seq-length 256 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
@@ -81,6 +83,33 @@ def test_what_does_not_fit_is_told_with_flags_that_mend_it(tmp_path: Path) -> No
     words = dry_run(f"{flags} --gpu-memory-gb {limit}").stdout
     assert f"does not fit {limit:.2f} GiB: tightest on stage {found['tightest_stage']}" in words
     assert found["remedies"][0]["flags"] in words
+
+
+def test_remedies_are_flags_that_layers_of_transformer_engine_take(tmp_path: Path) -> None:
+    """They are planned as ours, which can recompute a norm; theirs cannot, and the run would refuse."""
+    flags = f"{TINY} --num-gpus 1 --transformer-impl transformer_engine --use-distributed-optimizer"
+    limit = (report(flags, tmp_path)["memory_bytes"]["0"]["total"] - 100_000) / 2**30
+    found = report(f"{flags} --gpu-memory-gb {limit}", tmp_path)
+    assert found["remedies"]
+    assert not any("layernorm" in remedy["flags"] for remedy in found["remedies"])
+    for remedy in found["remedies"]:
+        assert report(f"{flags} --gpu-memory-gb {limit} {remedy['flags']}", tmp_path)["fits"]
+
+
+def test_a_remedy_is_rehearsed_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed: list[int] = []
+
+    def fits(run: Run, rank: int) -> SimpleNamespace:
+        rehearsed.append(rank)
+        return SimpleNamespace(needed=0)
+
+    monkeypatch.setattr(remedies, "rehearse", fits)
+    # No stage fits, and the second and the third are alike.
+    dry_run(
+        f"{TINY} --num-gpus 4 --pipeline-model-parallel-size 4 --pipeline-schedule gpipe --global-batch-size 8 "
+        f"--gpu-memory-gb {ALLOWANCE / 2**30}"
+    )
+    assert [sorted(rehearsed[first : first + 3]) for first in range(0, len(rehearsed), 3)] == [[0, 1, 3]] * MOST
 
 
 def test_remedies_are_spelled_as_flags() -> None:
