@@ -409,6 +409,16 @@ def _check_profile(run: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_evaluation_batch(run: RunConfig, world_size: int) -> None:
+    size, ranks = run.validation.eval_global_batch_size, run.data_parallel_size(world_size)
+    unit = run.micro_batch_size * ranks
+    if size is not None and size % unit:
+        raise ConfigError(
+            f"--eval-global-batch-size {size} does not divide into --micro-batch-size {run.micro_batch_size} x "
+            f"data-parallel size {ranks}: use a multiple of {unit}."
+        )
+
+
 def _check_kernels(run: RunConfig, world_size: int) -> None:
     attention, adam = run.kernels.wanted("attention"), run.kernels.wanted("adam")
     backend = run.model.attention_backend
@@ -442,6 +452,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     _check_transformer_engine,
     _check_length,
     _check_profile,
+    _check_evaluation_batch,
     _check_kernels,
     _check_dry_run,
 )

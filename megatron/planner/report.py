@@ -210,15 +210,17 @@ def _traffic_table(plan: Plan) -> Table:
 
 def _verdict(plan: Plan, remedies: Sequence[Remedy]) -> Text:
     tightest, limit = plan.tightest, _gib(plan.limit)
-    where = f"stage {tightest.stage} (rank {tightest.rank})"
+    # With --dry-run-rank nothing is known of other stages.
+    is_alone = len(plan.stages) < plan.run.grid.pp
+    where = f"{'looked at alone:' if is_alone else 'tightest on'} stage {tightest.stage} (rank {tightest.rank})"
     if plan.fits:
         room = _gib(plan.limit - tightest.needed)
         return Text(
-            f"\nfits {limit} GiB: tightest on {where}, which needs {_gib(tightest.needed)} and leaves {room}",
+            f"\nfits {limit} GiB: {where}, which needs {_gib(tightest.needed)} and leaves {room}",
             style="bold green",
         )
     text = Text(
-        f"\ndoes not fit {limit} GiB: tightest on {where}, which needs {_gib(tightest.needed)} GiB, "
+        f"\ndoes not fit {limit} GiB: {where}, which needs {_gib(tightest.needed)} GiB, "
         f"{_gib(tightest.needed - plan.limit)} too many",
         style="bold red",
     )

@@ -461,7 +461,7 @@ def build_listeners(
     evaluation = Evaluation(
         config.validation.eval_interval,
         config.validation.eval_iters,
-        evaluation_batch_size(config, batches) // batches.unit,
+        (config.validation.eval_global_batch_size or batches.final_batch_size) // batches.unit,
         data.validation,
         data.test,
     )
@@ -491,17 +491,6 @@ def memory_release(config: RunConfig, device: torch.device, level: int) -> Calla
     return (
         torch.cuda.empty_cache if device.type != "cpu" and config.training.empty_unused_memory_level >= level else None
     )
-
-
-def evaluation_batch_size(config: RunConfig, batches: BatchSchedule) -> int:
-    """Sequences of an evaluation batch; raises :class:`ConfigError` where the ranks do not divide them."""
-    size = config.validation.eval_global_batch_size
-    if size is not None and size % batches.unit:
-        raise ConfigError(
-            f"--eval-global-batch-size {size} does not divide into --micro-batch-size {batches.micro_batch_size} x "
-            f"data-parallel size {batches.data_parallel_size}: use a multiple of {batches.unit}."
-        )
-    return size or batches.final_batch_size
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:

@@ -777,6 +777,7 @@ BAD: list[Row] = [
         1,
         "--profile-pipeline ... 5 ... --train-iters 4 ... lower",
     ),
+    (f"{GOOD} --eval-global-batch-size 3", 2, "--eval-global-batch-size 3 ... data-parallel size 2 ... multiple of"),
     (f"{GOOD} --wandb-entity team", 1, "--wandb-entity needs --wandb-project"),
     (f"{GOOD} --wandb-save-dir there", 1, "--wandb-save-dir needs --wandb-project"),
     (f"{GOOD} --wandb-exp-name run", 1, "--wandb-exp-name needs --wandb-project"),
