@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +36,20 @@ def setting(device: torch.device = CPU, weight: torch.dtype = torch.bfloat16, **
 
 def names(kernels: Kernels) -> dict[str, str]:
     return {choice.operation: choice.implementation for choice in kernels.choices}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, trials of kernels, and whether it is a Hopper, would decide."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """As under --deterministic-mode."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 ON_A_CPU = {
@@ -110,6 +125,15 @@ def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest
         found = choose_kernels(KernelConfig(), setting(GPU, attention_backend=backend))
         assert names(found)["attention"] == "flash3"
     assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="fused")))["attention"] == "cudnn"
+
+
+def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, triton: None, deterministic: None
+) -> None:
+    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
+    assert names(choose_kernels(KernelConfig(), setting(GPU)))["attention"] == "sdpa"
+    with pytest.raises(ConfigError, match="torch does not count its backward pass as deterministic"):
+        choose_kernels(KernelConfig(kernel=("attention=cudnn",)), setting(GPU))
 
 
 def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(triton: None) -> None:

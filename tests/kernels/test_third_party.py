@@ -143,6 +143,16 @@ def test_flash_attention_3(shape: AttentionShape, device: torch.device) -> None:
     try_attention(kernel, shape, device, torch.bfloat16)
 
 
+def test_flash_attention_3_is_deterministic_where_torch_is_to_be(device: torch.device) -> None:
+    kernel = made(FlashAttention3, device)
+    assert isinstance(kernel, FlashAttention3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        try_attention(kernel, AttentionShape(4, 2, 64), device, torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_trial_notices_a_wrong_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = made(FlashAttention3, device)
     assert isinstance(kernel, FlashAttention3)

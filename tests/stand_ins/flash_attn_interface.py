@@ -38,8 +38,10 @@ def _flash_attn_backward(
     dv: Tensor,
     softmax_scale: float | None = None,
     is_causal: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
     """Writes the gradients; returns something else."""
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert softmax_scale is not None and softmax_lse.is_contiguous() and dq.is_contiguous()
     inputs = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     with torch.enable_grad():

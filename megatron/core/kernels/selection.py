@@ -204,6 +204,9 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
         raise Unavailable(f"it does not run on {setting.device.type} in {_short(setting.weight)}")
     if setting.needs_log_sum_exp and not kernel.tells_log_sum_exp:
         raise Unavailable("it does not tell the log-sum-exp, which context parallelism and offload need")
+    if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
+        # Called as it is, it does not refuse that itself.
+        raise Unavailable("torch does not count its backward pass as deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
         _try(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
     return kernel

@@ -203,6 +203,7 @@ class FlashAttention3:
             dv=grads[2],
             softmax_scale=1 / math.sqrt(query.shape[-1]),
             is_causal=is_causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         grad_query, grad_key, grad_value = (tensor.transpose(1, 2) for tensor in grads)
         return grad_query, grad_key, grad_value
