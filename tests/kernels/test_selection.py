@@ -271,8 +271,10 @@ class TakesHeadsForContiguous(ReferenceAttention):
     """As some kernels do."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
-        misread = (part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value))
-        return super().forward(*misread, is_causal)
+        query, key, value = (
+            part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value)
+        )
+        return super().forward(query, key, value, is_causal)
 
 
 def test_a_trial_has_heads_as_the_projection_writes_them() -> None:
