@@ -26,6 +26,7 @@ SIZES: dict[str, FlagValue | Path] = {
 }
 FLAGS = words_of(SIZES)
 KERNELS = {
+    "linear": "local",
     "attention": "cpu",
     "weight_gradient": "in_place",
     "rms_norm": "eager",
