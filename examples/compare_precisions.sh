@@ -28,7 +28,7 @@ declare -A FLAGS=(
     [fp8-delayed-default]="$HYBRID"                 # history 1
     [fp8-tensorwise]="$HYBRID --fp8-recipe tensorwise"
 )
-# Percent by which the smoothed loss may differ from that of fp32. Those of bf16 and fp16 are provisional: docs/precision.md.
+# Percent by which the mean loss may differ from that of fp32, and the smoothed loss be higher: docs/precision.md.
 declare -A BANDS=(
     [fp32-other-seed]=inf
     [bf16]=1 [fp16]=1 [fp8-delayed]=1 [fp8-delayed-default]=1 [fp8-tensorwise]=1

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Speed of the data tools, against the usual designs with the same work; ratios hold within one run.
+"""Speed of everything that concerns data: preprocessing, sample orders, reading, and the loader in training.
 
-    python tools/benchmark_data.py [--megabytes 8] [--workers 2] [--repeats 3] [--input F.jsonl] [--json OUT]
+    python tools/benchmark_data.py [--only preprocessing] [--megabytes 8] [--documents 20000000] [--json OUT]
 
-Preprocessing: tools/preprocess_data.py against one document at a time through multiprocessing.Pool.imap with chunks of
+preprocessing: tools/preprocess_data.py against one document at a time through multiprocessing.Pool.imap with chunks of
 32, every document's ids as a Python list, which is Megatron-LM's design; both with the same tokenizer and workers, and
 with the same bytes as result, which is checked. The contenders take turns. Without --input the text is source code
 and documentation of installed packages, which do not repeat. Memory is the sum of the peaks of the main process and the
 largest worker. The ratio of CPU is that of processor time, which other processes of the machine hardly change.
+
+orders, reading, loader: what the data of a run costs, as tools/training_data_rows.py says. Speeds are more with more,
+times and shares with less.
 """
 
 import ast
@@ -24,10 +27,11 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from sysconfig import get_paths
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are the parallelism, of both sides
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before NumPy and torch read them
 
 import numpy as np
 import tyro
@@ -39,14 +43,19 @@ from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.text_inputs import InputFormat, list_sources, whole_pieces
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
+from tools.data_rows import HEADER, Row
 from tools.preprocess_work import Work, output_of
 from tools.train_tokenizer import TrainTokenizerConfig, train
+
+Benchmark = Literal["preprocessing", "orders", "reading", "loader"]
 
 
 @dataclass(frozen=True)
 class BenchmarkConfig:
-    """What to tokenize, and how often."""
+    """What to measure, and how often."""
 
+    only: tuple[Benchmark, ...] = ()
+    """Measure these alone."""
     input: Path | None = None
     """A jsonl file with documents under "text"."""
     megabytes: int = 8
@@ -59,30 +68,18 @@ class BenchmarkConfig:
     """Model to use; otherwise one of 8,000 ids is trained on a part of the text."""
     tiktoken_model: Path | None = None
     """Model to use, such as Llama 3's; otherwise one of 8,000 ids is trained."""
+    documents: int = 20_000_000
+    """Documents in the order of one epoch, of 1,025 tokens on average; three epochs are of a quarter of them."""
+    train_iters: int = 30
+    """Steps of the run whose loader is measured."""
     json: Path | None = None
     """File for the figures."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(1, {"--megabytes": self.megabytes, "--workers": self.workers, "--repeats": self.repeats})
-
-
-class Row(NamedTuple):
-    """One comparison: ours against the other, in units of work per second."""
-
-    name: str
-    unit: str
-    ours: float
-    other: float
-    ours_peak_mb: float
-    other_peak_mb: float
-    cpu_ratio: float
-    """How many times less processor time ours takes, which other processes of the machine hardly change."""
-
-    @property
-    def ratio(self) -> float:
-        """How many times faster ours is."""
-        return self.ours / self.other
+        require_at_least(800, {"--documents": self.documents})
+        require_at_least(4, {"--train-iters": self.train_iters})
 
 
 class Turn(NamedTuple):
@@ -267,15 +264,38 @@ def _train(kind: Any, text: Path, directory: Path) -> str:
 
 # --- all -----------------------------------------------------------------------------------------------------
 
-# A function of the configuration and a directory for its files gives rows. Others belong here: building of sample
-# orders, loading.
-BENCHMARKS: tuple[Callable[[BenchmarkConfig, Path], Iterator[Row]], ...] = (preprocessing_rows,)
+
+# training_data_rows imports torch, which would count in the memory of preprocessing; so it is imported behind that.
 
 
-def _line(row: Row) -> str:
-    peaks = f"{row.ours_peak_mb:.0f} / {row.other_peak_mb:.0f}"
-    name = f"{row.name} ({row.unit})"
-    return f"{name:50} {row.ours:10,.0f} {row.other:10,.0f} {row.ratio:6.2f} {row.cpu_ratio:6.2f} {peaks:>15}"
+def order_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
+    """Building sample orders."""
+    from tools import training_data_rows
+
+    yield from training_data_rows.order_rows(config.documents)
+
+
+def reading_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
+    """Reading a sample on every rank, or sending it."""
+    from tools import training_data_rows
+
+    yield from training_data_rows.reading_rows(directory)
+
+
+def loader_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
+    """The loader's share of a step."""
+    from tools import training_data_rows
+
+    yield from training_data_rows.loader_rows(directory, config.train_iters)
+
+
+# By the name that --only takes: a function of the configuration and a directory for its files gives rows.
+BENCHMARKS: dict[Benchmark, Callable[[BenchmarkConfig, Path], Iterator[Row]]] = {
+    "preprocessing": preprocessing_rows,
+    "orders": order_rows,
+    "reading": reading_rows,
+    "loader": loader_rows,
+}
 
 
 def main() -> int:
@@ -285,11 +305,12 @@ def main() -> int:
     try:
         config.check()
         with tempfile.TemporaryDirectory() as directory:
-            print(f"{'':50} {'ours':>10} {'other':>10} {'ratio':>6} {'of CPU':>6} {'peak MB':>15}", flush=True)
-            for benchmark in BENCHMARKS:
-                for row in benchmark(config, Path(directory)):
+            print(HEADER, flush=True)
+            # In this order: a process starts with the peak memory of the one that starts it.
+            for rows_of in (rows_of for name, rows_of in BENCHMARKS.items() if name in (config.only or BENCHMARKS)):
+                for row in rows_of(config, Path(directory)):
                     rows.append(row)
-                    print(_line(row), flush=True)
+                    print(row.line(), flush=True)
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1

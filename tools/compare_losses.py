@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compare the loss curves of runs with that of another run, all from --metrics-jsonl files with every iteration.
 
-Prints a table; the exit code is 1 if a smoothed curve leaves its band around that of --reference.
+Prints a table; the exit code is 1 if a run leaves its band: if the mean of all its losses differs from that of
+--reference by more, or its smoothed curve ever exceeds the other by more.
 """
 
 import math
@@ -27,7 +28,8 @@ class CompareConfig:
     metrics: tuple[str, ...]
     """Metrics files of the other runs; a run has the name of its file."""
     bands: tuple[float, ...]
-    """For each of these the percent by which its smoothed loss may differ; inf to be told only."""
+    """For each of these the percent by which its mean loss may differ, and its smoothed loss be higher; inf to be told
+    only."""
     window: int = 20
     """Iterations over which a curve is smoothed, each mean with as many before."""
 
@@ -50,12 +52,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a smoothed curve is from another where it is farthest."""
+    """How far a curve is from another, relative to the other's; inf if a loss is not finite."""
 
-    relative: float
-    """Of the other's; inf if a loss is not finite."""
-    iteration: int
-    """The last of the window."""
+    mean: float
+    """Of the losses of the whole run."""
+    lowest: float
+    """Of the smoothed curves where they are farthest apart, or nearest, the other above."""
+    highest: float
+    """The same, the other below."""
+
+    def is_within(self, band: float) -> bool:
+        """Whether the mean differs by no more than ``band``, and the smoothed curve never exceeds the other by more. A
+        curve that is lower for a while learns faster, which is no fault of its numbers."""
+        return abs(self.mean) <= band and self.highest <= band
 
 
 def read_run(path: str) -> Curve:
@@ -71,21 +80,21 @@ def read_run(path: str) -> Curve:
     return Curve(Path(path).stem, [losses.get(n) for n in iterations], validation[-1] if validation else None)
 
 
-def largest_distance(curve: Curve, reference: Curve, window: int) -> Distance:
-    """The largest relative distance of the means over ``window`` iterations, from the first whole window on.
+def distance_between(curve: Curve, reference: Curve, window: int) -> Distance:
+    """Of the means of all iterations, and of those over ``window`` iterations, from the first whole window on.
 
     A mean leaves out what either run has skipped, so that both are of the same samples.
     """
     pairs = list(zip(curve.losses, reference.losses))
-    largest = Distance(-1.0, 0)
-    for stop in range(window, len(pairs) + 1):
-        both = [(one, other) for one, other in pairs[stop - window : stop] if one is not None and other is not None]
-        found, wanted = (sum(values) for values in zip(*both)) if both else (math.inf, 1.0)
-        relative = abs(found / wanted - 1.0)
-        if not math.isfinite(relative):
-            return Distance(math.inf, stop)
-        largest = max(largest, Distance(relative, stop), key=lambda distance: distance.relative)
-    return largest
+    smoothed = [_relative(pairs[stop - window : stop]) for stop in range(window, len(pairs) + 1)]
+    return Distance(_relative(pairs), min(smoothed), max(smoothed))
+
+
+def _relative(pairs: Sequence[tuple[float | None, float | None]]) -> float:
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    found, wanted = (sum(values) for values in zip(*both)) if both else (math.inf, 1.0)
+    relative = found / wanted - 1.0
+    return relative if math.isfinite(relative) else math.inf
 
 
 def check(config: CompareConfig, reference: Curve, curves: Sequence[Curve]) -> None:
@@ -109,16 +118,16 @@ def check(config: CompareConfig, reference: Curve, curves: Sequence[Curve]) -> N
 
 
 def row(curve: Curve, window: int, distance: Distance | None, band: float) -> str:
-    """A line of the table; ``distance`` is None for the reference itself."""
+    """A line of the table, ``band`` in percent; ``distance`` is None for the reference itself."""
     last = [loss for loss in curve.losses[-window:] if loss is not None]
     mean = sum(last) / len(last) if last else math.nan
     validation = "-" if curve.validation is None else f"{curve.validation:.4f}"
     cells = [curve.name, f"{mean:.4f}", validation, str(curve.skipped)]
     if distance is None:
-        cells += ["-", "-"]
+        cells += ["-", "-", "-"]
     else:
         width = "none" if band == math.inf else f"{band:g} %"
-        cells += [f"{100.0 * distance.relative:.3f} % (iteration {distance.iteration})", width]
+        cells += [f"{distance.mean:+.2%}", f"{distance.lowest:+.2%} to {distance.highest:+.2%}", width]
     return f"| {' | '.join(cells)} |"
 
 
@@ -126,15 +135,14 @@ def compare(config: CompareConfig) -> list[str]:
     """Print the table; the names of the runs that leave their bands."""
     reference, curves = read_run(config.reference), [read_run(path) for path in config.metrics]
     check(config, reference, curves)
-    last = f"loss, mean of the last {config.window}"
-    print(f"| | {last} | validation loss | skipped | largest distance of the smoothed loss | band |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(f"| | loss, mean of the last {config.window} | validation loss | skipped | mean of all | smoothed | band |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     print(row(reference, config.window, None, math.inf))
     outside = []
     for curve, band in zip(curves, config.bands):
-        distance = largest_distance(curve, reference, config.window)
+        distance = distance_between(curve, reference, config.window)
         print(row(curve, config.window, distance, band))
-        if band < math.inf and not 100.0 * distance.relative <= band:
+        if band < math.inf and not distance.is_within(band / 100.0):
             outside.append(curve.name)
     return outside
 

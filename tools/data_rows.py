@@ -1,207 +1,36 @@
-#!/usr/bin/env python3
-"""What the data of a run costs: building a sample order, the loader's share of a step, reading on every rank.
+"""Rows of the table that tools/benchmark_data.py prints."""
 
-    python tools/data_rows.py [--documents 20000000] [--json OUT]
+from typing import NamedTuple
 
-One core each. The order is built as a run builds it, without writing it; its memory is what NumPy allocates at the
-peak, beside the lengths of the documents. The loader's share is the time that a training process waits for
-microbatches. Reading compares tensor-parallel ranks that each read a sample with one that reads it and sends it on.
-"""
-
-import json
-import multiprocessing
-import os
-import re
-import sys
-import tempfile
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
-from io import StringIO
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before NumPy and torch read them
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import tyro
-
-import pretrain_llama
-from megatron.config.errors import UserError
-from megatron.config.ranges import require_at_least
-from megatron.data.gpt_dataset import GPTDataset, SampleSettings
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.data.loader import build_loader
-from megatron.data.sample_order import build_extendable_order, build_sample_order
-
-_VOCAB_SIZE = 32_000
-_SEQ_LENGTH = 8192
-_MEGABYTE = 1 << 20
+HEADER = f"{'':64} {'ours':>10} {'other':>10} {'ratio':>6} {'of CPU':>6} {'peak MB':>15}"
 
 
-class Figure(NamedTuple):
-    """One measured number."""
+class Row(NamedTuple):
+    """One measurement, where there is something to compare with beside that of another design."""
 
     name: str
-    value: float
     unit: str
+    ours: float
+    other: float | None = None
+    ours_peak_mb: float | None = None
+    other_peak_mb: float | None = None
+    cpu_ratio: float | None = None
+    """How many times less processor time ours takes, which other processes of the machine hardly change."""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times more ours does in a second; rows with an ``other`` are speeds."""
+        return None if self.other is None else self.ours / self.other
+
+    def line(self) -> str:
+        """The row below :data:`HEADER`."""
+        peaks = " / ".join(f"{peak:.0f}" for peak in (self.ours_peak_mb, self.other_peak_mb) if peak is not None)
+        ratios = " ".join(f"{'' if ratio is None else f'{ratio:.2f}':>6}" for ratio in (self.ratio, self.cpu_ratio))
+        name = f"{self.name} ({self.unit})"
+        return f"{name:64} {_number(self.ours)} {_number(self.other)} {ratios} {peaks:>15}".rstrip()
 
 
-@dataclass(frozen=True)
-class BenchmarkConfig:
-    """What to measure."""
-
-    documents: int = 20_000_000
-    """Documents in the order of one epoch, of 1,025 tokens on average; three epochs are of a quarter of them."""
-    train_iters: int = 30
-    """Steps of the run whose loader is measured."""
-    json: Path | None = None
-    """File for the figures."""
-
-    def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
-        require_at_least(8, {"--documents": self.documents})
-        require_at_least(4, {"--train-iters": self.train_iters})
-
-
-def order_figures(documents: int) -> Iterator[Figure]:
-    """Seconds and memory of building the order of one epoch, and of both kinds of order over three."""
-    for name, epochs, build, count in (
-        ("order of one epoch", 1, build_sample_order, documents),
-        ("order of three epochs", 3, build_sample_order, documents // 4),
-        ("extendable order of three epochs", 3, build_extendable_order, documents // 4),
-    ):
-        seconds, megabytes = _in_a_process(_measure_order, count, epochs, build)
-        yield Figure(f"{name}, {count:,} documents: time", seconds, "s")
-        yield Figure(f"{name}, {count:,} documents: memory", megabytes, "MB")
-
-
-def _measure_order(documents: int, epochs: int, build: Callable[..., Any]) -> tuple[float, float]:
-    generator = np.random.default_rng(1)
-    lengths = np.maximum(generator.lognormal(6.3, 1.12, size=documents), 1).astype(np.int32)
-    num_samples = epochs * int(lengths.sum(dtype=np.int64)) // _SEQ_LENGTH - 1
-    tracemalloc.start()  # some twenty large arrays: it costs no time
-    started = time.perf_counter()
-    build(lengths, (0, documents), seq_length=_SEQ_LENGTH, num_samples=num_samples, seed=1234)
-    seconds = time.perf_counter() - started
-    return seconds, tracemalloc.get_traced_memory()[1] / _MEGABYTE
-
-
-def loader_figures(directory: Path, train_iters: int) -> Iterator[Figure]:
-    """The share of a step that a small Llama waits for its data, by number of workers."""
-    prefix = _write_corpus(directory / "loader")
-    for workers in (0, 1, 2):
-        metrics = directory / f"metrics{workers}.jsonl"
-        flags = [
-            *("--model", "tiny", "--seq-length", "512", "--micro-batch-size", "2", "--global-batch-size", "4"),
-            *("--data-path", prefix, "--split", "1", "--tokenizer-type", "NullTokenizer"),
-            *("--vocab-size", str(_VOCAB_SIZE - 1), "--lr", "1e-3", "--device", "cpu"),
-            *("--num-workers", str(workers), "--train-iters", str(train_iters), "--log-interval", "1"),
-            *("--timing-log-level", "2", "--metrics-jsonl", str(metrics)),
-        ]
-        with redirect_stdout(StringIO()) as console:
-            if pretrain_llama.main(flags):
-                raise RuntimeError(f"The run with {workers} workers failed.")
-        # Without the first steps, in which the workers start.
-        waits = [float(wait) for wait in re.findall(r"batch-generator [.:]*\s*\(([\d.]+)", console.getvalue())][3:]
-        steps = [json.loads(line)["iteration_time_ms"] for line in metrics.read_text().splitlines()][3:]
-        yield Figure(f"loader's share of a step, {workers} workers", 100 * sum(waits) / sum(steps), "%")
-
-
-def reading_figures(directory: Path) -> Iterator[Figure]:
-    """Milliseconds for a sample of 8,192 tokens: read, read ahead by a worker, or received from another rank."""
-    prefix = _write_corpus(directory / "reading")
-    yield Figure("sample of 8,192 tokens, read in the process", _measure_reading(prefix, 0), "ms")
-    yield Figure("sample of 8,192 tokens, read by one worker", _measure_reading(prefix, 1), "ms")
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.SimpleQueue()
-    store = str(directory / "store")
-    ranks = [context.Process(target=_measure_broadcast, args=(rank, store, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    yield Figure("sample of 8,192 tokens, sent to one rank (gloo)", results.get(), "ms")
-
-
-def _measure_reading(prefix: str, workers: int, samples: int = 1000) -> float:
-    dataset = GPTDataset(IndexedDataset(prefix), 0, samples + 100, SampleSettings(_SEQ_LENGTH, 1, "1"))
-    loader = build_loader(
-        dataset,
-        vocab_size=_VOCAB_SIZE,
-        consumed_samples=0,
-        micro_batch_size=1,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=workers,
-    )
-    for _ in islice(loader, 100):
-        pass
-    started = time.perf_counter()
-    for _ in islice(loader, samples):
-        pass
-    return (time.perf_counter() - started) / samples * 1e3
-
-
-def _measure_broadcast(rank: int, store: str, results: Any, samples: int = 1000) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    text, mask = torch.zeros(1, 2, _SEQ_LENGTH, dtype=torch.int64), torch.zeros(1, _SEQ_LENGTH)
-    for measured in (False, True):
-        started = time.perf_counter()
-        for _ in range(samples):
-            dist.broadcast(text, 0)
-            dist.broadcast(mask, 0)
-        dist.barrier()
-        if rank == 0 and measured:
-            results.put((time.perf_counter() - started) / samples * 1e3)
-    dist.destroy_process_group()
-
-
-def _write_corpus(prefix: Path, documents: int = 10_000) -> str:
-    """Random tokens in documents of 1,025 tokens on average."""
-    generator = np.random.default_rng(2)
-    with IndexedDatasetWriter(str(prefix), _VOCAB_SIZE) as writer:
-        lengths = np.maximum(generator.lognormal(6.3, 1.12, size=documents), 1).astype(np.int32)
-        writer.add_documents(generator.integers(_VOCAB_SIZE - 1, size=int(lengths.sum())), lengths)
-    return str(prefix)
-
-
-def _in_a_process(task: Callable[..., tuple[float, float]], *arguments: Any) -> tuple[float, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(task, arguments)
-
-
-def data_figures(config: BenchmarkConfig) -> Iterator[Figure]:
-    """All figures, one after the other."""
-    yield from order_figures(config.documents)
-    with tempfile.TemporaryDirectory() as directory:
-        yield from reading_figures(Path(directory))
-        yield from loader_figures(Path(directory), config.train_iters)
-
-
-def main() -> int:
-    """Measure, print, and write the figures; the exit code."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        config.check()
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    figures = []
-    for figure in data_figures(config):
-        print(f"{figure.name:<72} {figure.value:10.3f} {figure.unit}", flush=True)
-        figures.append(figure._asdict())
-    if config.json is not None:
-        settings = {name: value for name, value in asdict(config).items() if name != "json"}
-        config.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _number(value: float | None) -> str:
+    if value is None:
+        return " " * 10
+    return f"{value:10,.0f}" if value >= 100 else f"{value:10.3f}"

@@ -4,7 +4,6 @@ They lie in PREFIX_partitions/. A partition is complete when its record is there
 the partition was made from.
 """
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.errors import DataError, UserError
-from megatron.data.encoding import EncodeTask
+from megatron.data.build_lock import load_or_build_once
+from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.merging import merge_datasets
 from megatron.data.storage import SourceFile
 from megatron.data.text_inputs import InputFormat, cut_in_partitions
@@ -50,6 +50,7 @@ class Job(NamedTuple):
             "skip_bad_documents": self.task.skip_bad_documents,
             "tokenizer_type": self.task.tokenizer.tokenizer_type,
             "tokenizer_model": _digest(self.task.tokenizer.tokenizer_model),
+            "end_of_document": shared_tokenizer(self.task.tokenizer).eod,  # may stand in a file beside the model
             "vocab_size": self.task.tokenizer.vocab_size,
             "tiktoken_num_special_tokens": self.task.tokenizer.tiktoken_num_special_tokens,
         }
@@ -161,33 +162,35 @@ def _shares(workers: int, partitions: int) -> list[int]:
 
 
 def _merge(job: Job, records: _Records, counts: Counts) -> Counts:
-    """Merge if all are complete and nobody else does it; what has been counted of all, or else here."""
-    records.directory.mkdir(parents=True, exist_ok=True)
-    with open(records.directory / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("Another process is merging the partitions.", file=sys.stderr)
-            return counts
-        if (merged := records.merged()) is not None:
-            return merged
-        complete = [records.complete(number) for number in range(records.count)]
-        missing = [str(number) for number, part in enumerate(complete) if part is None]
-        if missing:
-            print(f"To be merged when partitions {', '.join(missing)} are complete.", file=sys.stderr)
-            return counts
-        total = Counts(seconds=counts.seconds)
-        for part in complete:
-            assert part is not None
-            total.add(part)
-        if not total.tokens:
-            raise DataError("The inputs hold no document with any text: check --input and --json-keys.")
-        for key in job.form.keys:
-            prefixes = [output_of(records.prefix(number), key) for number in range(records.count)]
-            merge_datasets(prefixes, output_of(job.output_prefix, key))
-        records.write(_MERGED, total)
-        records.remove_partitions()
-        return total
+    """Merge if all are complete, or wait while another node does it; what has been counted of all, or else here."""
+    missing = [str(number) for number in range(records.count) if records.complete(number) is None]
+    if missing and records.merged() is None:  # a merge removes the partitions behind its record
+        print(f"To be merged when partitions {', '.join(missing)} are complete.", file=sys.stderr)
+        return counts
+    try:
+        return load_or_build_once(
+            str(records.directory / "merge"), records.merged, lambda: _merge_all(job, records, counts.seconds)
+        )
+    except OSError as error:
+        raise DataError(
+            f"{records.directory} cannot be written ({error.strerror}): choose another --output-prefix."
+        ) from error
+
+
+def _merge_all(job: Job, records: _Records, seconds: float) -> Counts:
+    total = Counts(seconds=seconds)
+    for number in range(records.count):
+        part = records.complete(number)
+        assert part is not None
+        total.add(part)
+    if not total.tokens:
+        raise DataError("The inputs hold no document with any text: check --input and --json-keys.")
+    for key in job.form.keys:
+        prefixes = [output_of(records.prefix(number), key) for number in range(records.count)]
+        merge_datasets(prefixes, output_of(job.output_prefix, key))
+    records.write(_MERGED, total)
+    records.remove_partitions()
+    return total
 
 
 # --- several partitions at a time ----------------------------------------------------------------------------
@@ -207,7 +210,7 @@ def _run_together(works: dict[int, Work], records: _Records, shown: Progress) ->
     with ExitStack() as stack:
         processes = {}
         for number, work in works.items():
-            process = context.Process(target=_run_in_process, args=(number, work, messages))
+            process = context.Process(target=_run_in_process, args=(number, work, messages, os.getpid()))
             process.start()
             stack.callback(_end, process)
             processes[number] = process
@@ -230,11 +233,17 @@ def _run_together(works: dict[int, Work], records: _Records, shown: Progress) ->
                 shown.add(message)
 
 
-def _run_in_process(number: int, work: Work, messages: Any) -> None:
+def _run_in_process(number: int, work: Work, messages: Any, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def report(counts: Counts) -> None:
+        if os.getppid() != parent:
+            sys.exit(1)  # killed: nobody reads messages any more
+        messages.put(counts)
+
     try:
-        messages.put(_Done(number, work.run(messages.put)))
+        messages.put(_Done(number, work.run(report)))
     except UserError as error:
         messages.put(str(error))
 

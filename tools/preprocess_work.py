@@ -1,6 +1,7 @@
 """Tokenizing some inputs to one set of outputs, with a pool of worker processes."""
 
 import functools
+import os
 import signal
 import threading
 import time
@@ -72,7 +73,7 @@ def map_in_order(
         return
     # Forked workers start at once and have the tokenizer already; a process with threads must not fork.
     method = "fork" if threading.active_count() == 1 else "spawn"
-    pool = ProcessPoolExecutor(workers, get_context(method), initializer=_leave_signals_to_parent)
+    pool = ProcessPoolExecutor(workers, get_context(method), initializer=_start_worker, initargs=(os.getpid(),))
     pending: deque[Future[EncodedBatch]] = deque()
     try:
         pool.submit(int).result()  # all are there before reading starts threads
@@ -88,6 +89,14 @@ def map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _leave_signals_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _start_worker(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has gone, even by kill -9: siblings keep the pipe open from which it reads."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

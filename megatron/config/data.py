@@ -148,6 +148,11 @@ class DataConfig:
             )
         if self.data_cache_path is not None and "://" in self.data_cache_path:
             raise ConfigError(f"--data-cache-path {self.data_cache_path} must be a directory, which can be mapped.")
+        if self.object_storage_cache_path is not None and "://" in self.object_storage_cache_path:
+            raise ConfigError(
+                f"--object-storage-cache-path {self.object_storage_cache_path} must be a directory for local copies of "
+                ".idx files; name the corpora themselves with --data-path."
+            )
         if self.create_attention_mask_in_dataloader:
             raise ConfigError(
                 "--create-attention-mask-in-dataloader is not supported, because attention kernels build the "

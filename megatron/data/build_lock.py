@@ -75,7 +75,15 @@ def _take(lock: str) -> bool:
 
 def _sign_of_life() -> str:
     """Who holds a lock, and when (which a waiter compares only with the former reading)."""
-    return json.dumps({"host": socket.gethostname(), "process": os.getpid(), "time": time.time()})
+    return json.dumps({"host": _host(), "process": os.getpid(), "time": time.time()})
+
+
+def _host() -> str:
+    """Where a process number means a process: containers of one host may share its name, but not their processes."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 @contextmanager
@@ -133,7 +141,7 @@ class _Watch:
 
     def _is_known_to_be_gone(self) -> bool:
         holder = self._holder()
-        if holder.get("host") != socket.gethostname():
+        if holder.get("host") != _host():
             return False
         try:
             os.kill(holder["process"], 0)

@@ -313,10 +313,12 @@ class _CheckedSamples:
             sample = self._dataset[index]
         except DataError as error:
             return error
-        largest = max(int(sample["tokens"].max()), int(sample["labels"].max()))
-        if largest >= self._vocab_size:
+        ids = sample["tokens"], sample["labels"]
+        smallest, largest = min(int(part.min()) for part in ids), max(int(part.max()) for part in ids)
+        if smallest < 0 or largest >= self._vocab_size:
+            bad = smallest if smallest < 0 else largest
             return DataError(
-                f"Sample {index} has token id {largest}, but the tokenizer's ids end at {self._vocab_size - 1}: give "
+                f"Sample {index} has token id {bad}, but the tokenizer's ids end at {self._vocab_size - 1}: give "
                 "--tokenizer-type and --tokenizer-model of the tokenizer that made the data."
             )
         if self._positions is None:

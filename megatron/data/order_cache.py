@@ -5,6 +5,7 @@ Keys and files are those of Megatron-LM.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
@@ -52,7 +53,7 @@ def load_or_build(
 
     def build_and_store() -> Arrays:
         arrays = build()
-        _store(stem, description, arrays)
+        _store(stem, description, arrays, newer_than)
         return load() or arrays
 
     try:
@@ -64,13 +65,16 @@ def load_or_build(
         ) from error
 
 
-def _store(stem: str, description: Description, arrays: Arrays) -> None:
+def _store(stem: str, description: Description, arrays: Arrays, newer_than: float) -> None:
     text = _description_text(description).encode()
     write_atomically(f"{stem}-description.txt", lambda file: file.write(text))
     for name, array in arrays.items():
 
         def save(file: BinaryIO, array: npt.NDArray[Any] = array) -> None:
             np.save(file, array, allow_pickle=False)
+            file.flush()
+            if os.fstat(file.fileno()).st_mtime < newer_than:  # the clock that wrote the data is ahead of this one
+                os.utime(file.fileno(), (math.ceil(newer_than),) * 2)  # some file systems keep whole seconds
 
         write_atomically(f"{stem}-{name}.npy", save)
 

@@ -91,7 +91,8 @@ def _read_split_words(path: str) -> dict[str, list[str]]:
         content: Any = json.loads(_read_file(path))
     except ValueError as error:
         raise ConfigError(f"--per-split-data-args-path {path} is not JSON ({error}): mend it.") from error
-    if not isinstance(content, dict) or not content.get("train") or content.keys() - set(SPLIT_NAMES):
+    known = isinstance(content, dict) and content.get("train") and not content.keys() - set(SPLIT_NAMES)
+    if not known or not all(isinstance(words, list | str | None) for words in content.values()):
         raise ConfigError(
             f"--per-split-data-args-path {path} must hold one object with the keys train and, if wanted, valid and "
             "test, each with a list of words as --data-path takes them."
@@ -109,3 +110,5 @@ def _read_file(path: str) -> str:
             return file.read()
     except OSError as error:
         raise ConfigError(f"The file of data arguments {path} cannot be read ({error.strerror}): mend it.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The file of data arguments {path} is no text ({error.reason}): name another.") from error

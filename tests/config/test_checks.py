@@ -675,6 +675,7 @@ BAD: list[Row] = [
     (f"{CORPUS} --valid-data-path b", 1, "--valid-data-path needs --train-data-path ... to train on"),
     (f"{GOOD} --sample-order extendable --dataloader-type cyclic", 1, "--sample-order ... cyclic ... drop one"),
     (f"{GOOD} --data-cache-path s3://bucket/cache", 1, "--data-cache-path s3://bucket/cache must be a directory"),
+    (f"{GOOD} --object-storage-cache-path s3://b/c", 1, "--object-storage-cache-path s3://b/c must be a directory for"),
     (
         f"{GOOD} --create-attention-mask-in-dataloader",
         1,

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -133,6 +134,19 @@ def test_a_holder_elsewhere_that_shows_life_is_waited_for(monkeypatch: pytest.Mo
         assert load_or_build_once("thing", load_thing, build_thing) == "built elsewhere"
     finally:
         elsewhere.join()
+
+
+def test_a_process_of_another_container_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the host's name; its process number means nothing here, and its files must stay."""
+    monkeypatch.setattr(build_lock, "_STALE_AFTER", 1.0)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_lock(ended.pid, f"{socket.gethostname()} pid:[1]")
+    half_written = Path(f"thing.npy.{ended.pid}-01234567.incomplete")
+    half_written.write_bytes(b"half")
+    begun = time.monotonic()
+    assert load_or_build_once("thing", load_thing, build_thing) == "built here"
+    assert time.monotonic() - begun >= 1.0 and half_written.exists()
 
 
 def test_a_holder_beats(monkeypatch: pytest.MonkeyPatch) -> None:

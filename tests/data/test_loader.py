@@ -245,3 +245,24 @@ def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(num_workers: i
     )
     with pytest.raises(DataError, match=r"^Sample \d has token id 9, but the tokenizer's ids end at 8: give"):
         take(loader, 5)
+
+
+def test_a_negative_id_is_refused_too() -> None:
+    """Such as those of a corpus stored as int16; looked up, it would fail somewhere on the device."""
+
+    class Negative(MockDataset):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            sample = super().__getitem__(index)
+            return {**sample, "labels": np.array([*sample["labels"][:-1], -7])}
+
+    loader = build_loader(
+        Negative(0, 64, 10, 5),
+        vocab_size=10,
+        consumed_samples=0,
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=0,
+    )
+    with pytest.raises(DataError, match="Sample 0 has token id -7, but"):
+        take(loader, 1)

@@ -3,14 +3,17 @@
 import gzip
 import json
 import os
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import ConfigError, DataError
 from megatron.data import text_inputs
+from megatron.data.encoding import shared_tokenizer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.merging import merge_datasets
 from megatron.data.storage import find_files, open_stored
@@ -23,7 +26,8 @@ from megatron.data.text_inputs import (
     read_batches,
 )
 from tests.data.test_indexed_dataset import md5, write
-from tools.benchmark_data import BenchmarkConfig, _check_equal, compare_preprocessing
+from tools.benchmark_data import BENCHMARKS, Benchmark, BenchmarkConfig, _check_equal, compare_preprocessing
+from tools.data_rows import HEADER, Row
 from tools.inspect_dataset import InspectConfig, inspect
 from tools.merge_datasets import find_prefixes
 from tools.preprocess_data import PreprocessConfig, preprocess
@@ -222,7 +226,7 @@ def test_partitions_in_turn_and_together_give_the_bytes_of_one_run(inputs: Path)
     for kind in (".bin", ".idx"):
         expected = md5(str(inputs / f"whole_text_document{kind}"))
         assert {md5(str(inputs / f"{name}_text_document{kind}")) for name in ("turn", "together")} == {expected}
-    assert sorted(os.listdir(inputs / "turn_partitions")) == ["lock", "merged.json"]
+    assert sorted(os.listdir(inputs / "turn_partitions")) == ["merged.json"]
 
 
 def test_a_run_that_starts_again_does_what_is_missing(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,6 +243,29 @@ def test_a_run_that_starts_again_does_what_is_missing(inputs: Path, capsys: pyte
     assert "is complete already" in capsys.readouterr().err
 
 
+def test_two_nodes_that_end_last_merge_once(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits and tells the same; by a lock that needs no flock, which many cluster file systems lack."""
+    merges = []
+
+    def slowly(prefixes: list[str], output: str) -> tuple[int, int]:
+        merges.append(output)
+        other.start()
+        time.sleep(0.5)
+        return merge_datasets(prefixes, output)
+
+    def run_other() -> None:
+        found.append(run(inputs, "out", name, partitions=2, partition=0))
+
+    name, found = str(inputs / "in.jsonl"), []
+    other = threading.Thread(target=run_other)
+    monkeypatch.setattr("tools.preprocess_partitions.merge_datasets", slowly)
+    run(inputs, "out", name, partitions=2, partition=0)
+    found.append(run(inputs, "out", name, partitions=2, partition=1))
+    other.join()
+    assert len(merges) == 1 and [counts.documents for counts in found] == 2 * [len(TEXTS)]
+    assert documents_of(inputs, "out") == TEXTS
+
+
 def test_partitions_of_other_inputs_or_flags_are_refused(inputs: Path) -> None:
     name = str(inputs / "in.jsonl")
     run(inputs, "out", name, partitions=3, partition=1)
@@ -252,6 +279,23 @@ def test_partitions_of_other_inputs_or_flags_are_refused(inputs: Path) -> None:
         run(inputs, "out", name, partitions=3, partition=1)
     with pytest.raises(ConfigError, match=r"--partition 3 is none of 0\.\.2"):
         run(inputs, "out", name, partitions=3, partition=3)
+
+
+def test_partitions_of_another_end_of_documents_are_refused(inputs: Path) -> None:
+    """A tokenizer.json stays the same when the file beside it names another token."""
+    from tokenizers import Tokenizer, models
+
+    def run_part(number: int, end: str) -> None:
+        (inputs / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        shared_tokenizer.cache_clear()
+        config = TokenizerConfig("HuggingFaceTokenizer", str(inputs / "tokenizer.json"))
+        name, out = str(inputs / "in.jsonl"), str(inputs / "out")
+        preprocess(PreprocessConfig((name,), out, config, append_eod=True, partitions=2, partition=number))
+
+    Tokenizer(models.WordLevel({"<a>": 0, "<b>": 1, "?": 2}, unk_token="?")).save(str(inputs / "tokenizer.json"))
+    run_part(0, "<a>")
+    with pytest.raises(DataError, match="was made with other end_of_document: set the flags as they were, or remove"):
+        run_part(0, "<b>")
 
 
 def test_a_bad_document_ends_all_partitions(inputs: Path) -> None:
@@ -310,8 +354,19 @@ def test_contenders_of_the_benchmark_write_the_same(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_bytes(LINES + b'{"text": ""}\n')
     config = BenchmarkConfig(workers=2, repeats=1)
     row = compare_preprocessing(tmp_path / "text.jsonl", len(TEXTS) + 1, NULL, config)
-    assert row.ours > 0 and row.other > 0 and row.ours_peak_mb > 10
+    assert row.ours > 0 and row.other and row.ours_peak_mb and row.ours_peak_mb > 10
     assert documents_of(tmp_path, "other") == documents_of(tmp_path, "ours") == TEXTS
     (tmp_path / "other_text_document.bin").write_bytes(b"1")
     with pytest.raises(DataError, match=r"The \.bin files of the two ways differ"):
         _check_equal(tmp_path)
+
+
+def test_rows_of_the_benchmark_stand_in_their_columns() -> None:
+    assert tuple(BENCHMARKS) == get_args(Benchmark)
+    whole, single = Row("a", "documents/s", 1234.0, 617.0, 144.0, 99.0, 1.5), Row("b", "s", 0.25, ours_peak_mb=5.0)
+    names = ("ours", "other", "ratio", "of CPU", "peak MB")
+    columns = {name: HEADER.index(name) + len(name) for name in names}
+    expected = {"ours": "1,234", "other": "617", "ratio": "2.00", "of CPU": "1.50", "peak MB": "144 / 99"}
+    assert all(whole.line()[: columns[name]].endswith(value) for name, value in expected.items())
+    assert single.line()[: columns["ours"]].endswith("0.250") and single.ratio is None
+    assert len(single.line()) == columns["peak MB"] and single.line().endswith(" 5")

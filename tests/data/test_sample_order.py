@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -367,6 +368,15 @@ def test_order_is_cached_under_the_names_of_megatron(corpora: Path, monkeypatch:
     cached = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
     assert all(np.array_equal(x, y) for x, y in zip(built.order, cached.order, strict=True))
     assert [cached[i]["labels"].tolist() for i in range(12)] == [built[i]["labels"].tolist() for i in range(12)]
+
+
+def test_order_of_a_corpus_from_a_clock_ahead_is_cached_too(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every rank would find it too old, and build it for itself, one after the other."""
+    ahead = time.time() + 100.5
+    os.utime("a.idx", (ahead, ahead))
+    GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
+    monkeypatch.setattr(gpt_dataset, "build_sample_order", refuse)
+    GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
 
 
 def truncate(stem: str) -> None:

@@ -95,6 +95,8 @@ BAD_FILES = [
     ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must hold one object with the keys train"),
     ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must hold one object with the keys"),
     ({"per_split_data_args_path": "file"}, '{"train": [0, "a"]}', "The train path has weights"),
+    ({"per_split_data_args_path": "file"}, '{"train": ["a"], "valid": 1}', "must hold one object with the keys train"),
+    ({"data_args_path": "a.bin"}, None, r"a\.bin is no text \(.*\): name another"),
     ({"train_data_path": ("a",)}, None, "5 samples of the valid split are needed, but --valid-data-path gives it"),
     ({"train_data_path": ("a",), "valid_data_path": ("b",), "seq_length": 30}, None, "has 20 tokens.*give it more"),
 ]
