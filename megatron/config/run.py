@@ -424,6 +424,12 @@ def _check_kernels(run: RunConfig, world_size: int) -> None:
     backend = run.model.attention_backend
     if attention is not None and backend != "auto":
         raise ConfigError(f"{attention.flag} and --attention-backend {backend} choose the same kernel: remove one.")
+    product = run.kernels.wanted("weight_gradient")
+    if run.model.transformer_impl != "local" and product is not None and product.implementation != "in_place":
+        raise ConfigError(
+            f"{product.flag} does not reach the layers of --transformer-impl transformer_engine, which add to gradient "
+            "buffers in place: remove it, or use --transformer-impl local."
+        )
     if adam is None or adam.implementation == "torch":
         return
     other = "--optimizer sgd" if run.optimizer.optimizer == "sgd" else "--use-precision-aware-optimizer"

@@ -22,7 +22,7 @@ from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.kernels.choice import table
+from megatron.core.kernels.choice import Choice, table
 from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
 from megatron.core.model.layer import BuildContext, LocalParts
 from megatron.core.model.llama import LlamaModel
@@ -115,6 +115,7 @@ def build_trainer(
     train_iters = run_length(config, batches, progress)
     check_profile_iteration(config, train_iters, progress)
     kernels = together(topology.world, lambda: build_kernels(config, topology, vocabulary))
+    check_kernels_agree(kernels.choices, topology.world)
     share_buffers(config, topology, kernels.engine, at_end)
     model = build_parallel_model(config, topology, vocabulary, kernels)
     executor = build_pipeline(config, topology, model)
@@ -228,6 +229,19 @@ def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary)
         engine=find_transformer_engine(config, topology),
     )
     return choose_kernels(config.kernels, setting)
+
+
+def check_kernels_agree(choices: Sequence[Choice], world: Communicator) -> None:
+    """Refuse ranks that differ, by packages, compilers or GPUs: what tensor-parallel ranks each compute, and must
+    compute alike, would drift apart."""
+    for rank, others in enumerate(world.all_gather_object(choices)):
+        for mine, other in zip(choices, others, strict=True):
+            if mine.implementation != other.implementation:
+                raise ConfigError(
+                    f"The {mine.operation} kernel differs among ranks: on rank {world.rank} {mine.implementation} "
+                    f"({mine.reason}), on rank {rank} {other.implementation} ({other.reason}): install the same on all "
+                    f"hosts, or choose one by --kernel {mine.operation}={mine.implementation}."
+                )
 
 
 def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:

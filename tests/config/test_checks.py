@@ -196,6 +196,10 @@ BAD: list[Row] = [
         1,
         "--kernel adam=te does not go with --use-precision-aware-optimizer ... remove one",
     ),
+    *(
+        (f"{ENGINE} {flag}", 1, f"{flag} does not reach the layers of --transformer-impl transformer_engine ... remove")
+        for flag in ("--no-gradient-accumulation-fusion", "--kernel weight_gradient=apex")
+    ),
     # What is not a Llama.
     (f"{GOOD} --no-swiglu", 1, "--no-swiglu ... --swiglu True ... remove"),
     (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear ... --disable-bias-linear True ... remove"),
@@ -839,6 +843,7 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --sequence-parallel --tp-comm-overlap --tensor-model-parallel-size 4", 4),
         (f"{GOOD} --tp-comm-overlap", 1),
         (f"{ENGINE} --tp-comm-overlap", 1),
+        (f"{ENGINE} --kernel weight_gradient=in_place", 1),
         (f"{OVERLAP} --bf16 --tensor-model-parallel-size 4 --fp8-format hybrid --first-last-layers-bf16", 8),
         (f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --tensor-model-parallel-size 2 --seq-length 128", 2),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),

@@ -3,9 +3,13 @@
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megatron.config.errors import ConfigError
+from megatron.core.kernels.choice import Choice
+from megatron.training.setup import check_kernels_agree
 from tests.end_to_end.run_process import FlagValue, Outcome, call_training, losses, words_of
 
 SIZES: dict[str, FlagValue | Path] = {
@@ -26,6 +30,7 @@ SIZES: dict[str, FlagValue | Path] = {
 }
 FLAGS = words_of(SIZES)
 KERNELS = {
+    "linear": "local",
     "attention": "cpu",
     "weight_gradient": "in_place",
     "rms_norm": "eager",
@@ -59,6 +64,16 @@ def test_a_run_with_other_kernels_tells_them_and_has_the_same_losses(tmp_path: P
     assert table == KERNELS | forced | {"attention": "reference", "weight_gradient": "separate"}
     assert len(found) == 3
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_ranks_that_chose_differently_are_refused() -> None:
+    first = [Choice("rope", "compiled", "torch.compile fuses it"), Choice("adam", "torch", "torch's fused AdamW")]
+    second = [Choice("rope", "eager", "one operation after the other"), first[1]]
+    check_kernels_agree(first, mock.Mock(rank=0, **{"all_gather_object.return_value": [first, first]}))
+    with pytest.raises(ConfigError) as error:
+        check_kernels_agree(first, mock.Mock(rank=0, **{"all_gather_object.return_value": [first, second]}))
+    assert "on rank 0 compiled (torch.compile fuses it), on rank 1 eager (one" in str(error.value)
+    assert str(error.value).endswith("or choose one by --kernel rope=compiled.")
 
 
 def test_a_kernel_that_is_not_there_is_refused_before_training() -> None:

@@ -2,10 +2,12 @@
 
 import importlib.util
 import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.config.errors import ConfigError
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig
@@ -17,10 +19,17 @@ from megatron.core.kernels.selection import (
     choose_kernels,
     compiler_obstacle,
     try_attention,
+    try_compiler,
     try_weight_gradient,
 )
 from megatron.core.kernels.third_party import FlashAttention3
-from megatron.core.ops.attention import AttentionShape, CpuFlashAttention, CudnnAttention, ReferenceAttention
+from megatron.core.ops.attention import (
+    AttentionShape,
+    CpuFlashAttention,
+    CudnnAttention,
+    PartialAttention,
+    ReferenceAttention,
+)
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from tests.stand_ins import transformer_engine
 
@@ -35,6 +44,20 @@ def setting(device: torch.device = CPU, weight: torch.dtype = torch.bfloat16, **
 
 def names(kernels: Kernels) -> dict[str, str]:
     return {choice.operation: choice.implementation for choice in kernels.choices}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one, trials of kernels, and whether it is a Hopper, would decide."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """As under --deterministic-mode."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 ON_A_CPU = {
@@ -98,6 +121,38 @@ def test_torch_compile_needs_a_compiler_and_on_gpus_triton(monkeypatch: pytest.M
     assert "needs a compiler (gcc" in str(compiler_obstacle(setting(GPU)))
 
 
+def test_a_compiler_that_fails_or_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(function: Callable[..., Tensor], fullgraph: bool) -> Callable[..., Tensor]:
+        raise AssertionError("Python.h: No such file\nand more")
+
+    def wrong(function: Callable[..., Tensor], fullgraph: bool) -> Callable[..., Tensor]:
+        return lambda numbers: function(numbers) + 1.0
+
+    monkeypatch.setattr(torch, "compile", failing)
+    assert try_compiler(CPU) == "torch.compile does not work: a trial failed (Python.h: No such file)"
+    monkeypatch.setattr(torch, "compile", wrong)
+    assert "a trial was off by" in str(try_compiler(CPU))
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: function)
+    assert try_compiler(CPU) is None
+
+
+def test_the_compiler_is_tried_once_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+    def failing(device: torch.device) -> str:
+        tried.append(device)
+        return "it fails"
+
+    monkeypatch.setattr(selection, "try_compiler", failing)
+    assert compiler_obstacle(setting(GPU)) is None and not tried
+    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
+    where = setting(GPU)
+    assert compiler_obstacle(where) == compiler_obstacle(where) == "it fails"
+    assert tried == [GPU]
+
+
 def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
     monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
     kernels = choose_kernels(KernelConfig(), setting(GPU))
@@ -110,6 +165,15 @@ def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest
         found = choose_kernels(KernelConfig(), setting(GPU, attention_backend=backend))
         assert names(found)["attention"] == "flash3"
     assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="fused")))["attention"] == "cudnn"
+
+
+def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, triton: None, deterministic: None
+) -> None:
+    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
+    assert names(choose_kernels(KernelConfig(), setting(GPU)))["attention"] == "sdpa"
+    with pytest.raises(ConfigError, match="torch does not count its backward pass as deterministic"):
+        choose_kernels(KernelConfig(kernel=("attention=cudnn",)), setting(GPU))
 
 
 def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(triton: None) -> None:
@@ -201,3 +265,18 @@ def test_the_kernels_pass_their_own_trials() -> None:
         try_attention(kernel, SHAPE, CPU, torch.bfloat16)
     try_weight_gradient(SeparateWeightGradient(), CPU, torch.bfloat16, torch.float32)
     try_weight_gradient(InPlaceWeightGradient(), CPU, torch.float32, torch.float32)
+
+
+class TakesHeadsForContiguous(ReferenceAttention):
+    """As some kernels do."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
+        query, key, value = (
+            part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value)
+        )
+        return super().forward(query, key, value, is_causal)
+
+
+def test_a_trial_has_heads_as_the_projection_writes_them() -> None:
+    with pytest.raises(Unavailable, match="a trial was off by"):
+        try_attention(TakesHeadsForContiguous(), SHAPE, CPU, torch.bfloat16)

@@ -1,14 +1,15 @@
 """The implementations of every operation in the order in which they are preferred, and the choice among them.
 
 On a GPU a kernel that torch or a package leaves to the hardware is tried once, on a few numbers against the reference,
-before it is chosen: what does not run, or is wrong, is told at the start and not at the first step.
+before it is chosen, and so is the compiler: what does not run, or is wrong, is told at the start and not at the first
+step.
 """
 
 import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -114,6 +115,11 @@ class Setting:
         """Whether it is a GPU like the H100."""
         return self.can_try and torch.cuda.get_device_capability(self.device)[0] == 9
 
+    @cached_property
+    def compiler_failure(self) -> str | None:
+        """Why ``torch.compile`` does not serve on the device, if it does not; tried once for all operations."""
+        return try_compiler(self.device)
+
 
 def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     """The kernels of a run.
@@ -204,27 +210,35 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
         raise Unavailable(f"it does not run on {setting.device.type} in {_short(setting.weight)}")
     if setting.needs_log_sum_exp and not kernel.tells_log_sum_exp:
         raise Unavailable("it does not tell the log-sum-exp, which context parallelism and offload need")
+    if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
+        # Called as it is, it does not refuse that itself.
+        raise Unavailable("torch does not count its backward pass as deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
         _try(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
     return kernel
 
 
 def try_attention(kernel: AttentionKernel, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a kernel with the reference on some heads of ``shape``; raises :class:`Unavailable`."""
-    groups, length, generator = 2, 192, torch.Generator().manual_seed(0)
+    """Compare a kernel with the reference on some heads of ``shape``, which lie in memory as a model's do; raises
+    :class:`Unavailable`."""
+    batch, groups, length, generator = 2, 2, 192, torch.Generator().manual_seed(0)
+    heads = groups * (shape.query_heads // shape.key_value_heads)
+    some = AttentionShape(heads, groups, shape.head_size)
 
     def random(heads: int) -> Tensor:
-        return torch.randn(1, heads, length, shape.head_size, generator=generator).to(device, dtype)
+        return torch.randn(length, batch, heads * shape.head_size, generator=generator).to(device, dtype)
 
-    heads = groups * (shape.query_heads // shape.key_value_heads)
-    query, key, value, grad = random(heads), random(groups), random(groups), random(heads)
+    query, key, value = some.split(random(heads + 2 * groups))
+    grad = some.query_heads_of(random(heads))
     found, expected = (one.forward(query, key, value, is_causal=True) for one in (kernel, ReferenceAttention()))
     pairs = [(found.output, expected.output)]
     if found.log_sum_exp is not None and expected.log_sum_exp is not None:
         pairs.append((found.log_sum_exp, expected.log_sum_exp))
+    # Kept as the input of the next layer, [s, b, n d].
+    joined = replace(found, output=some.query_heads_of(found.output.permute(2, 0, 1, 3).flatten(2)))
     grads, expected_grads = (
         one.backward(grad, query, key, value, part, is_causal=True)
-        for one, part in ((kernel, found), (ReferenceAttention(), expected))
+        for one, part in ((kernel, joined), (ReferenceAttention(), expected))
     )
     for one, other in (*pairs, *zip(grads, expected_grads, strict=True)):
         _compare(one, other)
@@ -321,6 +335,21 @@ def compiler_obstacle(setting: Setting) -> str | None:
         return f"torch.compile needs a compiler ({', '.join(compilers)})"
     if setting.on_gpu and importlib.util.find_spec("triton") is None:
         return "torch.compile needs Triton, which is not installed"
+    return setting.compiler_failure if setting.can_try else None
+
+
+def try_compiler(device: torch.device) -> str | None:
+    """Why a small function does not compile, or not to what it says; None where it does."""
+
+    # Of its own: what is compiled for a second shape is compiled for any.
+    def gated(numbers: Tensor) -> Tensor:
+        return numbers * torch.sigmoid(numbers)
+
+    numbers = torch.linspace(-2.0, 2.0, 48, device=device)
+    try:
+        _try(lambda: _compare(torch.compile(gated, fullgraph=True)(numbers), gated(numbers)))
+    except Unavailable as error:
+        return f"torch.compile does not work: {error}"
     return None
 
 
@@ -368,7 +397,9 @@ def _try(trial: Callable[[], None]) -> None:
     """Run a trial whose errors, of whatever kind, are reasons not to use the kernel."""
     try:
         trial()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+    except Unavailable:
+        raise
+    except Exception as error:
         first_line = str(error).strip().split("\n", maxsplit=1)[0]
         raise Unavailable(f"a trial failed ({first_line})") from error
 

@@ -61,8 +61,9 @@ def rotated(activations: Tensor, table: Tensor, sign: int) -> Tensor:
     pairs = activations.unflatten(-1, (-1, *table.shape[-2:])).to(table.dtype)
     even, odd = pairs.unbind(-1)
     cosine, sine = table[..., 0], sign * table[..., 1]
-    turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
-    return turned.flatten(-3).to(activations.dtype)
+    turned = even * cosine - odd * sine, even * sine + odd * cosine
+    # Rounded before they are stacked: what replaces its own inputs is put aside in memory, compiled as well.
+    return torch.stack([part.to(activations.dtype) for part in turned], dim=-1).flatten(-3)
 
 
 class CompiledRotation:
