@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, write
 REPOSITORY = Path(__file__).parents[2]
 
 BUILDER = """
-import sys, time
+import os, sys, time
 from megatron.data import gpt_dataset
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
@@ -37,6 +38,16 @@ def slowly(*arguments, **keywords):
     return build(*arguments, **keywords)
 
 gpt_dataset.build_sample_order = slowly
+names, replace = iter(range(9)), os.replace
+
+def give_a_name(written, path):
+    # Files are on the disk, and about to be found; argv[2] says before which of them to stop.
+    if next(names) == int(sys.argv[2]):
+        print("writes", flush=True)
+        time.sleep(600)
+    replace(written, path)
+
+os.replace = give_a_name
 dataset = GPTDataset(IndexedDataset("a"), 0, 16, SampleSettings(8, 1234, "1", cache_directory="cache"))
 print(dataset.order.shuffle_index.tolist(), flush=True)
 """
@@ -58,15 +69,15 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def start(seconds: float) -> subprocess.Popen[str]:
-    """A process that takes at least so long to build the order."""
+def start(seconds: float, stops_before: int = -1) -> subprocess.Popen[str]:
+    """A process that takes at least so long to build the order, and stops before one of its files has its name."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", BUILDER, str(seconds)]
+    command = [sys.executable, "-c", BUILDER, str(seconds), str(stops_before)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def order_of_the_corpus() -> list[int]:
-    settings = SampleSettings(8, 1234, "1", cache_directory="cache")
+def order_of_the_corpus(cache: str | None = "cache") -> list[int]:
+    settings = SampleSettings(8, 1234, "1", cache_directory=cache)
     shuffled: list[int] = GPTDataset(IndexedDataset("a"), 0, 16, settings).order.shuffle_index.tolist()
     return shuffled
 
@@ -93,6 +104,23 @@ def test_after_kill_9_while_building_the_next_run_builds_at_once_and_cleans_up(
     assert sorted(order_of_the_corpus()) == list(range(18))
     assert time.monotonic() - begun < 5
     assert len(os.listdir("cache")) == 4
+
+
+def test_after_kill_9_before_any_of_the_files_has_its_name_the_order_is_whole(
+    started: list[subprocess.Popen[str]],
+) -> None:
+    """The description, and three arrays: what was written stays or goes, but is never taken for what it is not."""
+    expected = order_of_the_corpus(None)
+    for number in range(4):
+        started.append(victim := start(0.0, stops_before=number))
+        assert victim.stdout is not None
+        assert [victim.stdout.readline() for _ in range(2)] == ["builds\n", "writes\n"]
+        assert len(list(Path("cache").glob("*.incomplete"))) == 1
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+        assert order_of_the_corpus() == expected
+        assert len(os.listdir("cache")) == 4
+        shutil.rmtree("cache")
 
 
 def write_lock(process: int, host: str) -> None:
