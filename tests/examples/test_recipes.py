@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -149,18 +148,18 @@ def test_all_of_405b_is_planned_in_a_minute_and_fits_with_the_recompute_that_it_
     report = tmp_path / "report.json"
     command = start(tmp_path, "llama3_405b_h100.sh", DRY_RUN="1")
     assert sys.platform == "linux"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = [sys.executable, "pretrain_llama.py", *command.flags, "--dry-run-json", str(report)]
-    subprocess.run(words, cwd=EXAMPLES.parent, check=True, timeout=600, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(words, cwd=EXAMPLES.parent, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    assert status == 0
     found = json.loads(report.read_text())
     assert found["total_parameters"] == 405_853_388_800
     assert list(found["memory_bytes"]) == [str(stage) for stage in range(16)]
     assert found["fits"]
     # Processor time is what others on the machine cannot lengthen much.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * 60
-    # Of one process, in KiB; there are as many as cores, but no more than 8.
-    assert after.ru_maxrss * 2**10 < 2**30
+    assert used.ru_utime + used.ru_stime < 2 * 60
+    # Of the largest process, in KiB; there are as many as cores, but no more than 8.
+    assert used.ru_maxrss * 2**10 < 2**30
 
 
 def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path) -> None:
