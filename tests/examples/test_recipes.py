@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +146,21 @@ def test_a_recipe_fits(tmp_path: Path, recipe: str, knobs: dict[str, str], rank:
     assert json.loads(report.read_text())["fits"]
 
 
+def most_memory(parent: int) -> dict[int, int]:
+    """The most bytes that a process and its children have held so far, by process. (What the system tells of one that
+    has ended counts what its parent held when it was forked.)"""
+    found = {}
+    # Any of them may just be ending.
+    with suppress(OSError):
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="utf-8").split()
+        for process in (parent, *map(int, children)):
+            status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+            peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+            if peak is not None:
+                found[process] = int(peak[1]) * 2**10
+    return found
+
+
 def test_all_of_405b_is_planned_in_a_minute_and_fits_with_the_recompute_that_it_has(tmp_path: Path) -> None:
     """Every stage of 16,384 ranks, as a user asks for it; on two quiet cores it takes less than a minute."""
     report = tmp_path / "report.json"
@@ -150,7 +168,13 @@ def test_all_of_405b_is_planned_in_a_minute_and_fits_with_the_recompute_that_it_
     assert sys.platform == "linux"
     words = [sys.executable, "pretrain_llama.py", *command.flags, "--dry-run-json", str(report)]
     process = subprocess.Popen(words, cwd=EXAMPLES.parent, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
+    memory: dict[int, int] = {}
+    ended = status = 0
+    while not ended:
+        memory |= most_memory(process.pid)
+        time.sleep(0.2)
+        ended, status, used = os.wait4(process.pid, os.WNOHANG)
+    process.returncode = status
     assert status == 0
     found = json.loads(report.read_text())
     assert found["total_parameters"] == 405_853_388_800
@@ -158,8 +182,8 @@ def test_all_of_405b_is_planned_in_a_minute_and_fits_with_the_recompute_that_it_
     assert found["fits"]
     # Processor time is what others on the machine cannot lengthen much.
     assert used.ru_utime + used.ru_stime < 2 * 60
-    # Of the largest process, in KiB; there are as many as cores, but no more than 8.
-    assert used.ru_maxrss * 2**10 < 2**30
+    # There are as many processes as cores, but no more than 8.
+    assert memory and max(memory.values()) < 2**30
 
 
 def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path) -> None:
