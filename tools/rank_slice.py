@@ -22,7 +22,7 @@ from megatron.core.model.llama import LlamaModel
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid, Topology
 from megatron.training.data import Vocabulary
-from megatron.training.setup import build_kernels, build_parallel_model
+from megatron.training.parallel_model import build_kernels, build_parallel_model
 
 
 class SilentCommunicator(Communicator):

@@ -14,7 +14,7 @@ from megatron.core.model.llama import LlamaModel
 from megatron.core.ops.attention import TorchAttention
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.setup import build_data_parallel
+from megatron.training.parallel_model import build_data_parallel
 from tools.rank_slice import SliceConfig
 from tools.step_bound import BareAttention, BareProducts, linear_shapes
 

@@ -17,7 +17,7 @@ from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
 from megatron.planner.memory import MemoryTracker
 from megatron.training.data import Vocabulary
-from megatron.training.setup import build_kernels, needs_log_sum_exp
+from megatron.training.parallel_model import build_kernels, needs_log_sum_exp
 
 
 class _InOneKernel:

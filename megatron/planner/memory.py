@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,16 +21,7 @@ Kind = Literal[
     "communication buffers",
     "working memory",
 ]
-KINDS: tuple[Kind, ...] = (
-    "weights",
-    "gradients",
-    "master weights",
-    "moments",
-    "activations",
-    "logits and loss",
-    "communication buffers",
-    "working memory",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """``activations`` are kept for a backward pass; ``working memory`` is what an action makes and lets go of."""
 _LASTING: frozenset[Kind] = frozenset(("weights", "gradients", "master weights", "moments", "logits and loss"))
 

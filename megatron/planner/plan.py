@@ -32,7 +32,8 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.data import Vocabulary
 from megatron.training.flops import model_flops_per_token
 from megatron.training.launch import rank_grid
-from megatron.training.setup import build_batches, pipeline_schedule
+from megatron.training.parallel_model import pipeline_schedule
+from megatron.training.setup import build_batches
 from megatron.training.state import Progress
 
 _MANY = 4

@@ -24,7 +24,7 @@ from megatron.core.topology import Topology
 from megatron.planner.kernels import rehearsed_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.training.data import Vocabulary
-from megatron.training.setup import build_parallel_model, build_pipeline, wrap_model
+from megatron.training.parallel_model import build_parallel_model, build_pipeline, wrap_model
 from megatron.training.step import train_step
 from megatron.training.timers import Timers
 

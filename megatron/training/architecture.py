@@ -8,8 +8,8 @@ from megatron.config.errors import ConfigError
 from megatron.config.model import LlamaConfig, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
+from megatron.training.description import Say
 from megatron.training.launch import on_first_rank
-from megatron.training.setup import Say
 from megatron.training.state import SavedRun, check_architecture, look_up_saved_run
 
 FlagsOver = Callable[[ModelConfig], RunConfig]

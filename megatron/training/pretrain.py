@@ -9,9 +9,10 @@ from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
 from megatron.core.topology import Topology
 from megatron.training.architecture import FlagsOver, settle_architecture
+from megatron.training.description import Say
 from megatron.training.launch import Process, choose_device, joined, prepare_cpu
 from megatron.training.listeners import Evaluation
-from megatron.training.setup import Say, build_trainer, save_directories_locked
+from megatron.training.setup import build_trainer, save_directories_locked
 from megatron.training.stop import SignalWatch, watch_signals
 from megatron.training.trainer import Trainer
 

@@ -6,48 +6,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron.checkpoint.lock import RunLock
-from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import CheckpointError, ConfigError, RankError
+from megatron.config.errors import CheckpointError, ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
-from megatron.core.context_parallel.attention import ContextParallel
-from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
-from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.kernels.choice import Choice, table
-from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
-from megatron.core.model.layer import BuildContext, LocalParts
-from megatron.core.model.llama import LlamaModel
-from megatron.core.model.pipeline import build_executor, stage_chunks
-from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.documents import Documents
-from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.weight_decay import build_weight_decay_schedule
-from megatron.core.pipeline_parallel.executor import PipelineExecutor, ReadDocuments
-from megatron.core.pipeline_parallel.schedule import Schedule
-from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
-from megatron.core.pipeline_parallel.simulator import Durations, simulate
-from megatron.core.precision import number_formats
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.topology import Topology
-from megatron.core.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
-from megatron.core.transformer_engine.layers import TransformerEngineParts
-from megatron.core.transformer_engine.overlap import shared_buffers
-from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
-from megatron.training.data import Data, Vocabulary, build_data, load_vocabulary
+from megatron.training.data import Data, build_data, load_vocabulary
+from megatron.training.description import Say, describe_run
 from megatron.training.flops import model_flops_per_token, resolve_peak
 from megatron.training.launch import on_first_rank, together
 from megatron.training.listeners import (
@@ -59,6 +35,14 @@ from megatron.training.listeners import (
     device_name,
 )
 from megatron.training.metrics import MetricsWriter
+from megatron.training.parallel_model import (
+    build_data_parallel,
+    build_kernels,
+    build_parallel_model,
+    build_pipeline,
+    check_kernels_agree,
+    share_buffers,
+)
 from megatron.training.pipeline_profile import PipelineProfile, check_trace_path
 from megatron.training.profile import build_profile
 from megatron.training.saver import Saver
@@ -68,8 +52,6 @@ from megatron.training.timers import Timers
 from megatron.training.trainer import Listener, Trainer
 from megatron.training.wandb_writer import check_wandb_credentials
 from megatron.training.writers import build_writers
-
-Say = Callable[[str], None]
 
 
 @contextmanager
@@ -139,10 +121,7 @@ def build_trainer(
     resume(state, saved, is_own, config, topology.world, say)
     data = build_data(config, topology, vocabulary, batches, train_iters, progress)
     writers = open_writers(config, topology, state.progress.iteration, train_iters)
-    describe_run(config, topology, model, state, batches, train_iters, say)
-    describe_kernels(kernels, say)
-    memory = data_parallel.memory() | state.optimizer.memory()
-    say(f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}")
+    describe_run(config, topology, model, kernels, state, batches, train_iters, say)
     return Trainer(
         topology=topology,
         state=state,
@@ -212,178 +191,6 @@ def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progr
             f"--profile-pipeline-iteration {iteration} is not among the iterations {progress.iteration + 1} to "
             f"{train_iters} of this run: choose one of them, or remove --profile-pipeline."
         )
-
-
-def build_kernels(config: RunConfig, topology: Topology, vocabulary: Vocabulary) -> Kernels:
-    """What computes each operation on this rank."""
-    size = topology.tensor_parallel.size
-    model = config.model.resolve(vocabulary.size, size, config.seq_length)
-    formats = number_formats(config.precision, config.optimizer)
-    setting = Setting(
-        topology.device,
-        formats.weight,
-        formats.gradient,
-        AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
-        needs_log_sum_exp=needs_log_sum_exp(config, topology),
-        attention_backend=config.model.attention_backend,
-        engine=find_transformer_engine(config, topology),
-    )
-    return choose_kernels(config.kernels, setting)
-
-
-def check_kernels_agree(choices: Sequence[Choice], world: Communicator) -> None:
-    """Refuse ranks that differ, by packages, compilers or GPUs: what tensor-parallel ranks each compute, and must
-    compute alike, would drift apart."""
-    for rank, others in enumerate(world.all_gather_object(choices)):
-        for mine, other in zip(choices, others, strict=True):
-            if mine.implementation != other.implementation:
-                raise ConfigError(
-                    f"The {mine.operation} kernel differs among ranks: on rank {world.rank} {mine.implementation} "
-                    f"({mine.reason}), on rank {rank} {other.implementation} ({other.reason}): install the same on all "
-                    f"hosts, or choose one by --kernel {mine.operation}={mine.implementation}."
-                )
-
-
-def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
-    """Whether attention must tell it: where partial results are merged; and where activations go to the host, since the
-    one kernel that does not tell keeps a graph of its own, which cannot."""
-    return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
-
-
-def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Vocabulary, kernels: Kernels) -> LlamaModel:
-    """This rank's part of the model, without initial weights."""
-    parallel = build_tensor_parallel(config, topology)
-    overlaps = parallel.overlap is not None
-    architecture = config.model.resolve(vocabulary.size, parallel.size, config.seq_length)
-    dtype = number_formats(config.precision, config.optimizer).weight
-    context_parallel = ContextParallel(topology.context_parallel, config.parallel.cp_comm_type)
-    # Left to FSDP2, so that whole weights never lie in memory; it cannot do that with tensors that have none at all.
-    leaves_memory = topology.has_memory and shards_weights(config.parallel, topology)
-    weights_device = torch.device("meta") if leaves_memory else None
-    context = BuildContext(
-        parallel,
-        dtype,
-        topology.device,
-        kernels.attention,
-        kernels=kernels.layers,
-        weight_gradient=kernels.weight_gradient,
-        context_parallel=context_parallel,
-        weights_device=weights_device,
-        activations=config.activations,
-        parts=LocalParts() if kernels.engine is None else TransformerEngineParts(kernels.engine, overlaps=overlaps),
-        fp8=build_fp8(config, topology, kernels.engine),
-    )
-    layers, stages = architecture.num_layers, topology.grid.pp
-    virtual_stages = config.pipeline.virtual_stages(layers, stages)
-    schedule, chunks = config.pipeline.schedule(layers, stages), config.pipeline.num_chunks(layers, stages)
-    placement = placement_of(schedule, stages, chunks)
-    mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
-    return LlamaModel(architecture, context, mine)
-
-
-def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParallel:
-    """How layers are shared; one rank alone splits and overlaps nothing."""
-    ranks = topology.tensor_parallel
-    if ranks.size == 1 or not config.parallel.sequence_parallel:
-        return TensorParallel(ranks)
-    overlap = choose_overlap(ranks, topology.device) if config.parallel.tp_comm_overlap else None
-    return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
-
-
-def share_buffers(config: RunConfig, topology: Topology, engine: TransformerEngine | None, at_end: ExitStack) -> None:
-    """What layers of Transformer Engine overlap with, if they shall, until ``at_end``; by all ranks together."""
-    ranks = topology.tensor_parallel
-    if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
-        return
-    rows = config.micro_batch_size * config.seq_length // topology.grid.cp
-    hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size
-    try:
-        at_end.enter_context(shared_buffers(engine, config.precision, ranks, rows, hidden_size))
-    except UnavailableError as error:
-        raise RankError(
-            f"--tp-comm-overlap with --transformer-impl transformer_engine needs that package, which on rank "
-            f"{topology.rank} {error}: change that, use --transformer-impl local, or remove --tp-comm-overlap."
-        ) from error
-
-
-def find_transformer_engine(config: RunConfig, topology: Topology) -> TransformerEngine | None:
-    """Transformer Engine, if ``--transformer-impl`` asks for it."""
-    if config.model.transformer_impl == "local":
-        return None
-    try:
-        return TransformerEngine.find(topology.device)
-    except UnavailableError as error:
-        raise ConfigError(
-            f"--transformer-impl transformer_engine needs that package, which {error}: install requirements-cuda.txt "
-            "on a machine with a GPU, or use --transformer-impl local."
-        ) from error
-
-
-def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine | None) -> Fp8Layers | None:
-    """What FP8 linear layers share, if ``--fp8-format`` asks for them."""
-    if config.precision.fp8_format is None:
-        return None
-    if engine is not None:
-        reason = why_unsupported(engine, config.precision)
-        if reason is not None:
-            raise ConfigError(
-                f"--fp8-recipe {config.precision.fp8_recipe} does not run on {device_name(topology.device)} "
-                f"({reason}): use another recipe, or remove --fp8-format."
-            )
-        return TransformerEngineFp8(engine, config.precision, topology.stage_ranks)
-    if not supports_fp8(topology.device):
-        raise ConfigError(
-            f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
-            f"{device_name(topology.device)} is not: remove it."
-        )
-    # Beside weights that are gathered and freed layer by layer, quantised copies of all would be kept in vain.
-    keeps_weights = not shards_weights(config.parallel, topology)
-    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights)
-
-
-def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
-    """The model under its data-parallel strategy, with its initial weights."""
-    data_parallel = wrap_model(config, topology, model)
-    data_parallel.initialize(config.training.seed)
-    return data_parallel
-
-
-def wrap_model(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:
-    """The model under its data-parallel strategy, its weights without values."""
-    return wrap_data_parallel(model, number_formats(config.precision, config.optimizer), topology, config.parallel)
-
-
-def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
-    """Makes the schedule of a number of microbatches."""
-    return partial(
-        build_schedule,
-        config.pipeline.schedule(num_layers, num_stages),
-        num_stages,
-        num_chunks=config.pipeline.num_chunks(num_layers, num_stages),
-        microbatch_group_size=config.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
-    )
-
-
-def build_pipeline(config: RunConfig, topology: Topology, model: LlamaModel) -> PipelineExecutor:
-    """What runs this rank's part of the model; with one stage, too."""
-    return build_executor(
-        model,
-        topology,
-        pipeline_schedule(config, model.config.num_layers, topology.grid.pp),
-        config.seq_length,
-        config.micro_batch_size,
-        config.pipeline.overlap_p2p_communication,
-        read_documents(config),
-    )
-
-
-def read_documents(config: RunConfig) -> ReadDocuments | None:
-    """How to read where documents begin; None where that does not matter."""
-    if not config.data.marks_documents:
-        return None
-    return partial(
-        Documents, masks_attention=config.data.masks_documents, resets_positions=config.data.reset_position_ids
-    )
 
 
 def build_learning_rate(config: RunConfig, train_iters: int, batches: BatchSchedule) -> LearningRateSchedule:
@@ -510,105 +317,3 @@ def memory_release(config: RunConfig, device: torch.device, level: int) -> Calla
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
     """How timers wait for the device; None where there is nothing to wait for."""
     return torch.cuda.synchronize if device.type != "cpu" else None
-
-
-def describe_run(
-    config: RunConfig,
-    topology: Topology,
-    model: LlamaModel,
-    state: RunState,
-    batches: BatchSchedule,
-    train_iters: int,
-    say: Say,
-) -> None:
-    """A few lines on what is about to run, once."""
-    grid = topology.grid
-    num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
-    strategy = config.parallel.sharding_strategy
-    types = dict.fromkeys(config.parallel.cp_comm_type)
-    context = f"context {grid.cp} ({', '.join(types)}) x " if grid.cp > 1 else ""
-    sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
-    say(
-        f"model: {model.config.num_parameters():,} parameters, "
-        f"{sum(weight.tensor.numel() for weight in state.data_parallel.stored_weights):,} on this rank"
-    )
-    say(
-        f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
-        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
-    )
-    if model.context.fp8 is not None:
-        say(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
-    if topology.rank == 0:
-        describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
-    if config.activations != ActivationConfig():
-        say(f"activations: {describe_activations(config.activations)}")
-    if model.context.parallel.overlap is not None:
-        theirs = "Transformer Engine's buffers; in the head " if config.model.transformer_impl != "local" else ""
-        say(f"tensor-parallel overlap: {theirs}{model.context.parallel.overlap.name}")
-    for flag, is_given, purpose in (
-        ("--sequence-parallel", config.parallel.sequence_parallel, "split"),
-        ("--tp-comm-overlap", config.parallel.tp_comm_overlap, "overlap"),
-    ):
-        if is_given and grid.tp == 1:
-            say(f"{flag} has nothing to {purpose} with --tensor-model-parallel-size 1")
-    say(
-        f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
-        f"{num_microbatches} microbatches per rank"
-    )
-
-
-def describe_kernels(kernels: Kernels, say: Say) -> None:
-    """The choice of every kernel and its reason."""
-    say("\n".join(["kernels:", *table(kernels.choices)]))
-
-
-def describe_activations(activations: ActivationConfig) -> str:
-    """What is kept of a forward pass where that is not everything, on the device."""
-    words = []
-    if activations.granularity == "full":
-        count = activations.recompute_num_layers
-        words.append(
-            f"of every {count} layers only the input is kept"
-            if activations.recompute_method == "uniform"
-            else f"of the first {count} layers of a chunk only inputs are kept"
-        )
-    elif activations.modules:
-        words.append(f"{', '.join(sorted(activations.modules))} computed again")
-    if activations.distribute_saved_activations:
-        words.append("divided over the tensor-parallel ranks")
-    if activations.cpu_offloading_num_layers:
-        words.append(f"what the first {activations.cpu_offloading_num_layers} layers of a chunk keep is on the host")
-    return "; ".join(words)
-
-
-def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
-    """What is in FP8, and how it is scaled."""
-    config = fp8.config
-    layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
-    scaling = "scales of the tensors at hand"
-    if config.fp8_recipe in ("blockwise", "mxfp8"):
-        scaling = f"scales of blocks ({config.fp8_recipe})"
-    if fp8.is_delayed:
-        history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
-        scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
-    return (
-        f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
-        f"{fp8.multiplier}; the rest in bf16"
-    )
-
-
-def describe_pipeline(config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, say: Say) -> None:
-    """A line on the stages and what the schedule costs, if there are several."""
-    if num_stages == 1:
-        if config.pipeline.pipeline_schedule is not None:
-            say("--pipeline-schedule has nothing to order with --pipeline-model-parallel-size 1")
-        return
-    schedule = pipeline_schedule(config, num_layers, num_stages)(num_microbatches)
-    layers = [len(virtual_stage.layers) for virtual_stage in config.pipeline.virtual_stages(num_layers, num_stages)]
-    times = tuple(map(float, layers))
-    timeline = simulate(schedule, Durations(forward=times, backward=times, weight=times))
-    say(
-        f"pipeline: {schedule.name}, {num_stages} stages of {schedule.placement.num_chunks} chunks with "
-        f"{'-'.join(map(str, layers))} layers; stages idle {timeline.bubble_fraction:.1%} of the time, counting layers "
-        "alone with F = B = W"
-    )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config.errors import ConfigError
 from megatron.core.kernels.choice import Choice
-from megatron.training.setup import check_kernels_agree
+from megatron.training.parallel_model import check_kernels_agree
 from tests.end_to_end.run_process import FlagValue, Outcome, call_training, losses, words_of
 
 SIZES: dict[str, FlagValue | Path] = {

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.model import LlamaConfig
 from megatron.core.parameter import info_of
-from megatron.training.setup import build_data_parallel
+from megatron.training.parallel_model import build_data_parallel
 from tools import benchmark_step
 from tools.benchmark_step import parse
 from tools.rank_slice import SilentCommunicator, SliceConfig

@@ -20,7 +20,7 @@ from megatron.config.optimizer import PrecisionConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.transformer_engine.fp8 import build_recipe
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
-from megatron.training.setup import share_buffers
+from megatron.training.parallel_model import share_buffers
 from megatron.training.state import fp8_tensors, model_tensors, optimizer_tensors
 from tests.end_to_end.run_process import (
     Corpus,

@@ -1,0 +1,121 @@
+"""What a run says of itself before it starts."""
+
+from collections.abc import Callable
+
+from megatron.config.activations import ActivationConfig
+from megatron.config.run import RunConfig
+from megatron.core.fp8 import Fp8Layers
+from megatron.core.kernels.choice import table
+from megatron.core.kernels.selection import Kernels
+from megatron.core.model.llama import LlamaModel
+from megatron.core.pipeline_parallel.simulator import Durations, simulate
+from megatron.core.topology import Topology
+from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.listeners import (
+    device_name,
+)
+from megatron.training.parallel_model import pipeline_schedule
+from megatron.training.state import RunState
+
+Say = Callable[[str], None]
+
+
+def describe_run(
+    config: RunConfig,
+    topology: Topology,
+    model: LlamaModel,
+    kernels: Kernels,
+    state: RunState,
+    batches: BatchSchedule,
+    train_iters: int,
+    say: Say,
+) -> None:
+    """A few lines on what is about to run, once."""
+    grid = topology.grid
+    num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
+    strategy = config.parallel.sharding_strategy
+    types = dict.fromkeys(config.parallel.cp_comm_type)
+    context = f"context {grid.cp} ({', '.join(types)}) x " if grid.cp > 1 else ""
+    sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
+    say(
+        f"model: {model.config.num_parameters():,} parameters, "
+        f"{sum(weight.tensor.numel() for weight in state.data_parallel.stored_weights):,} on this rank"
+    )
+    say(
+        f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
+        f"{context}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
+    )
+    if model.context.fp8 is not None:
+        say(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
+    if topology.rank == 0:
+        describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, say)
+    if config.activations != ActivationConfig():
+        say(f"activations: {describe_activations(config.activations)}")
+    if model.context.parallel.overlap is not None:
+        theirs = "Transformer Engine's buffers; in the head " if config.model.transformer_impl != "local" else ""
+        say(f"tensor-parallel overlap: {theirs}{model.context.parallel.overlap.name}")
+    for flag, is_given, purpose in (
+        ("--sequence-parallel", config.parallel.sequence_parallel, "split"),
+        ("--tp-comm-overlap", config.parallel.tp_comm_overlap, "overlap"),
+    ):
+        if is_given and grid.tp == 1:
+            say(f"{flag} has nothing to {purpose} with --tensor-model-parallel-size 1")
+    say(
+        f"run: {train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
+        f"{num_microbatches} microbatches per rank"
+    )
+    say("\n".join(["kernels:", *table(kernels.choices)]))
+    memory = state.data_parallel.memory() | state.optimizer.memory()
+    say(f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}")
+
+
+def describe_activations(activations: ActivationConfig) -> str:
+    """What is kept of a forward pass where that is not everything, on the device."""
+    words = []
+    if activations.granularity == "full":
+        count = activations.recompute_num_layers
+        words.append(
+            f"of every {count} layers only the input is kept"
+            if activations.recompute_method == "uniform"
+            else f"of the first {count} layers of a chunk only inputs are kept"
+        )
+    elif activations.modules:
+        words.append(f"{', '.join(sorted(activations.modules))} computed again")
+    if activations.distribute_saved_activations:
+        words.append("divided over the tensor-parallel ranks")
+    if activations.cpu_offloading_num_layers:
+        words.append(f"what the first {activations.cpu_offloading_num_layers} layers of a chunk keep is on the host")
+    return "; ".join(words)
+
+
+def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
+    """What is in FP8, and how it is scaled."""
+    config = fp8.config
+    layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
+    scaling = "scales of the tensors at hand"
+    if config.fp8_recipe in ("blockwise", "mxfp8"):
+        scaling = f"scales of blocks ({config.fp8_recipe})"
+    if fp8.is_delayed:
+        history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
+        scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
+    return (
+        f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
+        f"{fp8.multiplier}; the rest in bf16"
+    )
+
+
+def describe_pipeline(config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, say: Say) -> None:
+    """A line on the stages and what the schedule costs, if there are several."""
+    if num_stages == 1:
+        if config.pipeline.pipeline_schedule is not None:
+            say("--pipeline-schedule has nothing to order with --pipeline-model-parallel-size 1")
+        return
+    schedule = pipeline_schedule(config, num_layers, num_stages)(num_microbatches)
+    layers = [len(virtual_stage.layers) for virtual_stage in config.pipeline.virtual_stages(num_layers, num_stages)]
+    times = tuple(map(float, layers))
+    timeline = simulate(schedule, Durations(forward=times, backward=times, weight=times))
+    say(
+        f"pipeline: {schedule.name}, {num_stages} stages of {schedule.placement.num_chunks} chunks with "
+        f"{'-'.join(map(str, layers))} layers; stages idle {timeline.bubble_fraction:.1%} of the time, counting layers "
+        "alone with F = B = W"
+    )
