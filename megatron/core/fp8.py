@@ -98,8 +98,6 @@ class Fp8Scaling(Fp8Layers):
     ``keeps_weights`` a quantised weight is made for every product, for weights that are not kept themselves.
     """
 
-    multiplier = "torch._scaled_mm"
-
     def __init__(
         self,
         config: PrecisionConfig,
@@ -110,6 +108,7 @@ class Fp8Scaling(Fp8Layers):
     ) -> None:
         super().__init__(config)
         self.keeps_weights, self.multiply = keeps_weights, multiply
+        self.multiplier = "fp32 products of the FP8 numbers" if device.type == "cpu" else "torch._scaled_mm"
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Products] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3

@@ -71,7 +71,7 @@ def test_the_loss_falls_as_in_bf16(corpus: Corpus, tmp_path: Path, recipe: str) 
         (
             DELAYED,
             "> fp8: hybrid with delayed scaling (amax history of 4, max, margin 0): linear layers of 2 of 2 "
-            "transformer layers, by torch._scaled_mm; the rest in bf16",
+            "transformer layers, by fp32 products of the FP8 numbers; the rest in bf16",
         ),
         (
             {
@@ -81,7 +81,7 @@ def test_the_loss_falls_as_in_bf16(corpus: Corpus, tmp_path: Path, recipe: str) 
                 "num_layers_at_end_in_bf16": 2,
             },
             "> fp8: e4m3 with scales of the tensors at hand: linear layers of 1 of 4 transformer layers, by "
-            "torch._scaled_mm; the rest in bf16",
+            "fp32 products of the FP8 numbers; the rest in bf16",
         ),
     ],
 )

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ class Quickstart:
     """The script in its copy of the repository."""
 
     clone: Path
+    started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     @property
     def run_directory(self) -> Path:
@@ -54,16 +56,20 @@ class Quickstart:
         return self.clone / "quickstart.log"
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start the script in a session of its own, as on a terminal of its own."""
+        """Start the quickstart."""
         settings = {
             "RUN": str(self.run_directory),
             "ITERATIONS": str(ITERATIONS),
             "VOCABULARY": str(VOCABULARY),
             "MASTER_PORT": str(free_port()),
         }
+        return self.start_script(["examples/quickstart.sh"], settings)
+
+    def start_script(self, command: list[str], settings: dict[str, str]) -> "subprocess.Popen[bytes]":
+        """Start a script in a session of its own, as on a terminal of its own."""
         with self.log.open("wb") as log:
-            return subprocess.Popen(
-                ["bash", "examples/quickstart.sh"],
+            process = subprocess.Popen(
+                ["bash", *command],
                 cwd=self.clone,
                 env=environment() | settings,
                 stdout=log,
@@ -71,15 +77,20 @@ class Quickstart:
                 start_new_session=True,
                 preexec_fn=heed_interrupts,
             )
+        self.started.append(process)
+        return process
 
     def finish(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for the end; the output. A script that does not end is killed."""
-        try:
-            process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+        """Wait for the end; the output."""
+        process.wait(TIMEOUT)
         return self.log.read_text()
+
+    def kill(self) -> None:
+        """End what a failed test has left running; it would slow all tests behind it."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on to its ranks, which are not in the group
+                process.wait(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +102,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
     """A copy of the repository whose virtual environment is that of the tests, with a small corpus in place."""
     clone = tmp_path_factory.mktemp("clone")
     for name in ("examples", "megatron", "tools"):
@@ -111,7 +122,8 @@ def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Quicks
     (quickstart.run_directory / "corpus.jsonl").write_text(
         "".join(documents[:: len(documents) // 25]), encoding="utf-8"
     )
-    return quickstart
+    yield quickstart
+    quickstart.kill()
 
 
 def test_corpus_is_megabytes_of_real_text(source: Path) -> None:
@@ -175,15 +187,10 @@ def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quick
         "PRECISIONS": "fp32 fp8-tensorwise",
         "MASTER_PORT": str(free_port()),
     }
-    process = subprocess.run(
-        ["bash", "examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1"],
-        cwd=quickstart.clone,
-        env=environment() | settings,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
+    process = quickstart.start_script(
+        ["examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1"], settings
     )
-    output = process.stdout + process.stderr
+    output = quickstart.finish(process)
     assert process.returncode == 0, output
     assert re.search(r"^\| fp32 \| [0-9.]+ \| [0-9.]+ \| 0 \| - \| - \| - \|$", output, re.MULTILINE), output
     assert re.search(r"^\| fp8-tensorwise \| .*% to [+-][0-9.]+% \| 1 % \|$", output, re.MULTILINE), output
