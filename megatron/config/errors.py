@@ -23,6 +23,10 @@ class DataError(UserError):
     """A data file, index or tokenizer that cannot be used as it is."""
 
 
+class TokenizerMismatchError(UserError):
+    """Two libraries that should give a text the same ids, but do not."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model."""
 

@@ -26,6 +26,7 @@ from megatron.core.ops.fp8 import (
     amax_of,
     amax_of_history,
     largest_value,
+    product_for,
     push_amax,
     quantize,
     scale_from_amax,
@@ -104,11 +105,12 @@ class Fp8Scaling(Fp8Layers):
         ranks: Communicator,
         device: torch.device,
         keeps_weights: bool = True,
-        multiply: ScaledProduct = scaled_product,
+        multiply: ScaledProduct | None = None,
     ) -> None:
         super().__init__(config)
-        self.keeps_weights, self.multiply = keeps_weights, multiply
-        self.multiplier = "fp32 products of the FP8 numbers" if device.type == "cpu" else "torch._scaled_mm"
+        self.keeps_weights = keeps_weights
+        self.multiply = product_for(device) if multiply is None else multiply
+        self.multiplier = "torch._scaled_mm" if self.multiply is scaled_product else "fp32 products of the FP8 numbers"
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Products] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3

@@ -46,8 +46,12 @@ class EncodeTask(NamedTuple):
     skip_bad_documents: bool
 
 
-# One per process, however many batches it gets; forked workers inherit that of their parent.
-shared_tokenizer = functools.cache(build_tokenizer)
+@functools.cache
+def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """One per process, however many batches it gets; forked workers inherit that of their parent, ready for use."""
+    tokenizer = build_tokenizer(config)
+    tokenizer.tokenize_to_arrays([])
+    return tokenizer
 
 
 def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +21,13 @@ import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import ConfigError, DataError
-from megatron.data.word_cache import WordCache, cut_at_blanks
+from megatron.data.verified_encoder import (
+    Encode,
+    VerifiedEncoder,
+    fast_sentencepiece,
+    fast_tiktoken,
+    fast_tokenizer_json,
+)
 
 # Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
 LLAMA3_SPLIT = (
@@ -41,9 +48,6 @@ _LLAMA3_SPECIAL_TOKENS = {
 # tiktoken's regular expressions overflow their stack on some 300,000 blanks in a row.
 _MAX_BLANK_RUN = 100_000
 _LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
-
-# SentencePiece's sign for a blank.
-_BLANK = "\u2581"
 
 _END_OF_DOCUMENT_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 _BEGIN_OF_DOCUMENT_NAMES = ("<s>", "<|begin_of_text|>", "<|startoftext|>")
@@ -99,11 +103,38 @@ class Tokenizer(ABC):
         """The text of ids within the vocabulary."""
 
 
-class SentencePieceTokenizer(Tokenizer):
+class _LibraryTokenizer(Tokenizer):
+    """A tokenizer of a library. Arrays of ids come from a faster one, which is compared with it, where there is one."""
+
+    _library: str
+
+    @abstractmethod
+    def _fast_encode(self) -> Encode | None:
+        """The faster encoder, if there is one."""
+
+    @cached_property
+    def _encoder(self) -> VerifiedEncoder | None:
+        fast = self._fast_encode()
+        return fast and VerifiedEncoder(fast, self._encode, self._library)
+
+    def _encode(self, text: str) -> bytes:
+        return array("i", self.tokenize(text)).tobytes()
+
+    def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
+        if self._encoder is None:
+            return super().tokenize_to_arrays(texts)
+        ids = self._encoder.encode_batch(texts)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids)) // 4
+        return TokenizedTexts(np.frombuffer(b"".join(ids), np.int32), lengths.astype(np.int32))
+
+
+class SentencePieceTokenizer(_LibraryTokenizer):
     """A SentencePiece model, such as Llama 2's ``tokenizer.model``; end of document is its ``</s>``.
 
     SentencePiece writes a space as U+2581, so that one character of a text comes back as a space.
     """
+
+    _library = "sentencepiece"
 
     def __init__(self, path: str) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -122,7 +153,10 @@ class SentencePieceTokenizer(Tokenizer):
             raise DataError(f"{path} has no end-of-sentence token to end documents with: use another model.")
         bos = int(self._processor.bos_id())
         self.bos = bos if bos >= 0 else None
-        self._words = WordCache(self._encode_words) if _words_are_independent(content) else None
+        self._content = content
+
+    def _fast_encode(self) -> Encode | None:
+        return fast_sentencepiece(self._content, self._encode)
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
@@ -130,21 +164,6 @@ class SentencePieceTokenizer(Tokenizer):
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
-        return ids
-
-    def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
-        if self._words is None:
-            return super().tokenize_to_arrays(texts)
-        # A text that holds SentencePiece's sign for a blank is one word: the sign passes for a blank, but is none to
-        # cut at. SentencePiece puts a blank before whatever it encodes, if there is anything.
-        words = [[f" {text}"] if _BLANK in text else cut_at_blanks(f" {text}") if text else [] for text in texts]
-        return _join_bytes(self._words.ids(words))
-
-    def _encode_words(self, words: list[str]) -> list[list[int]]:
-        """The ids of words with their blanks in front, of which SentencePiece adds one."""
-        ids = self.tokenize_batch([word[1:] for word in words])
-        if " " in words:  # to SentencePiece a text without ids
-            ids[words.index(" ")] = [int(self._processor.piece_to_id(_BLANK))]
         return ids
 
     def _decode(self, ids: list[int]) -> str:
@@ -155,13 +174,16 @@ class SentencePieceTokenizer(Tokenizer):
 Llama2Tokenizer = SentencePieceTokenizer
 
 
-class TikTokenizer(Tokenizer):
+class TikTokenizer(_LibraryTokenizer):
     """Llama 3's ``tokenizer.model``: lines of a token in base64 and its rank, followed by special tokens."""
+
+    _library = "tiktoken"
 
     def __init__(self, path: str, num_special_tokens: int = 256) -> None:
         import tiktoken
 
-        ranks = _parse_ranks(path)
+        content = _read_file(path)
+        ranks = _parse_ranks(content, path)
         specials = _llama3_special_tokens(len(ranks), num_special_tokens)
         self._encoding = tiktoken.Encoding(
             os.path.basename(path), pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
@@ -169,31 +191,28 @@ class TikTokenizer(Tokenizer):
         self.vocab_size = len(ranks) + num_special_tokens
         self.bos = specials["<|begin_of_text|>"]
         self.eod = specials["<|end_of_text|>"]
+        self._has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+        self._content = content
+
+    def _fast_encode(self) -> Encode | None:
+        encode = fast_tiktoken(self._content, LLAMA3_SPLIT) if self._has_all_bytes else None
+        return encode and (lambda text: b"".join(map(encode, _cut_blank_runs(text))))
 
     def tokenize(self, text: str) -> list[int]:
-        if len(text) <= _MAX_BLANK_RUN:
-            return self._encoding.encode_ordinary(text)
         return [token for part in _cut_blank_runs(text) for token in self._encoding.encode_ordinary(part)]
-
-    def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
-        return _join_bytes(list(map(self._tokenize_to_bytes, texts)))
-
-    def _tokenize_to_bytes(self, text: str) -> bytes:
-        """Ids as 32-bit bytes."""
-        if len(text) > _MAX_BLANK_RUN:
-            return array("i", self.tokenize(text)).tobytes()
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).tobytes()
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(_LibraryTokenizer):
     """A ``tokenizer.json``, or a directory that holds one.
 
     The end of a document is the ``eos_token`` of tokenizer_config.json or special_tokens_map.json beside it,
     else one of the usual names.
     """
+
+    _library = "tokenizers"
 
     def __init__(self, path: str) -> None:
         from tokenizers import Tokenizer as FastTokenizer
@@ -217,6 +236,10 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eod = eod
         self.bos = _first_known(vocabulary, named.get("bos_token"), _BEGIN_OF_DOCUMENT_NAMES)
+        self._content = content
+
+    def _fast_encode(self) -> Encode | None:
+        return fast_tokenizer_json(self._content)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -329,41 +352,11 @@ def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
-def _join_bytes(ids: list[bytes]) -> TokenizedTexts:
-    """Texts whose ids are int32 bytes."""
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids)) // 4
-    return TokenizedTexts(np.frombuffer(b"".join(ids), np.int32), lengths.astype(np.int32))
-
-
-def _words_are_independent(model: bytes) -> bool:
-    """Whether a SentencePiece model gives a text the ids of its words, each with the blanks before it.
-
-    So it is when merges alone decide (BPE), no piece goes on behind a blank that follows something else, and the
-    text reaches them as it is, with one blank in front: Llama 2's model, and those of tools/train_tokenizer.py.
-    """
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto: Any = sentencepiece_model_pb2
-    content = proto.ModelProto.FromString(model)
-    normalizer, trainer = content.normalizer_spec, content.trainer_spec
-    pieces = {piece.piece for piece in content.pieces}
-    return (
-        trainer.model_type == proto.TrainerSpec.BPE
-        and not trainer.treat_whitespace_as_suffix
-        and not normalizer.precompiled_charsmap
-        and normalizer.add_dummy_prefix
-        and normalizer.escape_whitespaces
-        and not normalizer.remove_extra_whitespaces
-        and _BLANK in pieces
-        and not any(_BLANK in piece.lstrip(_BLANK) for piece in pieces)
-    )
-
-
-def _parse_ranks(path: str) -> dict[bytes, int]:
+def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
     """Token bytes and ranks; the ranks must be 0..n-1."""
     ranks: dict[bytes, int] = {}
     try:
-        for line in _read_file(path).splitlines():
+        for line in content.splitlines():
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -387,6 +380,9 @@ def _llama3_special_tokens(first_id: int, count: int) -> dict[str, int]:
 
 def _cut_blank_runs(text: str) -> Iterator[str]:
     """``text`` in parts, cut only inside very long runs of blanks."""
+    if len(text) <= _MAX_BLANK_RUN:
+        yield text
+        return
     start = 0
     for run in _LONG_BLANK_RUN.finditer(text):
         for cut in range(run.start() + _MAX_BLANK_RUN, run.end(), _MAX_BLANK_RUN):

@@ -10,6 +10,7 @@ from megatron.config.run import RunConfig
 from megatron.core.kernels.selection import Kernels, LayerKernels, OptimizerKernels
 from megatron.core.ops.attention import AttentionKernel, ReferenceAttention, choose_attention_kernel
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
+from megatron.core.ops.fp8 import product_for
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU
@@ -87,6 +88,7 @@ def rehearsed_kernels(
             cross_entropy=cross_entropy,
         ),
         optimizer=OptimizerKernels(),
+        fp8_product=product_for(device),
         engine=None,
         choices=(),
     )

@@ -95,7 +95,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocabulary: Voca
         weights_device=weights_device,
         activations=config.activations,
         parts=LocalParts() if kernels.engine is None else TransformerEngineParts(kernels.engine, overlaps=overlaps),
-        fp8=build_fp8(config, topology, kernels.engine),
+        fp8=build_fp8(config, topology, kernels),
     )
     layers, stages = architecture.num_layers, topology.grid.pp
     virtual_stages = config.pipeline.virtual_stages(layers, stages)
@@ -143,18 +143,18 @@ def find_transformer_engine(config: RunConfig, topology: Topology) -> Transforme
         ) from error
 
 
-def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine | None) -> Fp8Layers | None:
+def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Layers | None:
     """What FP8 linear layers share, if ``--fp8-format`` asks for them."""
     if config.precision.fp8_format is None:
         return None
-    if engine is not None:
-        reason = why_unsupported(engine, config.precision)
+    if kernels.engine is not None:
+        reason = why_unsupported(kernels.engine, config.precision)
         if reason is not None:
             raise ConfigError(
                 f"--fp8-recipe {config.precision.fp8_recipe} does not run on {device_name(topology.device)} "
                 f"({reason}): use another recipe, or remove --fp8-format."
             )
-        return TransformerEngineFp8(engine, config.precision, topology.stage_ranks)
+        return TransformerEngineFp8(kernels.engine, config.precision, topology.stage_ranks)
     if not supports_fp8(topology.device):
         raise ConfigError(
             f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
@@ -162,7 +162,7 @@ def build_fp8(config: RunConfig, topology: Topology, engine: TransformerEngine |
         )
     # Beside weights that are gathered and freed layer by layer, quantised copies of all would be kept in vain.
     keeps_weights = not shards_weights(config.parallel, topology)
-    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights)
+    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights, kernels.fp8_product)
 
 
 def build_data_parallel(config: RunConfig, topology: Topology, model: LlamaModel) -> DataParallel:

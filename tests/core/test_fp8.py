@@ -18,6 +18,7 @@ from megatron.core.ops.fp8 import (
     E5M2,
     LARGEST_SCALE,
     AmaxAlgorithm,
+    ScaledProduct,
     amax_of,
     dequantize,
     largest_value,
@@ -25,6 +26,7 @@ from megatron.core.ops.fp8 import (
     scale_from_amax,
     scaled_product,
     scaled_product_reference,
+    widened_product,
 )
 from megatron.core.ops.matmul import Operand
 from megatron.core.recompute import recompute
@@ -95,23 +97,24 @@ def test_the_result_has_rows_in_memory_whatever_came() -> None:
 
 @FORMATS
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_is_in_every_product(dtype: torch.dtype, bad: float) -> None:
+@pytest.mark.parametrize("product", [scaled_product, widened_product])
+def test_what_is_not_finite_is_in_every_product(dtype: torch.dtype, bad: float, product: ScaledProduct) -> None:
     """Numbers saturate; an overflow of the tensor itself must not vanish behind that."""
     tensor = torch.randn(16, 32)
     other = own_scale(torch.randn(16, 32), E4M3)
-    assert scaled_product(with_scale(tensor, 1e9, dtype), other, torch.float32).isfinite().all()
+    assert product(with_scale(tensor, 1e9, dtype), other, torch.float32).isfinite().all()
     tensor[3, 5] = bad
     for operand in (with_scale(tensor, 1.0, dtype), own_scale(tensor, dtype)):
-        assert scaled_product(operand, other, torch.bfloat16).isnan().all()
+        assert product(operand, other, torch.bfloat16).isnan().all()
 
 
 @FORMATS
 def test_a_tensor_of_zeros_stays_one(dtype: torch.dtype) -> None:
     operand = own_scale(torch.zeros(16, 16), dtype)
     assert operand.inverse_scale == 1.0
-    assert not scaled_product(
-        operand, operand if dtype == E4M3 else own_scale(torch.ones(16, 16), E4M3), torch.float32
-    ).any()
+    other = operand if dtype == E4M3 else own_scale(torch.ones(16, 16), E4M3)
+    for multiply in (scaled_product, widened_product):
+        assert not multiply(operand, other, torch.float32).any()
 
 
 # Products
@@ -119,13 +122,14 @@ def test_a_tensor_of_zeros_stays_one(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(E4M3, E4M3), (E5M2, E4M3)], ids=["e4m3 x e4m3", "e5m2 x e4m3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("product", [scaled_product, widened_product])
 def test_products_are_those_of_the_quantised_numbers(
-    first: torch.dtype, second: torch.dtype, dtype: torch.dtype
+    first: torch.dtype, second: torch.dtype, dtype: torch.dtype, product: ScaledProduct
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     a = own_scale(torch.randn(48, 160, generator=generator) * 1e-5, first)
     b = own_scale(torch.randn(32, 160, generator=generator) * 30, second)
-    found = scaled_product(a, b, dtype)
+    found = product(a, b, dtype)
     assert found.dtype == dtype
     exact = scaled_product_reference(a, b, torch.float64)
     terms = dequantize(a).abs() @ dequantize(b).abs().t()

@@ -5,18 +5,21 @@ import importlib.metadata
 import importlib.util
 import json
 import random
+import re
+import sys
 import sysconfig
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.config.errors import ConfigError, DataError, TokenizerMismatchError, UserError
+from megatron.data.sentencepiece_ranks import SentencePieceRanks
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
     Llama2Tokenizer,
@@ -24,11 +27,11 @@ from megatron.data.tokenizers import (
     SentencePieceTokenizer,
     TikTokenizer,
     Tokenizer,
-    _words_are_independent,
+    _LibraryTokenizer,
     build_tokenizer,
     describe_tokenizer,
 )
-from megatron.data.word_cache import WordCache
+from megatron.data.verified_encoder import VerifiedEncoder, fast_tokenizer_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,41 +118,72 @@ def test_trained_sentencepiece_keeps_source_code(sentencepiece_model: str, pytho
     assert pieces[-4:-1] == ["1", "2", "3"] and len(pieces) < 11
 
 
-def test_words_of_sentencepiece_are_looked_up_only_where_that_changes_nothing(
-    sentencepiece_model: str, tmp_path: Path
+def unlikely_texts(count: int) -> Iterator[str]:
+    """Mixtures of what tokenizers treat in special ways, and of any characters."""
+    generator = random.Random(2)
+    anything = [chr(code) for code in (*range(0x3000), *range(0xFE00, 0x10000), *range(0x1F300, 0x1F700), 0x20000)]
+    special = [*"  \n\r\t'\u2019sStTlLdDmMveVErR0123456789abcXYZ.,!-_", "'\u017f", "\r\n", "\u3000", "\x85", "\u2028"]
+    special += ["<|begin_of_text|>", "<s>", "</s>", "<unk>", "<0x0A>", "\u2581", "\0"]
+    for _ in range(count):
+        share = generator.choice([0, 0.05, 0.3, 0.9])
+        length = generator.randrange(120)
+        yield "".join(generator.choice(anything if generator.random() < share else special) for _ in range(length))
+
+
+def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert isinstance(tokenizer, _LibraryTokenizer) and tokenizer._encoder is not None
+    tokens, lengths = tokenizer.tokenize_to_arrays(texts)
+    expected = tokenizer.tokenize_batch(texts)
+    assert lengths.tolist() == list(map(len, expected))
+    assert tokens.tolist() == [token for ids in expected for token in ids]
+
+
+def test_sentencepiece_by_ranks_of_bytes_gives_its_ids(sentencepiece_model: str, python_sources: list[str]) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+    assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
+
+
+@pytest.mark.parametrize(("pieces", "parts"), [((), 4), (("7a",), 3), (("a:", "19"), 3), (("7a", "a:"), 2)])
+def test_ranks_of_sentencepiece_cut_where_no_piece_reaches(
+    sentencepiece_model: str, tmp_path: Path, pieces: tuple[str, ...], parts: int
+) -> None:
+    """Blanks at the end, and letters, digits and others as far as no piece has them side by side."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    model = proto.ModelProto.FromString(Path(sentencepiece_model).read_bytes())
+    for number, piece in enumerate(pieces):
+        model.pieces.add(piece=piece, score=-10_000 - number)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model.SerializeToString())
+    ranks = SentencePieceRanks.of(path.read_bytes())
+    assert ranks is not None and len(re.sub(r"\[.*?[^\\]\]", "", ranks.split).split("|")) == parts
+    assert_fast_ids_are_those_of_the_library(SentencePieceTokenizer(str(path)), list(unlikely_texts(1500)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, proto: setattr(model.pieces.add(), "piece", "of\u2581the"),
+        lambda model, proto: setattr(model.pieces.add(), "piece", "qxqxqx"),  # that no merges come to
+        lambda model, proto: setattr(model.pieces[600], "score", model.pieces[500].score),
+        lambda model, proto: setattr(model.pieces[600], "type", proto.ModelProto.SentencePiece.USER_DEFINED),
+        lambda model, proto: setattr(model.pieces[5], "type", proto.ModelProto.SentencePiece.NORMAL),
+        lambda model, proto: setattr(model.normalizer_spec, "remove_extra_whitespaces", True),
+        lambda model, proto: setattr(model.normalizer_spec, "add_dummy_prefix", False),
+        lambda model, proto: setattr(model.normalizer_spec, "precompiled_charsmap", b"1"),
+        lambda model, proto: setattr(model.trainer_spec, "model_type", proto.TrainerSpec.UNIGRAM),
+    ],
+)
+def test_other_sentencepiece_models_are_left_to_the_library(
+    sentencepiece_model: str, change: Callable[[Any, Any], None]
 ) -> None:
     from sentencepiece import sentencepiece_model_pb2
 
     proto: Any = sentencepiece_model_pb2
-    content = Path(sentencepiece_model).read_bytes()
-    tokenizer = SentencePieceTokenizer(sentencepiece_model)
-    assert _words_are_independent(content) and tokenizer._words is not None
-    generator = random.Random(1)
-    texts = [
-        "".join(generator.choices("ab.\n\t \u2581\0\u4e2d", [3, 3, 1, 1, 1, 9, 1, 1, 1], k=generator.randrange(12)))
-        for _ in range(3000)
-    ]
-    assert tokenizer.tokenize_to_arrays(texts).tokens.tolist() == [
-        id for ids in tokenizer.tokenize_batch(texts) for id in ids
-    ]
-    for change in (
-        lambda model: setattr(model.pieces.add(), "piece", "of\u2581the"),
-        lambda model: setattr(model.normalizer_spec, "remove_extra_whitespaces", True),
-        lambda model: setattr(model.normalizer_spec, "add_dummy_prefix", False),
-        lambda model: setattr(model.normalizer_spec, "precompiled_charsmap", b"1"),
-        lambda model: setattr(model.trainer_spec, "model_type", proto.TrainerSpec.UNIGRAM),
-    ):
-        model = proto.ModelProto.FromString(content)
-        change(model)
-        assert not _words_are_independent(model.SerializeToString())
-
-
-def test_word_cache_stays_within_its_bound() -> None:
-    cache = WordCache(lambda words: [[len(word)] for word in words], max_words=3)
-    for texts in ([["a", "bb"], ["a"]], [["ccc", "a"]], [["dd", "a"], []], [["x" * 100]]):
-        lengths = [[len(word) for word in words] for words in texts]
-        assert [np.frombuffer(ids, np.int32).tolist() for ids in cache.ids(texts)] == lengths
-        assert len(cache) <= 3
+    model = proto.ModelProto.FromString(Path(sentencepiece_model).read_bytes())
+    change(model, proto)
+    assert SentencePieceRanks.of(model.SerializeToString()) is None
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "tiktoken"])
@@ -214,6 +248,16 @@ def test_llama3_tokenizer() -> None:
         TikTokenizer(llama3_model(), 5)
 
 
+def test_fast_ids_are_those_of_tiktoken() -> None:
+    """For every character that Unicode has, in places where its kind matters, and for mixtures."""
+    tokenizer = TikTokenizer(llama3_model())
+    characters = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Cs", "Co")]
+    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in characters]
+    texts = ["".join(around[start : start + 500]) for start in range(0, len(around), 500)]
+    assert len(characters) > 140_000
+    assert_fast_ids_are_those_of_the_library(tokenizer, [*texts, *unlikely_texts(5000)])
+
+
 @pytest.fixture
 def byte_ranks(tmp_path: Path) -> str:
     """A model of single bytes and a few merges, in Llama 3's format."""
@@ -232,9 +276,40 @@ def test_tiktoken_format(byte_ranks: str) -> None:
 
 
 @pytest.mark.parametrize("text", [" " * 1_000_000, "x" + "\t" * 350_000 + "y " * 200_000, "x" * 300_000])
-def test_endless_runs_do_not_crash_the_tiktoken_engine(byte_ranks: str, text: str) -> None:
-    tokenizer = TikTokenizer(byte_ranks)
-    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+def test_endless_runs_do_not_crash_the_engines(byte_ranks: str, sentencepiece_model: str, text: str) -> None:
+    for tokenizer in (TikTokenizer(byte_ranks), SentencePieceTokenizer(sentencepiece_model)):
+        assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+        assert tokenizer.tokenize_to_arrays([text]).tokens.tolist() == tokenizer.tokenize(text)
+
+
+def test_ids_that_differ_stop_the_run_and_halves_of_characters_are_left_to_the_library() -> None:
+    def encode(text: str) -> bytes:
+        return text.encode("utf-32-le", "replace")
+
+    def wrong_for_z(text: str) -> bytes:
+        return text.encode("utf-32-le").replace(b"z", b"y")
+
+    encoder = VerifiedEncoder(wrong_for_z, encode, "tiktoken")
+    assert encoder.encode_batch([]) == []
+    assert encoder.encode_batch(["abc", "z"]) == [encode("abc"), encode("y")]  # the first is compared, then the second
+    with pytest.raises(TokenizerMismatchError, match="splintr and tiktoken give different ids for the text 'z'"):
+        encoder.encode_batch(["abc", "z"])
+    assert encoder.encode_batch(["\ud800"]) == [encode("\ud800")]
+
+
+def test_without_splintr_the_libraries_do_all(
+    byte_ranks: str, sentencepiece_model: str, hugging_face_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "splintr", None)
+    texts = list(unlikely_texts(50))
+    for tokenizer in (
+        TikTokenizer(byte_ranks),
+        SentencePieceTokenizer(sentencepiece_model),
+        HuggingFaceTokenizer(str(hugging_face_directory)),
+    ):
+        assert tokenizer._encoder is None
+        expected = [token for ids in tokenizer.tokenize_batch(texts) for token in ids]
+        assert tokenizer.tokenize_to_arrays(texts).tokens.tolist() == expected
 
 
 @pytest.fixture
@@ -271,6 +346,29 @@ def test_hugging_face_tokenizer(hugging_face_directory: Path) -> None:
     (hugging_face_directory / "tokenizer_config.json").write_text("{")
     with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
         HuggingFaceTokenizer(str(hugging_face_directory))
+
+
+def test_fast_ids_are_those_of_hugging_face(hugging_face_directory: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(hugging_face_directory))
+    assert_fast_ids_are_those_of_the_library(tokenizer, list(unlikely_texts(3000)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"added_tokens": [{"id": 3, "content": "words", "special": False}]},
+        {"model": {"type": "Unigram"}},
+        {"model": {"type": "BPE", "byte_fallback": True}},
+        {"model": {"type": "BPE", "dropout": 0.1}},
+    ],
+)
+def test_other_tokenizer_json_are_left_to_the_library(hugging_face_directory: Path, change: dict[str, Any]) -> None:
+    content = json.loads((hugging_face_directory / "tokenizer.json").read_text())
+    assert fast_tokenizer_json(json.dumps(content).encode()) is not None
+    assert fast_tokenizer_json(json.dumps(content | change).encode()) is None
 
 
 def test_hugging_face_tokenizer_needs_an_end_of_document(hugging_face_directory: Path) -> None:

@@ -42,6 +42,7 @@ from megatron.core.ops.attention import (
     attention_kernels,
 )
 from megatron.core.ops.cross_entropy import CompiledCrossEntropy, CrossEntropyKernel, EagerCrossEntropy
+from megatron.core.ops.fp8 import ScaledProduct, product_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
@@ -78,6 +79,7 @@ class Kernels:
     weight_gradient: WeightGradientKernel
     layers: LayerKernels
     optimizer: OptimizerKernels
+    fp8_product: ScaledProduct
     engine: TransformerEngine | None
     """Whose modules are the linear layers with the norms before them, where they are not ours."""
     choices: tuple[Choice, ...]
@@ -146,6 +148,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
             adam=chosen("adam", _adam(setting)),
             squared_norm=chosen("l2_norm", _l2_norm(setting)),
         ),
+        fp8_product=product_for(setting.device),
         engine=setting.engine,
         choices=tuple(choices),
     )

@@ -85,13 +85,22 @@ def scaled_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = Fals
     """
     assert a.data.is_contiguous() and b.data.is_contiguous(), (a.data.stride(), b.data.stride())
     assert a.inverse_scale is not None and b.inverse_scale is not None
-    if a.data.device.type == "cpu":  # where torch._scaled_mm takes seconds, not milliseconds, on some processors
-        wide = a.data.float() @ b.data.float().t()
-        return wide.mul_(a.inverse_scale * b.inverse_scale).to(dtype)
     product: Tensor = torch._scaled_mm(
         a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast
     )
     return product
+
+
+def widened_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """:func:`scaled_product` of fp32 copies of the numbers, for devices without FP8 units."""
+    assert a.inverse_scale is not None and b.inverse_scale is not None
+    product = a.data.float() @ b.data.float().t()
+    return product.mul_(a.inverse_scale * b.inverse_scale).to(dtype)
+
+
+def product_for(device: torch.device) -> ScaledProduct:
+    """How ``device`` multiplies; for a product torch's own takes seconds, not milliseconds, on some CPUs."""
+    return widened_product if device.type == "cpu" else scaled_product
 
 
 def scaled_product_reference(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -107,5 +116,5 @@ def dequantize(operand: Operand) -> Tensor:
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Whether :func:`scaled_product` runs on ``device``: CPUs compute it from wider numbers, GPUs need Ada or newer."""
+    """Whether :func:`product_for` has one for ``device``: GPUs need Ada or newer."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
