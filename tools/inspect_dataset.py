@@ -2,6 +2,7 @@
 """What is in a .bin/.idx dataset: counts, a histogram of lengths, documents as text, and whether it is whole."""
 
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ class InspectConfig:
     """Which dataset to look at, and at what."""
 
     prefix: tyro.conf.Positional[str]
-    """P for P.bin and P.idx."""
+    """P for P.bin and P.idx; may be a URL."""
     plot: Path | None = None
     """PNG or SVG to draw the histogram of lengths to; without it, it is printed."""
     documents: tuple[int, ...] = ()
@@ -103,7 +104,7 @@ def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:
     documents = dataset.document_indices
     if documents[0] != 0 or (np.diff(documents) < 0).any():
         raise DataError(f"{prefix}.idx: its documents do not begin in order, from sequence 0: {_REMEDY}.")
-    size, needed = Path(f"{prefix}.bin").stat().st_size, int(lengths.sum()) * itemsize
+    size, needed = dataset.stored_bytes, int(lengths.sum()) * itemsize
     if size != needed:
         raise DataError(f"{prefix}.bin has {size} bytes where {prefix}.idx announces {needed}: copy it again.")
     for start in range(0, dataset.num_tokens, _CHUNK):
@@ -137,8 +138,12 @@ def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokeni
 
 def inspect(config: InspectConfig) -> Iterator[str]:
     """All that is to be said, line by line."""
+    with tempfile.TemporaryDirectory() as index_cache:  # for that of a remote dataset
+        yield from _inspect(config, IndexedDataset(config.prefix, index_cache=index_cache))
+
+
+def _inspect(config: InspectConfig, dataset: IndexedDataset) -> Iterator[str]:
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
-    dataset = IndexedDataset(config.prefix)
     lengths = document_lengths(dataset)
     yield from describe(dataset, lengths)
     if config.plot is None:

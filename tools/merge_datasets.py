@@ -18,7 +18,7 @@ class MergeConfig:
     """What to merge, and where to."""
 
     input: tuple[str, ...]
-    """Prefixes (P for P.bin and P.idx), or folders, which stand for all datasets in them."""
+    """Prefixes (P for P.bin and P.idx; URLs, too), or folders, which stand for all datasets in them."""
     output_prefix: str
     """The result is PREFIX.bin and PREFIX.idx."""
 

@@ -48,8 +48,9 @@ class PreprocessConfig:
     workers: int = 1
     """Processes that tokenize; 1 works in this process."""
     partitions: int = 1
-    """Cut the inputs in so many parts of about the same size, tokenize them at the same time with their share of
-    --workers (at least one each), and merge the results. A run that is started again skips those that are complete."""
+    """Cut the inputs in so many parts of about the same size, tokenize them at the same time, each with its share of
+    --workers (no more parts than workers at a time), and merge the results. A run that is started again skips those
+    that are complete."""
     partition: int | None = None
     """Tokenize this one of the --partitions (0..N-1), as on one of several nodes; the last to end merges all."""
     append_eod: bool = False

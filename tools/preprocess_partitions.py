@@ -12,8 +12,10 @@ import queue
 import signal
 import sys
 import uuid
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,7 +144,8 @@ def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progre
     for number in sorted(set(wanted) - set(missing)):
         print(f"Partition {number} is complete already.", file=sys.stderr)
     parts = cut_in_partitions(list(job.sources), partitioning.parts, job.form.separation)
-    shares = _shares(job.workers, len(missing))
+    at_a_time = min(job.workers, len(missing))
+    shares = cycle(_shares(job.workers, at_a_time))
     works = {
         number: Work(tuple(parts[number]), job.form, job.task, records.prefix(number), vocab_size, share, True)
         for number, share in zip(missing, shares)
@@ -152,13 +155,13 @@ def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progre
             for number, work in works.items():
                 records.write(f"{number}-of-{records.count}.json", work.run(shown.add))
         else:
-            _run_together(works, records, shown)
+            _run_together(works, at_a_time, records, shown)
         return _merge(job, records, shown.counts)
 
 
 def _shares(workers: int, partitions: int) -> list[int]:
-    """Workers of each partition, at least one."""
-    return [max(1, workers // partitions + (number < workers % partitions)) for number in range(partitions)]
+    """Workers of each of the partitions that run at a time."""
+    return [workers // partitions + (number < workers % partitions) for number in range(partitions)]
 
 
 def _merge(job: Job, records: _Records, counts: Counts) -> Counts:
@@ -203,18 +206,20 @@ class _Done(NamedTuple):
     counts: Counts
 
 
-def _run_together(works: dict[int, Work], records: _Records, shown: Progress) -> None:
-    """Every partition in a process with workers of its own; if one fails, the others end, too."""
+def _run_together(works: dict[int, Work], at_a_time: int, records: _Records, shown: Progress) -> None:
+    """Every partition in a process with workers of its own, some ``at_a_time``; if one fails, the others end, too."""
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     with ExitStack() as stack:
-        processes = {}
-        for number, work in works.items():
-            process = context.Process(target=_run_in_process, args=(number, work, messages, os.getpid()))
-            process.start()
-            stack.callback(_end, process)
-            processes[number] = process
-        while processes:
+        processes: dict[int, Any] = {}
+        waiting = deque(works.items())
+        while processes or waiting:
+            while waiting and len(processes) < at_a_time:
+                number, work = waiting.popleft()
+                process = context.Process(target=_run_in_process, args=(number, work, messages, os.getpid()))
+                process.start()
+                stack.callback(_end, process)
+                processes[number] = process
             try:
                 message = messages.get(timeout=1)
             except queue.Empty:

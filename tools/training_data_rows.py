@@ -11,7 +11,7 @@ import multiprocessing
 import re
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import islice
@@ -56,10 +56,10 @@ def _measure_order(documents: int, epochs: int, build: Callable[..., Any]) -> tu
     return seconds, tracemalloc.get_traced_memory()[1] / _MEGABYTE
 
 
-def loader_rows(directory: Path, train_iters: int) -> Iterator[Row]:
+def loader_rows(directory: Path, train_iters: int, num_workers: Sequence[int] = (0, 1, 2)) -> Iterator[Row]:
     """The share of a step that a small Llama waits for its data, by number of workers."""
     prefix = _write_corpus(directory / "loader")
-    for workers in (0, 1, 2):
+    for workers in num_workers:
         metrics = directory / f"metrics{workers}.jsonl"
         flags = [
             *("--model", "tiny", "--seq-length", "512", "--micro-batch-size", "2", "--global-batch-size", "4"),
@@ -79,15 +79,15 @@ def loader_rows(directory: Path, train_iters: int) -> Iterator[Row]:
         yield Row(f"loader's share of a step, {workers} workers", "%", 100 * sum(waits) / sum(steps))
 
 
-def reading_rows(directory: Path) -> Iterator[Row]:
+def reading_rows(directory: Path, samples: int = 1000) -> Iterator[Row]:
     """Milliseconds for a sample of 8,192 tokens: read, read ahead by a worker, or received from another rank."""
     prefix = _write_corpus(directory / "reading")
-    yield Row("sample of 8,192 tokens, read in the process", "ms", _measure_reading(prefix, 0))
-    yield Row("sample of 8,192 tokens, read by one worker", "ms", _measure_reading(prefix, 1))
+    yield Row("sample of 8,192 tokens, read in the process", "ms", _measure_reading(prefix, 0, samples))
+    yield Row("sample of 8,192 tokens, read by one worker", "ms", _measure_reading(prefix, 1, samples))
     context = multiprocessing.get_context("spawn")
     results: Any = context.SimpleQueue()
     store = str(directory / "store")
-    ranks = [context.Process(target=_measure_broadcast, args=(rank, store, results)) for rank in range(2)]
+    ranks = [context.Process(target=_measure_broadcast, args=(rank, store, results, samples)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -97,7 +97,7 @@ def reading_rows(directory: Path) -> Iterator[Row]:
     yield Row("sample of 8,192 tokens, sent to one rank (gloo)", "ms", results.get())
 
 
-def _measure_reading(prefix: str, workers: int, samples: int = 1000) -> float:
+def _measure_reading(prefix: str, workers: int, samples: int) -> float:
     dataset = GPTDataset(IndexedDataset(prefix), 0, samples + 100, SampleSettings(_SEQ_LENGTH, 1, "1"))
     loader = build_loader(
         dataset,
@@ -116,7 +116,7 @@ def _measure_reading(prefix: str, workers: int, samples: int = 1000) -> float:
     return (time.perf_counter() - started) / samples * 1e3
 
 
-def _measure_broadcast(rank: int, store: str, results: Any, samples: int = 1000) -> None:
+def _measure_broadcast(rank: int, store: str, results: Any, samples: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     text, mask = torch.zeros(1, 2, _SEQ_LENGTH, dtype=torch.int64), torch.zeros(1, _SEQ_LENGTH)
     for measured in (False, True):

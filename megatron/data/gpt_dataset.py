@@ -76,6 +76,7 @@ class GPTDataset:
     def __init__(
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
+        self._arguments = corpus, split_index, num_samples, settings
         self._corpus = corpus
         self._masked_token, self._document_end = settings.masked_token, settings.document_end
         sequences = split_range(_bounds(settings.split, split_index), len(corpus))
@@ -113,6 +114,10 @@ class GPTDataset:
                 build=build,
             )
         )
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A worker process that is not forked maps the order from the cache instead of receiving it."""
+        return (GPTDataset, self._arguments) if self._arguments[-1].cache_directory else super().__reduce__()
 
     def __len__(self) -> int:
         return len(self.order.shuffle_index)
@@ -173,6 +178,7 @@ class BlendedDataset:
         split_index: int,
         cache_directory: str | None = None,
     ) -> None:
+        self._arguments = datasets, weights, size, split_index, cache_directory
         self._datasets = datasets
         lengths = [len(dataset) for dataset in datasets]
         self.description: Description = {
@@ -206,6 +212,10 @@ class BlendedDataset:
                     f"{available}: lower its weight in --data-path."
                 )
         return {"dataset_index": datasets, "dataset_sample_index": samples}
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """As that of :class:`GPTDataset`."""
+        return (BlendedDataset, self._arguments) if self._arguments[-1] else super().__reduce__()
 
     def __len__(self) -> int:
         return len(self.dataset_index)

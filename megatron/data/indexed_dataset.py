@@ -91,7 +91,9 @@ class IndexedDataset:
     def _open_local(self) -> None:
         self._index = _read_index(f"{self.prefix}.idx")
         self.modification_time = os.path.getmtime(f"{self.prefix}.idx")
-        _check_bin_size(self.prefix, self._index, _file_size(f"{self.prefix}.bin"))
+        self.stored_bytes = _file_size(f"{self.prefix}.bin")
+        """Size of ``.bin``; what lies behind the last sequence does not matter."""
+        _check_bin_size(self.prefix, self._index, self.stored_bytes)
         self._bin_file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
         if self._mmap and self.num_tokens:
             # Bytes behind what the index knows of do not matter.
@@ -107,7 +109,8 @@ class IndexedDataset:
         self._index = _read_index(index_file.copy_to(index_cache), f"{self.prefix}.idx")
         self.modification_time, self.version = 0.0, index_file.version
         self._remote = RemoteFile(f"{self.prefix}.bin")
-        _check_bin_size(self.prefix, self._index, self._remote.size)
+        self.stored_bytes = self._remote.size
+        _check_bin_size(self.prefix, self._index, self.stored_bytes)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
         """A worker process opens the files anew instead of receiving their content."""

@@ -334,6 +334,8 @@ def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterat
                 raise batch
             yield batch
     except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
         raise DataError(f"A loader process ended ({error}): use fewer --num-workers if memory ran out.") from error
     finally:
         # They ignore the signal by which Python would end them at exit.

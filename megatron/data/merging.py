@@ -1,6 +1,7 @@
 """Several .bin/.idx pairs into one."""
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset, write_index
 
-_COPY_BYTES = 1 << 24
+_COPIED_TOKENS = 1 << 22
 _CHUNK = 1 << 20  # numbers of an index array in memory
 
 
@@ -23,7 +24,11 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> tuple[int, int]:
     Both files appear only when complete. Memory does not grow with the data. Raises :class:`DataError` when one is
     damaged, or when they do not store tokens alike.
     """
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    with tempfile.TemporaryDirectory() as index_cache:  # for those of remote datasets
+        return _merge([IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes], output)
+
+
+def _merge(datasets: Sequence[IndexedDataset], output: str) -> tuple[int, int]:
     _check_alike(datasets, output)
     suffix = f".{uuid.uuid4().hex[:8]}.incomplete"
     temporary = {kind: f"{output}{kind}{suffix}" for kind in (".bin", ".idx")}
@@ -69,11 +74,8 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str) -> None:
 
 def _append_tokens(dataset: IndexedDataset, output: BinaryIO) -> None:
     """Copy ``.bin`` as far as the index needs it."""
-    left = dataset.num_tokens * dataset.dtype.itemsize
-    with open(f"{dataset.prefix}.bin", "rb") as tokens:
-        while left and (block := tokens.read(min(_COPY_BYTES, left))):
-            output.write(block)
-            left -= len(block)
+    for start in range(0, dataset.num_tokens, _COPIED_TOKENS):
+        output.write(dataset.tokens(start, min(_COPIED_TOKENS, dataset.num_tokens - start)).tobytes())
 
 
 def _write_index(datasets: Sequence[IndexedDataset], index: BinaryIO) -> None:

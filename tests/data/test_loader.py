@@ -1,6 +1,7 @@
 """From flags to microbatches: every sample once, in order, whatever the layout, and no silent end."""
 
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.errors import ConfigError, DataError, UserError
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, SampleSettings
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import (
     build_datasets,
     build_loader,
@@ -148,6 +150,55 @@ def test_workers_read_on_when_all_processes_of_a_run_are_signalled() -> None:
         num_workers=1,
     )
     assert next(loader)["tokens"].shape == (1, 8)
+
+
+@pytest.mark.parametrize("data_path", [("a",), ("0.7", "a", "0.3", "b")])
+def test_datasets_travel_without_their_orders(data_path: tuple[str, ...]) -> None:
+    """To workers that are not forked: what is in the cache is mapped there."""
+    dataset = build(*data_path, counts=(5000, 0, 0))[0]
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 3000
+    copy = pickle.loads(packed)
+    assert len(copy) == len(dataset) >= 5000 and type(copy) is type(dataset)
+    for index in (0, 1, 2500, 4999):
+        assert {name: array.tolist() for name, array in copy[index].items()} == {
+            name: array.tolist() for name, array in dataset[index].items()
+        }
+
+
+def test_a_dataset_without_a_cache_travels_with_its_order() -> None:
+    settings_ = SampleSettings(8, 1234, "1")
+    dataset = BlendedDataset([GPTDataset(IndexedDataset("a"), 0, 40, settings_)], [1.0], 40, 0)
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert [copy[index]["tokens"].tolist() for index in range(40)] == [
+        dataset[index]["tokens"].tolist() for index in range(40)
+    ]
+
+
+class _Fails:
+    """A dataset with a mistake of ours."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("shapes differ")
+
+
+class _Killed(_Fails):
+    """A dataset whose worker the kernel ends."""
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_memory_is_blamed_for_workers_that_died_alone() -> None:
+    options: dict[str, Any] = {"vocab_size": 10, "consumed_samples": 0, "micro_batch_size": 2}
+    options |= {"data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 1}
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        next(build_loader(_Fails(), **options))
+    with pytest.raises(DataError, match=r"A loader process ended .*: use fewer --num-workers if memory ran out"):
+        next(build_loader(_Killed(), **options))
 
 
 def test_data_path_is_prefixes_or_pairs() -> None:

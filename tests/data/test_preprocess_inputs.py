@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import threading
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +34,7 @@ from tools.inspect_dataset import InspectConfig, inspect
 from tools.merge_datasets import find_prefixes
 from tools.preprocess_data import PreprocessConfig, preprocess
 from tools.preprocess_progress import Counts
+from tools.training_data_rows import loader_rows, order_rows, reading_rows
 
 TEXTS = [f"{number} {number + 1} {7 * number % 999}" for number in range(200)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -266,6 +269,23 @@ def test_two_nodes_that_end_last_merge_once(inputs: Path, monkeypatch: pytest.Mo
     assert documents_of(inputs, "out") == TEXTS
 
 
+def test_no_more_partitions_work_at_a_time_than_there_are_workers(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[int] = []
+    start = SpawnProcess.start
+
+    def counting(process: SpawnProcess) -> None:
+        start(process)
+        alive.append(len(multiprocessing.active_children()))
+
+    monkeypatch.setattr(SpawnProcess, "start", counting)
+    name = str(inputs / "in.jsonl")
+    run(inputs, "together", name, partitions=4, workers=2)
+    assert len(alive) == 4 and max(alive) == 2
+    assert documents_of(inputs, "together") == TEXTS
+
+
 def test_partitions_of_other_inputs_or_flags_are_refused(inputs: Path) -> None:
     name = str(inputs / "in.jsonl")
     run(inputs, "out", name, partitions=3, partition=1)
@@ -359,6 +379,13 @@ def test_contenders_of_the_benchmark_write_the_same(tmp_path: Path) -> None:
     (tmp_path / "other_text_document.bin").write_bytes(b"1")
     with pytest.raises(DataError, match=r"The \.bin files of the two ways differ"):
         _check_equal(tmp_path)
+
+
+def test_the_data_of_a_run_is_measured(tmp_path: Path) -> None:
+    """That there are figures; what they are is for a quiet machine."""
+    rows = [next(order_rows(800)), *reading_rows(tmp_path, 20), *loader_rows(tmp_path, 4, num_workers=[1])]
+    assert [row.unit for row in rows] == ["s", "ms", "ms", "ms", "%"]
+    assert all(row.ours > 0 for row in rows) and rows[-1].ours < 100
 
 
 def test_rows_of_the_benchmark_stand_in_their_columns() -> None:

@@ -16,9 +16,11 @@ from megatron.config.errors import ConfigError, DataError, UserError
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
 from megatron.data.loader import build_datasets, build_loader
+from megatron.data.merging import merge_datasets
 from megatron.data.remote import RemoteFile
 from megatron.data.sources import Blend, Sources, read_sources
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
+from tools.inspect_dataset import InspectConfig, inspect
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +171,15 @@ def test_remote_corpora_give_the_samples_of_local_ones(remote: Any) -> None:
     assert tokens_of(there) == tokens_of(local)
     copy = pickle.loads(pickle.dumps(IndexedDataset("memory://data/a", index_cache="cache")))
     assert [copy.get(i).tolist() for i in range(10)] == golden_documents(CORPUS_A)
+
+
+def test_remote_corpora_are_merged_and_inspected_as_local_ones(remote: Any) -> None:
+    merge_datasets(["memory://data/a", "memory://data/b"], "there")
+    merge_datasets(["a", "b"], "here")
+    for kind in (".bin", ".idx"):
+        assert Path(f"there{kind}").read_bytes() == Path(f"here{kind}").read_bytes()
+    lines = list(inspect(InspectConfig("memory://data/a", documents=(0,), check=True)))
+    assert lines == list(inspect(InspectConfig("a", documents=(0,), check=True)))
 
 
 def test_loader_processes_open_their_own_file_systems(remote: Any) -> None:
