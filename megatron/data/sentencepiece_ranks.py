@@ -66,10 +66,10 @@ class SentencePieceRanks(NamedTuple):
             *sorted(characters),
             *(piece.encode() for piece in sorted(merged, key=lambda piece: -scores[piece])),
         ]
+        numbers = {piece.encode(): number for piece, number in pieces.items()}
         ids = np.full((len(tokens), _MOST_BYTES), -1, np.int32)
         for row, token in zip(ids, tokens, strict=True):
-            piece = token.decode(errors="replace")
-            found = [pieces[piece]] if piece in pieces else [byte_ids[byte] for byte in token]
+            found = [numbers[token]] if token in numbers else [byte_ids[byte] for byte in token]
             row[: len(found)] = found
         return cls(tokens, ids, _split(pieces))
 
@@ -116,7 +116,7 @@ def _split(pieces: dict[str, int]) -> str:
     knows.
     """
     others = "".join(sorted({character for piece in pieces for character in piece if _kind(character) == "others"}))
-    members = {"digits": "0-9", "others": re.escape(others.replace(" ", ""))}
+    members = {"digits": "0-9", "others": re.escape(others.replace(" ", "")) or "\0"}
     pairs = {(_kind(left), _kind(right)) for piece in pieces for left, right in pairwise(piece.lstrip(" "))}
     groups = [{"letters"}, {"digits"}, {"others"}]
     for pair in pairs:
