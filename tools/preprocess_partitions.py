@@ -52,6 +52,7 @@ class Job(NamedTuple):
             "skip_bad_documents": self.task.skip_bad_documents,
             "tokenizer_type": self.task.tokenizer.tokenizer_type,
             "tokenizer_model": _digest(self.task.tokenizer.tokenizer_model),
+            "encoded_by": shared_tokenizer(self.task.tokenizer).encoded_by,
             "end_of_document": shared_tokenizer(self.task.tokenizer).eod,  # may stand in a file beside the model
             "vocab_size": self.task.tokenizer.vocab_size,
             "tiktoken_num_special_tokens": self.task.tokenizer.tiktoken_num_special_tokens,

@@ -53,7 +53,7 @@ class TrainingConfig:
     computed on the training device all the same)."""
     deterministic_mode: bool = False
     """Use torch's deterministic algorithms alone, an error where there is none. On CPUs a run is deterministic without
-    it; on GPUs it costs time, and wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment."""
+    it; on GPUs it costs time, and CUBLAS_WORKSPACE_CONFIG is :4096:8 unless the environment has it."""
     empty_unused_memory_level: Literal[0, 1, 2] = 0
     """Give memory that torch keeps back to the GPU, where it is short, at the price of time: before every update (1),
     or also after it (2)."""

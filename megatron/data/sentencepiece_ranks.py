@@ -19,7 +19,7 @@ import numpy.typing as npt
 BLANK = "\u2581"
 """SentencePiece's sign for a blank."""
 
-_MOST_BYTES = 3  # that one token may stand for: all but the last of a character
+_MOST_BYTES = 4  # that one token may stand for: those of a character
 
 
 class SentencePieceRanks(NamedTuple):
@@ -28,44 +28,37 @@ class SentencePieceRanks(NamedTuple):
     tokens: list[bytes]
     """By rank."""
     ids: npt.NDArray[np.int32]
-    """SentencePiece's ids of each token, [tokens, 3], filled up with -1."""
+    """SentencePiece's ids of each token, [tokens, 4], filled up with -1."""
     split: str
     """Pattern of what merges never leave."""
 
     @classmethod
     def of(cls, model: bytes) -> Self | None:
         """The ranks of a model's file; None if it does more than to merge a text as it is: unigrams, normalisation,
-        symbols of users, pieces across blanks. Llama 2's model and those of tools/train_tokenizer.py do not."""
+        symbols of users, pieces across blanks. Models such as Llama 2's, and those of tools/train_tokenizer.py, do not.
+        """
         from sentencepiece import sentencepiece_model_pb2
 
         proto: Any = sentencepiece_model_pb2
         content = proto.ModelProto.FromString(model)
         types = proto.ModelProto.SentencePiece
-        by_type: dict[int, dict[str, int]] = {}
+        by_type: dict[int, dict[str, int]] = {kind: {} for kind in (types.NORMAL, types.BYTE)}
         for number, piece in enumerate(content.pieces):
-            by_type.setdefault(piece.type, {})[piece.piece] = number
-        pieces = {piece.replace(BLANK, " "): number for piece, number in by_type.pop(types.NORMAL, {}).items()}
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-        byte_ids = [by_type[types.BYTE][name] for name in names if name in by_type.get(types.BYTE, {})]
-        merged = [piece for piece in pieces if len(piece) > 1]
-        scores = {piece: content.pieces[pieces[piece]].score for piece in merged}
+            by_type.setdefault(piece.type, {})[piece.piece.replace(BLANK, " ")] = number
+        pieces = by_type[types.NORMAL]
+        byte_names = [f"<0x{byte:02X}>" for byte in range(256)]
         if (
-            not _merges_text_as_it_is(content, proto)
-            or by_type.keys() - {types.BYTE, types.CONTROL, types.UNKNOWN}
-            or len(byte_ids) < len(names)
-            or len(set(scores.values())) < len(merged)
-            or any(" " in piece.lstrip(" ") for piece in pieces)
-            or not _come_to_themselves(merged, pieces, content)
+            by_type.keys() - {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
+            or not by_type[types.BYTE].keys() >= set(byte_names)
+            or not _merges_text_as_it_is(content, proto)
+            or not _can_be_ranked(pieces, content)
         ):
             return None
-        characters = {character.encode() for piece in pieces for character in piece} - set(map(_byte, range(256)))
-        beginnings = {character[:length] for character in characters for length in range(2, len(character))}
-        tokens = [
-            *map(_byte, range(256)),
-            *sorted(beginnings),
-            *sorted(characters),
-            *(piece.encode() for piece in sorted(merged, key=lambda piece: -scores[piece])),
-        ]
+        merged = sorted(
+            (piece for piece in pieces if len(piece) > 1), key=lambda piece: -_score(content, pieces[piece])
+        )
+        tokens = _tokens(pieces, merged)
+        byte_ids = [by_type[types.BYTE][name] for name in byte_names]
         numbers = {piece.encode(): number for piece, number in pieces.items()}
         ids = np.full((len(tokens), _MOST_BYTES), -1, np.int32)
         for row, token in zip(ids, tokens, strict=True):
@@ -73,7 +66,7 @@ class SentencePieceRanks(NamedTuple):
             row[: len(found)] = found
         return cls(tokens, ids, _split(pieces))
 
-    def file(self) -> bytes:
+    def tiktoken_file(self) -> bytes:
         """The tokens as a file of tiktoken."""
         return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self.tokens))
 
@@ -81,10 +74,6 @@ class SentencePieceRanks(NamedTuple):
         """SentencePiece's ids of a text."""
         ids = self.ids[ranks]
         return ids[ids >= 0]
-
-
-def _byte(value: int) -> bytes:
-    return bytes([value])
 
 
 def _merges_text_as_it_is(model: Any, proto: Any) -> bool:
@@ -99,14 +88,34 @@ def _merges_text_as_it_is(model: Any, proto: Any) -> bool:
     )
 
 
-def _come_to_themselves(texts: list[str], ids: dict[str, int], model: Any) -> bool:
-    """Whether each piece is what SentencePiece makes of its text: libraries look for whole words before they merge."""
+def _can_be_ranked(pieces: dict[str, int], model: Any) -> bool:
+    """Whether no two pieces of several characters have the same score, none goes on behind a blank that follows
+    something else, and each is what SentencePiece makes of its text: tiktoken looks for whole words before it merges.
+    """
     from sentencepiece import SentencePieceProcessor
 
+    merged = [piece for piece in pieces if len(piece) > 1]
+    if len({_score(model, pieces[piece]) for piece in merged}) < len(merged):
+        return False
+    if any(" " in piece.lstrip(" ") for piece in pieces):
+        return False
+    as_it_is = type(model).FromString(model.SerializeToString())
+    as_it_is.normalizer_spec.add_dummy_prefix = False
     processor = SentencePieceProcessor()
-    model.normalizer_spec.add_dummy_prefix = False
-    processor.LoadFromSerializedProto(model.SerializeToString())
-    return bool(processor.encode(texts, num_threads=1) == [[ids[text]] for text in texts])
+    processor.LoadFromSerializedProto(as_it_is.SerializeToString())
+    return bool(processor.encode(merged, num_threads=1) == [[pieces[piece]] for piece in merged])
+
+
+def _score(model: Any, number: int) -> float:
+    return float(model.pieces[number].score)
+
+
+def _tokens(pieces: dict[str, int], merged: list[str]) -> list[bytes]:
+    """All bytes, what puts characters together, and the pieces in the order in which they are ``merged``."""
+    every_byte = [bytes([value]) for value in range(256)]
+    characters = {character.encode() for piece in pieces for character in piece}.difference(every_byte)
+    beginnings = {character[:length] for character in characters for length in range(2, len(character))}
+    return [*every_byte, *sorted(beginnings), *sorted(characters), *(piece.encode() for piece in merged)]
 
 
 def _split(pieces: dict[str, int]) -> str:
@@ -115,9 +124,11 @@ def _split(pieces: dict[str, int]) -> str:
     What is not in the vocabulary, never merged, counts as letters, so that it does not matter which Unicode a library
     knows.
     """
-    others = "".join(sorted({character for piece in pieces for character in piece if _kind(character) == "others"}))
+    kinds = {character: _kind(character) for character in set().union(*pieces)}
+    others = "".join(sorted(character for character, kind in kinds.items() if kind == "others"))
+    # There is no empty class; NUL is in no piece then, and may be cut off as well.
     members = {"digits": "0-9", "others": re.escape(others.replace(" ", "")) or "\0"}
-    pairs = {(_kind(left), _kind(right)) for piece in pieces for left, right in pairwise(piece.lstrip(" "))}
+    pairs = {(kinds[left], kinds[right]) for piece in pieces for left, right in pairwise(piece.lstrip(" "))}
     groups = [{"letters"}, {"digits"}, {"others"}]
     for pair in pairs:
         together = [group for group in groups if group & set(pair)]

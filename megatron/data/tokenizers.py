@@ -22,11 +22,13 @@ import numpy.typing as npt
 from megatron.config.data import TokenizerConfig
 from megatron.config.errors import ConfigError, DataError
 from megatron.data.verified_encoder import (
+    AWKWARD_TEXTS,
     Encode,
     VerifiedEncoder,
     fast_sentencepiece,
     fast_tiktoken,
     fast_tokenizer_json,
+    is_panic,
 )
 
 # Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
@@ -48,6 +50,8 @@ _LLAMA3_SPECIAL_TOKENS = {
 # tiktoken's regular expressions overflow their stack on some 300,000 blanks in a row.
 _MAX_BLANK_RUN = 100_000
 _LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
+
+_TOKENS_PER_COMPARED = 64  # of a vocabulary, one of so many is encoded by both libraries before the faster is used
 
 _END_OF_DOCUMENT_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 _BEGIN_OF_DOCUMENT_NAMES = ("<s>", "<|begin_of_text|>", "<|startoftext|>")
@@ -74,6 +78,11 @@ class Tokenizer(ABC):
     """Id that ends a document."""
     bos: int | None
     """Id that begins a text, where the vocabulary has one. Never added by :meth:`tokenize`."""
+
+    @property
+    def encoded_by(self) -> str:
+        """What makes the ids of :meth:`tokenize_to_arrays`."""
+        return type(self).__name__
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -107,15 +116,26 @@ class _LibraryTokenizer(Tokenizer):
     """A tokenizer of a library. Arrays of ids come from a faster one, which is compared with it, where there is one."""
 
     _library: str
+    _path: str
+    """Of the file."""
 
     @abstractmethod
-    def _fast_encode(self) -> Encode | None:
-        """The faster encoder, if there is one."""
+    def _fast_encode(self, content: bytes) -> Encode | None:
+        """The faster encoder, if there is one for this file."""
 
     @cached_property
     def _encoder(self) -> VerifiedEncoder | None:
-        fast = self._fast_encode()
-        return fast and VerifiedEncoder(fast, self._encode, self._library)
+        """Made when it is first used, which is never in training."""
+        fast = self._fast_encode(_read_file(self._path))
+        if fast is None:
+            return None
+        encoder = VerifiedEncoder(fast, self._encode, self._library)
+        tokens = (self.detokenize([token]) for token in range(0, self.vocab_size, _TOKENS_PER_COMPARED))
+        return encoder if encoder.agree_on(chain(AWKWARD_TEXTS, tokens)) else None
+
+    @property
+    def encoded_by(self) -> str:
+        return self._library if self._encoder is None else "splintr"
 
     def _encode(self, text: str) -> bytes:
         return array("i", self.tokenize(text)).tobytes()
@@ -153,10 +173,10 @@ class SentencePieceTokenizer(_LibraryTokenizer):
             raise DataError(f"{path} has no end-of-sentence token to end documents with: use another model.")
         bos = int(self._processor.bos_id())
         self.bos = bos if bos >= 0 else None
-        self._content = content
+        self._path = path
 
-    def _fast_encode(self) -> Encode | None:
-        return fast_sentencepiece(self._content, self._encode)
+    def _fast_encode(self, content: bytes) -> Encode | None:
+        return fast_sentencepiece(content, self._encode)
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
@@ -182,8 +202,7 @@ class TikTokenizer(_LibraryTokenizer):
     def __init__(self, path: str, num_special_tokens: int = 256) -> None:
         import tiktoken
 
-        content = _read_file(path)
-        ranks = _parse_ranks(content, path)
+        ranks = _parse_ranks(path)
         specials = _llama3_special_tokens(len(ranks), num_special_tokens)
         self._encoding = tiktoken.Encoding(
             os.path.basename(path), pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
@@ -192,10 +211,10 @@ class TikTokenizer(_LibraryTokenizer):
         self.bos = specials["<|begin_of_text|>"]
         self.eod = specials["<|end_of_text|>"]
         self._has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
-        self._content = content
+        self._path = path
 
-    def _fast_encode(self) -> Encode | None:
-        encode = fast_tiktoken(self._content, LLAMA3_SPLIT) if self._has_all_bytes else None
+    def _fast_encode(self, content: bytes) -> Encode | None:
+        encode = fast_tiktoken(content, LLAMA3_SPLIT) if self._has_all_bytes else None
         return encode and (lambda text: b"".join(map(encode, _cut_blank_runs(text))))
 
     def tokenize(self, text: str) -> list[int]:
@@ -221,8 +240,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         content = _read_file(path)
         try:
             self._tokenizer = FastTokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(_not_a(path, "a tokenizer.json")) from error
+        except BaseException as error:  # the library raises bare Exception, or panics
+            if isinstance(error, Exception) or is_panic(error):
+                raise DataError(_not_a(path, "a tokenizer.json")) from error
+            raise
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "as text"
@@ -236,10 +257,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             )
         self.eod = eod
         self.bos = _first_known(vocabulary, named.get("bos_token"), _BEGIN_OF_DOCUMENT_NAMES)
-        self._content = content
+        self._path = path
 
-    def _fast_encode(self) -> Encode | None:
-        return fast_tokenizer_json(self._content)
+    def _fast_encode(self, content: bytes) -> Encode | None:
+        return fast_tokenizer_json(content, LLAMA3_SPLIT)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -352,11 +373,11 @@ def _excerpt(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
-def _parse_ranks(content: bytes, path: str) -> dict[bytes, int]:
+def _parse_ranks(path: str) -> dict[bytes, int]:
     """Token bytes and ranks; the ranks must be 0..n-1."""
     ranks: dict[bytes, int] = {}
     try:
-        for line in content.splitlines():
+        for line in _read_file(path).splitlines():
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)

@@ -1,11 +1,14 @@
-"""Byte-pair encoding as fast as there is, compared with the libraries that the field trusts.
+"""Byte-pair encoding by a fast library, compared with those that the field trusts.
 
 splintr gives the ids of tiktoken, SentencePiece and Hugging Face's tokenizers several times as fast. Wrong ids would
-spoil a corpus without a sign, so a part of what is encoded is encoded by the trusted library, too.
+spoil a corpus without a sign, so it is compared with the trusted library before it is used, and goes on being compared
+while it is. What is not known to be equal is left to the trusted library.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,25 @@ from megatron.data.sentencepiece_ranks import BLANK, SentencePieceRanks
 Encode = Callable[[str], bytes]
 """The ids of a text as int32 bytes."""
 
+AWKWARD_TEXTS = (
+    "",
+    " ",
+    "  two before",
+    "two after  ",
+    "\n\nm",
+    "\tif x:\r\n\t\treturn 12345\n\n\n    # '''I'M  they'Ll\n",
+    "na\u00efve caf\u00e9 \u00a0 \u4e2d\u6587\u3000\u0939\u093f \U0001f600\ufeff e\u0301 \u2581 \ufffd",
+    "nul \0 bell \a \x7f \x85 \u2028",
+    "</s> <s> <unk> <0x0A> <|end_of_text|> <|begin_of_text|> <|endoftext|>",
+)
+"""What tokenizers take in different ways."""
+
 _COMPARED_CHARACTERS = 1000  # of one text per batch: a percent of the time
+_STRIDE = 7919  # a prime, so that all parts of texts of like lengths have their turn
 
 
 class VerifiedEncoder:
-    """Ids by ``fast``; for the beginning of one text per batch by ``trusted``, the encoder of ``library``, too."""
+    """Ids by ``fast``; for a part of one text per batch by ``trusted``, the encoder of ``library``, too."""
 
     def __init__(self, fast: Encode, trusted: Encode, library: str) -> None:
         self._fast = fast
@@ -28,63 +45,66 @@ class VerifiedEncoder:
         self._library = library
         self._batches = 0
 
+    def agree_on(self, texts: Iterable[str]) -> bool:
+        """Whether both give each of the texts the same ids."""
+        return all(self._encode(text) == self._trusted(text) for text in texts)
+
     def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text. Raises :class:`TokenizerMismatchError` if the two encoders differ."""
         if texts:
-            self._compare(texts[self._batches % len(texts)][:_COMPARED_CHARACTERS])
-            self._batches += 1
+            self._compare(texts[self._batches % len(texts)])
         return list(map(self._encode, texts))
+
+    def _compare(self, text: str) -> None:
+        start = self._batches * _STRIDE % max(1, len(text) - _COMPARED_CHARACTERS + 1)
+        part = text[start : start + _COMPARED_CHARACTERS]
+        self._batches += 1
+        if not self.agree_on([part]):
+            raise TokenizerMismatchError(
+                f"splintr and {self._library} give different ids for the text {part[:80]!r}...: install the versions "
+                f"in requirements.txt, or uninstall splintr-rs to use {self._library} alone, and start anew."
+            )
 
     def _encode(self, text: str) -> bytes:
         try:
             return self._fast(text)
-        except UnicodeEncodeError:  # half a surrogate pair, which is not UTF-8
-            return self._trusted(text)
+        except BaseException as error:
+            # Half a surrogate pair, which tiktoken replaces, or a text that splintr fails on.
+            if isinstance(error, UnicodeEncodeError) or is_panic(error):
+                return self._trusted(text)
+            raise
 
-    def _compare(self, text: str) -> None:
-        if self._encode(text) != self._trusted(text):
-            raise TokenizerMismatchError(
-                f"splintr and {self._library} give different ids for the text {text[:80]!r}...: install the versions "
-                f"in requirements.txt, or uninstall splintr-rs to use {self._library} alone."
-            )
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has failed; such errors are no :class:`Exception`, and cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def fast_tiktoken(model: bytes, split: str) -> Encode | None:
-    """splintr's encoder for a file of base64 tokens and ranks; None where splintr is not installed."""
-    try:
-        import splintr
-    except ImportError:
-        return None
-    return _or_none(lambda: splintr.Tokenizer.from_bytes(model, split, {}).encode_flat)
+    """splintr's encoder for a file of base64 tokens and ranks, with all bytes among its tokens."""
+    return _build(lambda splintr: splintr.Tokenizer.from_bytes(model, split, {}).encode_flat)
 
 
-def fast_tokenizer_json(content: bytes) -> Encode | None:
-    """splintr's encoder for a tokenizer.json; None for other than byte-level BPE of the text as it is.
+def fast_tokenizer_json(content: bytes, split: str) -> Encode | None:
+    """splintr's encoder for a tokenizer.json; None for other than byte-level BPE that cuts texts by ``split`` or as
+    GPT-2: regular expressions of other libraries are not always splintr's.
 
     What would add special tokens, or look for them in a text, is taken out of the file.
     """
-    try:
-        import splintr
-    except ImportError:
-        return None
     description = json.loads(content)
-    if not _is_plain_byte_level(description):
+    if not _is_plain_byte_level(description, split):
         return None
-    description |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-    changed = json.dumps(description).encode()
-    return _or_none(lambda: splintr.from_json_bytes(changed).encode_flat)
+    description |= {"added_tokens": [], "post_processor": None}
+    return _build(lambda splintr: splintr.from_json_bytes(json.dumps(description).encode()).encode_flat)
 
 
 def fast_sentencepiece(model: bytes, trusted: Encode) -> Encode | None:
     """splintr's encoder for a SentencePiece model; None for other than BPE of the text as it is."""
-    try:
-        import splintr
-    except ImportError:
-        return None
     ranks = SentencePieceRanks.of(model)
     if ranks is None:
         return None
-    encode_flat = _or_none(lambda: splintr.Tokenizer.from_bytes(ranks.file(), ranks.split, {}).pcre2().encode_flat)
+    file, split = ranks.tiktoken_file(), ranks.split
+    encode_flat = _build(lambda splintr: splintr.Tokenizer.from_bytes(file, split, {}).pcre2().encode_flat)
     if encode_flat is None:
         return None
 
@@ -97,24 +117,51 @@ def fast_sentencepiece(model: bytes, trusted: Encode) -> Encode | None:
     return encode
 
 
-def _or_none(build: Callable[[], Encode]) -> Encode | None:
-    """None for a vocabulary that splintr refuses."""
+def _build(build: Callable[[ModuleType], Encode]) -> Encode | None:
+    """None where splintr is not installed, or refuses a vocabulary."""
     try:
-        return build()
-    except (ValueError, OSError):
+        import splintr
+
+        return build(splintr)
+    except (ImportError, ValueError, OSError):
         return None
+    except BaseException as error:
+        if is_panic(error):
+            return None
+        raise
 
 
-def _is_plain_byte_level(description: dict[str, Any]) -> bool:
-    steps = description.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
+def _is_plain_byte_level(description: dict[str, Any], split: str) -> bool:
+    model = description.get("model") or {}
     return (
-        description["model"].get("type") == "BPE"
-        and not description["model"].get("byte_fallback")
-        and not description["model"].get("dropout")
+        model.get("type") == "BPE"
+        and not any(model.get(name) for name in ("byte_fallback", "dropout", "unk_token"))
+        and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        and _has_all_bytes(model["vocab"])
+        and _merges_by_id(model)
         and description.get("normalizer") is None
-        and bool(steps)
-        and steps[-1].get("type") == "ByteLevel"
-        and not steps[-1].get("add_prefix_space")
+        and _cuts_by(split, description.get("pre_tokenizer") or {})
         and all(token.get("special") for token in description.get("added_tokens") or ())
     )
+
+
+def _has_all_bytes(vocabulary: dict[str, int]) -> bool:
+    """Whether each byte has a token; bytes that are no visible character of Latin-1 are written as U+0100 and on."""
+    return sum(len(token) == 1 and ord(token) < 0x144 for token in vocabulary) == 256
+
+
+def _merges_by_id(model: dict[str, Any]) -> bool:
+    """Whether merges stand in the order of the ids that they lead to, as those of a training do."""
+    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    ids = [model["vocab"].get("".join(merge), -1) for merge in merges]
+    return all(left <= right for left, right in pairwise(ids))
+
+
+def _cuts_by(split: str, pre_tokenizer: dict[str, Any]) -> bool:
+    *cuts, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return False
+    if not cuts:
+        return bool(last.get("use_regex", True))
+    known = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+    return cuts == [known] and not last.get("use_regex", True)

@@ -1,5 +1,6 @@
 """Pretraining from flags to the last checkpoint."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -45,6 +46,8 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> None
 def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
     """Let torch use none but deterministic algorithms (``--deterministic-mode``)."""
     before = torch.are_deterministic_algorithms_enabled()
+    if are_wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products on GPUs
     torch.use_deterministic_algorithms(before or are_wanted)
     try:
         yield
