@@ -114,7 +114,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
     from megatron.core.data_parallel.strategy import whole_weights
     from megatron.core.model.layer import BuildContext
     from megatron.core.model.llama import LlamaModel
-    from megatron.core.ops.attention import choose_attention_kernel
+    from megatron.core.ops.attention_kernels import choose_attention_kernel
     from megatron.core.tensor_parallel.collectives import TensorParallel
     from megatron.data.tokenizers import build_tokenizer
     from megatron.training.launch import on_first_rank

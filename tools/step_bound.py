@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import LlamaConfig
-from megatron.core.ops.attention import AttentionKernel, PartialAttention, TorchAttention
+from megatron.core.ops.attention_kernels import AttentionKernel, PartialAttention, TorchAttention
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import ConfigError
 from megatron.core.model.llama import LlamaModel
-from megatron.core.ops.attention import TorchAttention
+from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.parallel_model import build_data_parallel

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.kernels.selection import Kernels, LayerKernels, OptimizerKernels
-from megatron.core.ops.attention import AttentionKernel, ReferenceAttention, choose_attention_kernel
+from megatron.core.ops.attention_kernels import AttentionKernel, ReferenceAttention, choose_attention_kernel
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
 from megatron.core.ops.fp8 import product_for
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel

@@ -21,18 +21,15 @@ from megatron.core.context_parallel.attention import (
     RingAttention,
 )
 from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.ops.attention import (
+from megatron.core.ops.attention import LocalAttention, Tile, TiledAttention, TiledGradients
+from megatron.core.ops.attention_kernels import (
     AttentionKernel,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,
     Gradients,
-    LocalAttention,
     PartialAttention,
     ReferenceAttention,
-    Tile,
-    TiledAttention,
-    TiledGradients,
     TorchAttention,
 )
 from megatron.core.ops.documents import Documents

@@ -16,7 +16,7 @@ from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer

@@ -14,7 +14,7 @@ from megatron.core.gradient import (
 )
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel, build_model
-from megatron.core.ops.attention import CpuFlashAttention
+from megatron.core.ops.attention_kernels import CpuFlashAttention
 from megatron.core.ops.matmul import weight_gradient
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel

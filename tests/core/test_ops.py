@@ -12,17 +12,15 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator
 from megatron.core.ops import matmul
-from megatron.core.ops.attention import (
+from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention_kernels import (
     AttentionKernel,
-    AttentionShape,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,
-    LocalAttention,
     ReferenceAttention,
     TorchAttention,
     choose_attention_kernel,
-    fused_attention,
 )
 from megatron.core.ops.matmul import linear, weight_gradient
 from megatron.core.ops.norm import rms_norm, rms_norm_reference

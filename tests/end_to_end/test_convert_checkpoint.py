@@ -23,7 +23,7 @@ from megatron.config.errors import CheckpointError, ConfigError
 from megatron.config.model import LlamaConfig
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process

@@ -23,13 +23,8 @@ from megatron.core.kernels.selection import (
     try_weight_gradient,
 )
 from megatron.core.kernels.third_party import FlashAttention3
-from megatron.core.ops.attention import (
-    AttentionShape,
-    CpuFlashAttention,
-    CudnnAttention,
-    PartialAttention,
-    ReferenceAttention,
-)
+from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.attention_kernels import CpuFlashAttention, CudnnAttention, PartialAttention, ReferenceAttention
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from tests.stand_ins import transformer_engine
 

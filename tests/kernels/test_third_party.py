@@ -28,7 +28,8 @@ from megatron.core.kernels.third_party import (
     transformer_engine_adam,
     transformer_engine_squared_norm,
 )
-from megatron.core.ops.attention import AttentionShape, PartialAttention
+from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.attention_kernels import PartialAttention
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.update import build_torch_optimizer
 from megatron.training.pretrain import deterministic_algorithms

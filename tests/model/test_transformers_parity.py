@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.model import LlamaConfig
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel, build_model
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process

@@ -26,7 +26,7 @@ from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.model.layer import BuildContext, LocalParts
 from megatron.core.model.llama import build_model
 from megatron.core.model.pipeline import build_executor, stage_chunks
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import scaled_product_reference
 from megatron.core.ops.matmul import InPlaceWeightGradient

@@ -19,7 +19,7 @@ from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaChunk, build_model
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel

@@ -15,7 +15,7 @@ from megatron.core.data_parallel.fully_sharded import RowPart
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.model.layer import BuildContext
 from megatron.core.model.llama import LlamaModel, build_model
-from megatron.core.ops.attention import choose_attention_kernel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import ParameterInfo, flat_range_boxes, info_of, sharded_boxes
 from megatron.core.precision import NumberFormats, number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel

@@ -17,7 +17,8 @@ from megatron.config.optimizer import PrecisionConfig
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import GradientSlot, attach_slot
 from megatron.core.model.layer import BuildContext
-from megatron.core.ops.attention import AttentionShape, LocalAttention, ReferenceAttention, fused_attention
+from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.parameter import info_of

@@ -16,14 +16,8 @@ from torch import Tensor
 from megatron.config.parallel import ContextParallelType
 from megatron.core.communication import Communicator, Pending
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
-from megatron.core.ops.attention import (
-    Attention,
-    AttentionKernel,
-    Gradients,
-    LocalAttention,
-    TiledAttention,
-    TiledGradients,
-)
+from megatron.core.ops.attention import Attention, LocalAttention, TiledAttention, TiledGradients
+from megatron.core.ops.attention_kernels import AttentionKernel, Gradients
 from megatron.core.ops.documents import Documents, Span, attention_spans
 
 

@@ -31,9 +31,9 @@ from megatron.core.kernels.third_party import (
     transformer_engine_adam,
     transformer_engine_squared_norm,
 )
-from megatron.core.ops.attention import (
+from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.attention_kernels import (
     AttentionKernel,
-    AttentionShape,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,

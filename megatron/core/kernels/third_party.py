@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.choice import Unavailable
-from megatron.core.ops.attention import Gradients, PartialAttention
+from megatron.core.ops.attention_kernels import Gradients, PartialAttention
 
 SquaredNorm = Callable[[list[Tensor]], Tensor]
 """The sum of the squares of all elements of tensors of one format, a number in fp64; there is one tensor at least."""

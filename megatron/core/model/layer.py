@@ -17,7 +17,8 @@ from megatron.config.model import LlamaConfig
 from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
-from megatron.core.ops.attention import AttentionKernel, AttentionShape, fused_attention
+from megatron.core.ops.attention import AttentionShape, fused_attention
+from megatron.core.ops.attention_kernels import AttentionKernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.swiglu import swiglu

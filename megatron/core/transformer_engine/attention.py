@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention import Gradients, PartialAttention
+from megatron.core.ops.attention_kernels import Gradients, PartialAttention
 from megatron.core.transformer_engine.package import TransformerEngine
 
 
 class TransformerEngineAttention:
-    """``DotProductAttention`` (an :class:`~megatron.core.ops.attention.AttentionKernel`); it does not tell the
+    """``DotProductAttention`` (an :class:`~megatron.core.ops.attention_kernels.AttentionKernel`); it does not tell the
     log-sum-exp."""
 
     name = "Transformer Engine"

@@ -1,0 +1,234 @@
+"""Ids in bulk: those of the trusted libraries, whatever the text; and what is not known to be equal is left to them."""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.errors import TokenizerMismatchError
+from megatron.data.sentencepiece_ranks import SentencePieceRanks
+from megatron.data.tokenizers import (
+    LLAMA3_SPLIT,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+    Tokenizer,
+    _LibraryTokenizer,
+)
+from megatron.data.verified_encoder import Encode, VerifiedEncoder, fast_tiktoken, fast_tokenizer_json
+
+
+def unlikely_texts(count: int) -> Iterator[str]:
+    """Mixtures of what tokenizers treat in special ways, and of any characters."""
+    generator = random.Random(2)
+    anything = [chr(code) for code in (*range(0x3000), *range(0xFE00, 0x10000), *range(0x1F300, 0x1F700), 0x20000)]
+    special = [*"  \n\r\t'\u2019sStTlLdDmMveVErR0123456789abcXYZ.,!-_", "'\u017f", "\r\n", "\u3000", "\x85", "\u2028"]
+    special += ["<|begin_of_text|>", "<s>", "</s>", "<unk>", "<0x0A>", "\u2581", "\0"]
+    for _ in range(count):
+        share = generator.choice([0, 0.05, 0.3, 0.9])
+        length = generator.randrange(120)
+        yield "".join(generator.choice(anything if generator.random() < share else special) for _ in range(length))
+
+
+def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[str]) -> None:
+    assert isinstance(tokenizer, _LibraryTokenizer) and tokenizer._encoder is not None
+    tokens, lengths = tokenizer.tokenize_to_arrays(texts)
+    expected = tokenizer.tokenize_batch(texts)
+    assert lengths.tolist() == list(map(len, expected))
+    assert tokens.tolist() == [token for ids in expected for token in ids]
+
+
+def test_sentencepiece_by_ranks_of_bytes_gives_its_ids(sentencepiece_model: str, python_sources: list[str]) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+    assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "parts"),
+    [((), 4), (("\ufffd",), 4), (("\U0001f600\U0001f600",), 4), (("7a",), 3), (("a:", "19"), 3), (("7a", "a:"), 2)],
+)
+def test_ranks_of_sentencepiece_cut_where_no_piece_reaches(
+    sentencepiece_model: str, tmp_path: Path, pieces: tuple[str, ...], parts: int
+) -> None:
+    """Blanks at the end, and letters, digits and others as far as no piece has them side by side."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    model = proto.ModelProto.FromString(Path(sentencepiece_model).read_bytes())
+    for number, piece in enumerate(pieces):
+        model.pieces.add(piece=piece, score=-10_000 - number)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model.SerializeToString())
+    ranks = SentencePieceRanks.of(path.read_bytes())
+    assert ranks is not None and len(re.sub(r"\[.*?[^\\]\]", "", ranks.split).split("|")) == parts
+    assert_fast_ids_are_those_of_the_library(SentencePieceTokenizer(str(path)), list(unlikely_texts(1500)))
+
+
+@pytest.fixture
+def llama2_model(tmp_path: Path) -> str:
+    """Llama 2's pieces, which splintr has with it, with scores as Llama 2's model has them: in their order."""
+    import splintr
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    types = proto.ModelProto.SentencePiece
+    model = proto.ModelProto()
+    vocabulary = splintr.Tokenizer.from_pretrained("llama2")
+    for number in range(32_000):
+        text = vocabulary.decode_token_bytes(number).decode(errors="replace").replace(" ", "\u2581")
+        if number < 3:
+            piece, kind = ("<unk>", "<s>", "</s>")[number], (types.UNKNOWN, types.CONTROL, types.CONTROL)[number]
+        else:
+            piece, kind = (f"<0x{number - 3:02X}>", types.BYTE) if number < 259 else (text, types.NORMAL)
+        model.pieces.add(piece=piece, type=kind, score=float(min(0, 259 - number)))
+    model.trainer_spec.model_type = proto.TrainerSpec.BPE
+    model.trainer_spec.byte_fallback = model.normalizer_spec.add_dummy_prefix = True
+    model.normalizer_spec.remove_extra_whitespaces = False
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    return str(tmp_path / "tokenizer.model")
+
+
+def test_fast_ids_are_those_of_llama2(llama2_model: str, python_sources: list[str]) -> None:
+    tokenizer = SentencePieceTokenizer(llama2_model)
+    # As its publishers tokenize it.
+    assert tokenizer.tokenize("Hello world") == [15043, 3186]
+    assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, proto: setattr(model.pieces.add(), "piece", "of\u2581the"),
+        lambda model, proto: setattr(model.pieces.add(), "piece", "qxqxqx"),  # that no merges come to
+        lambda model, proto: setattr(model.pieces[600], "score", model.pieces[500].score),
+        lambda model, proto: setattr(model.pieces[600], "type", proto.ModelProto.SentencePiece.USER_DEFINED),
+        lambda model, proto: setattr(model.pieces[5], "type", proto.ModelProto.SentencePiece.NORMAL),
+        lambda model, proto: setattr(model.normalizer_spec, "remove_extra_whitespaces", True),
+        lambda model, proto: setattr(model.normalizer_spec, "add_dummy_prefix", False),
+        lambda model, proto: setattr(model.normalizer_spec, "precompiled_charsmap", b"1"),
+        lambda model, proto: setattr(model.trainer_spec, "model_type", proto.TrainerSpec.UNIGRAM),
+    ],
+)
+def test_other_sentencepiece_models_are_left_to_the_library(
+    sentencepiece_model: str, change: Callable[[Any, Any], None]
+) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    model = proto.ModelProto.FromString(Path(sentencepiece_model).read_bytes())
+    change(model, proto)
+    assert SentencePieceRanks.of(model.SerializeToString()) is None
+
+
+def test_fast_ids_are_those_of_tiktoken(llama3_model: str) -> None:
+    """For every character in places where its kind matters (what lies beyond U+32000 has none), and for mixtures."""
+    tokenizer = TikTokenizer(llama3_model)
+    characters = [chr(code) for code in range(0x32000) if not 0xD800 <= code < 0xE000]
+    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in characters]
+    texts = ["".join(around[start : start + 500]) for start in range(0, len(around), 500)]
+    assert_fast_ids_are_those_of_the_library(tokenizer, [*texts, *unlikely_texts(5000)])
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def split_at(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def test_fast_ids_are_those_of_hugging_face(hugging_face_directory: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(hugging_face_directory))
+    assert_fast_ids_are_those_of_the_library(tokenizer, list(unlikely_texts(3000)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}},
+        {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+        {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "BertPreTokenizer"}, BYTE_LEVEL]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split_at(r"\h+"), BYTE_LEVEL | {"use_regex": False}]}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split_at(LLAMA3_SPLIT), BYTE_LEVEL]}},
+        {"added_tokens": [{"id": 3, "content": "words", "special": False}]},
+        {"model": {"type": "Unigram"}},
+        {"model": {"byte_fallback": True}},
+        {"model": {"dropout": 0.1}},
+        {"model": {"unk_token": "<s>"}},
+        {"model": {"end_of_word_suffix": "</w>"}},
+        {"model": {"continuing_subword_prefix": "##"}},
+        {"model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}},
+    ],
+)
+def test_other_tokenizer_json_are_left_to_the_library(hugging_face_directory: Path, change: dict[str, Any]) -> None:
+    content = json.loads((hugging_face_directory / "tokenizer.json").read_text())
+    assert fast_tokenizer_json(json.dumps(content).encode(), LLAMA3_SPLIT) is not None
+    changed = content | change | {"model": content["model"] | change.get("model", {})}
+    assert fast_tokenizer_json(json.dumps(changed).encode(), LLAMA3_SPLIT) is None
+
+
+def test_merges_in_another_order_than_their_ids_are_left_to_the_library(hugging_face_directory: Path) -> None:
+    content = json.loads((hugging_face_directory / "tokenizer.json").read_text())
+    content["model"]["merges"].reverse()
+    assert fast_tokenizer_json(json.dumps(content).encode(), LLAMA3_SPLIT) is None
+
+
+def test_a_library_that_differs_is_not_used(byte_ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TikTokenizer(byte_ranks).encoded_by == "splintr"
+
+    def wrong_for_crlf(content: bytes, split: str) -> Encode:
+        encode = fast_tiktoken(content, split)
+        assert encode is not None
+        return lambda text: encode(text.replace("\r\n", "\n"))
+
+    monkeypatch.setattr("megatron.data.tokenizers.fast_tiktoken", wrong_for_crlf)
+    assert TikTokenizer(byte_ranks).encoded_by == "tiktoken"
+
+
+def test_ids_that_differ_stop_the_run_and_halves_of_characters_are_left_to_the_library() -> None:
+    def encode(text: str) -> bytes:
+        return text.encode("utf-32-le", "replace")
+
+    def wrong_for_z(text: str) -> bytes:
+        return text.encode("utf-32-le").replace(b"z", b"y")
+
+    class PanicException(BaseException):
+        """As libraries in Rust raise it."""
+
+    def failing(text: str) -> bytes:
+        raise PanicException
+
+    encoder = VerifiedEncoder(wrong_for_z, encode, "tiktoken")
+    assert encoder.encode_batch([]) == []
+    assert encoder.encode_batch(["abc", "z"]) == [encode("abc"), encode("y")]  # the first is compared, then the second
+    with pytest.raises(TokenizerMismatchError, match="splintr and tiktoken give different ids for the text 'z'"):
+        encoder.encode_batch(["abc", "z"])
+    assert encoder.encode_batch(["\ud800"]) == [encode("\ud800")]
+    assert VerifiedEncoder(failing, encode, "tiktoken").encode_batch(["z"]) == [encode("z")]
+    long = "a" * 100_000
+    at_end = VerifiedEncoder(wrong_for_z, encode, "tiktoken")
+    with pytest.raises(TokenizerMismatchError):  # not only the beginning of a long text is compared
+        for _ in range(200):
+            at_end.encode_batch([long + "z" * 2000])
+
+
+def test_without_splintr_the_libraries_do_all(
+    byte_ranks: str, sentencepiece_model: str, hugging_face_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "splintr", None)
+    texts = list(unlikely_texts(50))
+    for tokenizer in (
+        TikTokenizer(byte_ranks),
+        SentencePieceTokenizer(sentencepiece_model),
+        HuggingFaceTokenizer(str(hugging_face_directory)),
+    ):
+        assert tokenizer._encoder is None
+        expected = [token for ids in tokenizer.tokenize_batch(texts) for token in ids]
+        assert tokenizer.tokenize_to_arrays(texts).tokens.tolist() == expected
