@@ -161,8 +161,8 @@ def most_memory(parent: int) -> dict[int, int]:
     return found
 
 
-def test_all_of_405b_is_planned_in_minutes_and_fits_with_the_recompute_that_it_has(tmp_path: Path) -> None:
-    """Every stage of 16,384 ranks, as a user asks for it; on two quiet cores it takes half a minute to a whole one."""
+def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path: Path) -> None:
+    """Every stage of 16,384 ranks, as a user asks for it."""
     report = tmp_path / "report.json"
     command = start(tmp_path, "llama3_405b_h100.sh", DRY_RUN="1")
     assert sys.platform == "linux"
@@ -180,8 +180,12 @@ def test_all_of_405b_is_planned_in_minutes_and_fits_with_the_recompute_that_it_h
     assert found["total_parameters"] == 405_853_388_800
     assert list(found["memory_bytes"]) == [str(stage) for stage in range(16)]
     assert found["fits"]
-    # Processor time, which others on the machine hardly lengthen; machines of ours differ by a factor of two.
-    assert used.ru_utime + used.ru_stime < 4 * 60
+    # Sixteen stages cost less than twelve times one: those alike are rehearsed once. In processor time, on one machine,
+    # whose speed does not matter then.
+    one = subprocess.Popen([*words, "--dry-run-rank", "8"], cwd=EXAMPLES.parent, stdout=subprocess.DEVNULL)
+    _, one.returncode, used_by_one = os.wait4(one.pid, 0)
+    ratio = (used.ru_utime + used.ru_stime) / (used_by_one.ru_utime + used_by_one.ru_stime)
+    assert one.returncode == 0 and ratio < 12, ratio
     # There are as many processes as cores, but no more than 8.
     assert memory and max(memory.values()) < 2**30
 
