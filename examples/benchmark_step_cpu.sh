@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements-dev.txt
 
-OMP_NUM_THREADS=2 exec python tools/benchmark_step.py --device cpu --bf16 \
+OMP_NUM_THREADS=2 exec python benchmarks/benchmark_step.py --device cpu --bf16 \
     --num-layers 4 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --num-query-groups 2 \
     --with-head --vocab-size 8192 --micro-batch-size 4 --seq-length 512 \
     --compare transformers --compile "$@"

@@ -65,7 +65,7 @@ for name in "${NAMES[@]}"; do
     rm -f "$metrics" "$metrics.part"
     echo "$flags" > "$RUN/$name.flags"
     mapfile -t WORDS <<< "$flags"
-    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${WORDS[@]}" \
+    python -m megatron.operation.launch --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${WORDS[@]}" \
         --log-interval 1 --metrics-jsonl "$metrics.part" \
         > "$RUN/$name.log" 2>&1 || { tail -n 20 "$RUN/$name.log"; exit 1; }
     mv "$metrics.part" "$metrics"

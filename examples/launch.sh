@@ -9,6 +9,7 @@
 #   NODE_RANK          this machine's number, 0 to NODES - 1; every machine runs the recipe (in a SLURM job: set by it)
 #   MASTER_ADDR        host of machine 0
 #   MASTER_PORT        a free port there (29500)
+#   MAX_RESTARTS       how often the ranks are started again on the same machines after a crash (3)
 #   OUTPUT             directory for checkpoints and metrics, on storage that all machines share (runs/NAME)
 #   TOKENIZER_MODEL    Llama 3's tokenizer.model
 #   DATA_PATH          tokenized corpora, as --data-path takes them: "0.7 data/web_text_document 0.3 data/code_text_document"
@@ -22,7 +23,7 @@
 # shellcheck disable=SC2154
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-if ! command -v torchrun > /dev/null; then
+if ! command -v torchrun > /dev/null; then  # no environment with torch is active
     source tools/environment.sh requirements.txt
 fi
 source examples/environment.sh
@@ -32,6 +33,7 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-29500}
+MAX_RESTARTS=${MAX_RESTARTS:-3}
 OUTPUT=${OUTPUT:-runs/$(basename "$0" .sh)}
 DATA_PATH=${DATA_PATH:-}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-tokenizer.model}
@@ -68,5 +70,8 @@ launch() {
     if [ "$NODES" = 1 ]; then
         place=(--standalone)
     fi
-    exec torchrun "${place[@]}" --nproc-per-node "$GPUS_PER_NODE" "${run[@]}" "$@"
+    # torchrun, which also obeys the exit codes of pretrain_llama.py (docs/slurm.md).
+    exec python -m megatron.operation.launch --max-restarts "$MAX_RESTARTS" \
+        --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
+        "${place[@]}" --nproc-per-node "$GPUS_PER_NODE" "${run[@]}" "$@"
 }

@@ -3,20 +3,21 @@
 # arXiv 2407.21783. Knobs: examples/launch.sh, and
 #
 #   STAGE=start        the first 252M tokens, in sequences of 4,096
-#   STAGE=main         sequences of 8,192 up to 14.8T tokens (default); goes on where start ended, in the same OUTPUT
-#   STAGE=long         sequences of 131,072, 800B tokens, from the weights of main in BASE, to an OUTPUT of its own
+#   STAGE=main         sequences of 8,192 up to 14.8T tokens (default)
+#   STAGE=long         sequences of 131,072, 800B tokens
+#   STAGE=anneal       the last 40M tokens, of the same length: the learning rate falls to 0
 #
-# The layout needs a multiple of 128 GPUs (long: of 2,048) that divides the batch: NODES=1024 is the paper's, too.
+# The stages are one run in one OUTPUT: start each when the one before is complete. --new-data-stage begins its data at
+# their first sample, on the first start alone; give each a DATA_PATH of its own if you like.
+#
+# The layout needs a multiple of 128 GPUs (long and anneal: of 2,048) that divides the batch: NODES=1024 is the paper's,
+# too.
 # Not run on H100s by us yet.
 #
 #   DRY_RUN=1 STAGE=long bash examples/llama3_405b_h100.sh
 set -euo pipefail
 STAGE=${STAGE:-main}
 NODES=${NODES:-${SLURM_NNODES:-2048}}
-if [ "$STAGE" = long ]; then
-    BASE=${BASE:-runs/llama3_405b_h100/checkpoints}
-    OUTPUT=${OUTPUT:-runs/llama3_405b_h100_long}
-fi
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 FLAGS=(
@@ -56,28 +57,37 @@ FLAGS=(
 SCHEDULE=(
     --lr 8e-5 --min-lr 8e-7 --lr-decay-style cosine --lr-warmup-samples 8192000 --lr-decay-samples 2107257856
 )
+# Table 4: 16 ranks share a sequence, by an all-gather of keys and values (section 3.3.2); 16M tokens a batch.
+LONG=(--seq-length 131072 --context-parallel-size 16 --cp-comm-type allgather --global-batch-size 128)
+# --train-samples counts all samples of the run, those of earlier stages included. A remainder that is no whole batch is
+# left out: main ends at 1,806,640,128 and long at 1,812,743,552.
 case $STAGE in
-    start)  # section 3.4.1: 4M tokens a batch, 60 of them. The order of samples begins anew with the next stage.
+    start)  # section 3.4.1: 4M tokens a batch, 60 of them
         FLAGS+=(--seq-length 4096 --global-batch-size 1024 --train-samples 61440 "${SCHEDULE[@]}")
         ;;
     main)   # section 3.4.1: 8M tokens a batch, 16M after 2.87T tokens; 15.6T tokens in all (section 1), less the 0.8T of long
         FLAGS+=(--seq-length 8192 --step-batch-size-schedule "0:1024 2.87T:2048" --train-samples 1806640625 "${SCHEDULE[@]}")
         ;;
-    long)   # table 4: 16 ranks share a sequence, by an all-gather of keys and values (section 3.3.2); 16M tokens a batch
+    long)
         # Section 3.4.2: about 800B tokens, in six stages of growing length, of which this is the last: for the others
-        # add for example --seq-length 32768 --context-parallel-size 4 --global-batch-size 512.
+        # add for example --seq-length 32768 --context-parallel-size 4 --global-batch-size 512 --new-data-stage 32k, and
+        # the --train-samples at which each ends. The paper is silent on the learning rate. Here the cosine goes on in
+        # samples, of which these are few: from 4.74e-6 to 4.59e-6.
+        FLAGS+=("${LONG[@]}" --train-samples 1812743643 "${SCHEDULE[@]}")
+        ;;
+    anneal)
+        # Section 3.4.3: linearly to 0 over 40M tokens, which are 305 samples: three batches, at 4.59e-6, 2.66e-6 and
+        # 0.74e-6.
         FLAGS+=(
-            --seq-length 131072 --context-parallel-size 16 --cp-comm-type allgather
-            --global-batch-size 128 --train-samples 6103515 --pretrained-checkpoint "$BASE"
-            # Section 3.4.3: down to 0 over the last 40M tokens. Before that the paper is silent; our choice is to stay
-            # where the cosine had come, after a warm-up of 100 steps for moments that begin afresh.
-            --lr 4.74e-6 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 305
-            --lr-warmup-samples 12800
+            "${LONG[@]}" --train-samples 1812743936 --override-opt-param-scheduler
+            --lr 4.59e-6 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 305
+            --lr-decay-samples 1812743857
         )
         ;;
     *)
-        echo "STAGE=$STAGE is none of start, main and long." >&2
+        echo "STAGE=$STAGE is none of start, main, long and anneal." >&2
         exit 1
         ;;
 esac
+FLAGS+=(--new-data-stage "$STAGE")
 launch "$@"

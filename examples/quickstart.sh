@@ -37,13 +37,18 @@ TRACKER=$RUN/checkpoints/latest_checkpointed_iteration.txt
 if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
     PROCESSES=$(count_processes)
     PRECISION=$(fastest_precision)
+    status=0
     step "Training: $PROCESSES processes, tensor and sequence parallel ${PRECISION:-(fp32)}"
     mapfile -t RECIPE < <(recipe "$ITERATIONS")
     # shellcheck disable=SC2086  # PRECISION is one word or none
-    torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${RECIPE[@]}" $PRECISION \
+    python -m megatron.operation.launch --standalone --nproc-per-node "$PROCESSES" \
+        pretrain_llama.py "${RECIPE[@]}" $PRECISION \
         --eval-interval $((ITERATIONS < 60 ? ITERATIONS : 60)) --eval-iters 8 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 --override-opt-param-scheduler \
-        --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard"
+        --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard" || status=$?
+    if [ "$status" != 0 ] && [ "$status" != 75 ]; then
+        exit "$status"
+    fi
     if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
         echo "Training stopped before iteration $ITERATIONS; run this script again to go on."
         exit 0

@@ -1,9 +1,15 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests, and the tiers that they run in.
+
+Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
+no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` all rows of the products of layouts. A file that is
+named on the command line runs with its slow tests.
+"""
 
 import os
 import random
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,33 +19,58 @@ from tests.rank_pool import RankPool
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("default", deadline=None)
 
+TESTS = Path(__file__).parent
+
+NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel")
+"""Directories whose tests start processes, or train."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What is left out by default, to be run when there is time."""
+    """The tiers."""
+    parser.addoption("--unit", action="store_true", help="only tests of one process that are quick")
+    parser.addoption("--slow", action="store_true", help="slow tests, too")
     parser.addoption(
         "--whole-matrix", action="store_true", help="all rows of products of factors, and more kills at random moments"
     )
+    parser.addoption("--kills", type=int, default=1, help="ranks to kill, one after the other, under each rendezvous")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked whole_matrix, unless it is asked for."""
-    if config.getoption("--whole-matrix"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("whole_matrix")]
+    """Leave out what does not belong to the tier."""
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    left_out = [item for item in items if not belongs_to_tier(item, config, item.path in named)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("whole_matrix")]
+    items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.fixture(scope="module")
+def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) -> bool:
+    """Whether a test runs under the options given; ``is_named`` says whether its file is on the command line."""
+    if item.get_closest_marker("whole_matrix") and not config.getoption("--whole-matrix"):
+        return False
+    if config.getoption("--unit"):
+        return is_unit(item)
+    return is_named or config.getoption("--slow") or not item.get_closest_marker("slow")
+
+
+def is_unit(item: pytest.Item) -> bool:
+    """Whether a test is quick and starts no process."""
+    if any(item.get_closest_marker(name) for name in ("slow", "processes")):
+        return False
+    if {"four_ranks", "sixteen_ranks"} & set(getattr(item, "fixturenames", ())):
+        return False
+    return item.path.relative_to(TESTS).parts[0] not in NOT_UNIT
+
+
+@pytest.fixture(scope="session")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four gloo ranks for a module."""
+    """Four gloo ranks, the same for all modules."""
     with RankPool(4, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sixteen_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Up to sixteen gloo ranks for a module; costly on two cores."""
+    """Up to sixteen gloo ranks, the same for all modules; costly on two cores."""
     with RankPool(16, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
 

@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: started once, then handed many cases.
+"""Real gloo ranks for tests: started once a session, for the cases of all modules.
 
 A case is a module-level function ``case(*arguments)`` that runs on ranks ``0..world_size-1`` of the pool; the
 others stay idle, so one pool serves every smaller world too.
@@ -15,12 +15,16 @@ from typing import Any
 from tests.forked import fork_context
 
 START_TIMEOUT = 120.0
+MOST_THREADS = 120
+"""Threads of a rank after which the pool gets new processes. Every process group costs some, and topologies that tests
+cache keep theirs; with hundreds of threads per rank a collective takes seconds."""
 
 
 class RankPool:
     """Up to ``size`` processes, joined by gloo in worlds; each starts when it is first needed.
 
-    Close it, or use ``with``.
+    After a case that failed, or that left many threads, the next one gets new processes. Close the pool at the end, or
+    use ``with``.
     """
 
     def __init__(self, size: int, directory: Path) -> None:
@@ -48,8 +52,7 @@ class RankPool:
     ) -> list[Any]:
         """Run ``case`` on a world of ``world_size`` ranks; the results, by rank.
 
-        Raises :class:`RuntimeError` with every failing rank's traceback; a rank that does not answer in time
-        ends the pool.
+        Raises :class:`RuntimeError` with every failing rank's traceback, or its failure to answer in time.
         """
         world_size = world_size or self.size
         self._start(world_size)
@@ -58,32 +61,43 @@ class RankPool:
             self._generation += 1
             timeout += START_TIMEOUT
         store = str(self._directory / f"store{self._generation}")
-        for pipe in self._pipes[:world_size]:
-            pipe.send((case, arguments, world_size, store))
-        return self._collect(world_size, timeout)
+        try:
+            for pipe in self._pipes[:world_size]:
+                pipe.send((case, arguments, world_size, store))
+            return self._collect(world_size, timeout)
+        except BaseException:
+            # Also an interruption by a time limit: an answer that comes late must not be taken for the next case's.
+            self.close()
+            raise
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
         results: list[Any] = []
         failures: list[str] = []
+        most_threads = 0
         for rank, pipe in enumerate(self._pipes[:world_size]):
             # Once one rank has failed, the others may wait for it in vain.
             if not pipe.poll(5.0 if failures else timeout):
                 failures.append(f"rank {rank} did not answer")
                 continue
-            error, value = pipe.recv()
+            error, value, threads = pipe.recv()
             results.append(value)
+            most_threads = max(most_threads, threads)
             if error:
                 failures.append(f"rank {rank}:\n{error}")
         if failures:
-            self.close()
             raise RuntimeError("\n".join(failures))
+        if most_threads > MOST_THREADS:
+            self.close()
         return results
 
     def close(self) -> None:
-        """End every rank."""
+        """End every rank; the next case starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._world_size = [], [], 0
 
     def __enter__(self) -> "RankPool":
         return self
@@ -110,6 +124,6 @@ def _serve(rank: int, pipe: Connection) -> None:
                     dist.destroy_process_group()
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
                 current_store = store
-            pipe.send((None, case(*arguments)))
+            pipe.send((None, case(*arguments), len(os.listdir("/proc/self/task"))))
         except BaseException:
-            pipe.send((traceback.format_exc(), None))
+            pipe.send((traceback.format_exc(), None, 0))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Compare the loss curves of runs with that of another run, all from --metrics-jsonl files with every iteration.
+"""Compare the loss curves of runs with a reference run, all from --metrics-jsonl files with every iteration.
 
-Prints a table; the exit code is 1 if a run leaves its band: if the mean of all its losses differs from that of
---reference by more, or its smoothed curve ever exceeds the other by more.
+Prints a table. The exit code is 1 if a run leaves its band: if its mean loss differs from --reference by more, or its
+smoothed curve ever exceeds the reference by more.
 """
 
 import math
@@ -15,23 +15,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.urls import refuse_urls
 from tools.plot_metrics import read_curve
 
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Which runs to compare, and how far they may differ."""
+    """Runs to compare, and allowed differences."""
 
     reference: str
-    """Metrics file of the run to compare with."""
+    """Metrics file of the reference run."""
     metrics: tuple[str, ...]
-    """Metrics files of the other runs; a run has the name of its file."""
+    """Metrics files of the other runs; the name of a run is the name of its file."""
     bands: tuple[float, ...]
-    """For each of these the percent by which its mean loss may differ, and its smoothed loss be higher; inf to be told
-    only."""
+    """Allowed difference in percent, per run: of the mean loss, and of the smoothed loss above the reference; inf only
+    reports."""
     window: int = 20
-    """Iterations over which a curve is smoothed, each mean with as many before."""
+    """Iterations of the moving average; each mean includes as many before."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ def row(curve: Curve, window: int, distance: Distance | None, band: float) -> st
 
 def compare(config: CompareConfig) -> list[str]:
     """Print the table; the names of the runs that leave their bands."""
+    for flag, path in (("--reference", config.reference), *(("--metrics", path) for path in config.metrics)):
+        refuse_urls({flag: path}, "copy the file to a local path")
     reference, curves = read_run(config.reference), [read_run(path) for path in config.metrics]
     check(config, reference, curves)
     print(f"| | loss, mean of the last {config.window} | validation loss | skipped | mean of all | smoothed | band |")

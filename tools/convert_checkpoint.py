@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Convert a model between Hugging Face's files and a checkpoint that training loads.
+"""Convert a model between Hugging Face's files and a checkpoint for training.
 
-Both directions copy block by block, so memory does not grow with the model; the result appears under its name only
-when it is complete.
+Both directions copy block by block, so memory does not grow with the model. The result appears only when it is
+complete.
 """
 
 import re
@@ -19,11 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
+from megatron.architectures.registry import PRESETS
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError, report
-from megatron.config.model import PRESETS, LlamaConfig, ModelConfig, preset
-from megatron.config.optimizer import PrecisionConfig
-from megatron.config.ranges import require_at_least
+from megatron.config.model import ModelConfig, preset
+from megatron.config.precision import PrecisionConfig
+from megatron.errors import CheckpointError, ConfigError, DataError, UserError, report
+from megatron.ranges import require_at_least
+from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     import torch
@@ -42,38 +45,39 @@ class FromHuggingFace:
     """Hugging Face's safetensors and config.json to a checkpoint of weights, for --load DIR --finetune."""
 
     hf: str
-    """Directory with config.json and the safetensors; tokenizer files there are copied along."""
+    """Directory with config.json and the safetensors files; tokenizer files are copied, too."""
     save: str
-    """Directory for the checkpoint, which must hold none yet."""
+    """Directory for the checkpoint; it must not have one yet."""
     dtype: DtypeName = "keep"
-    """Numbers to store: keep stores each tensor as it is. Training converts what it loads to its own precision."""
+    """Dtype to store; keep does not convert. Training converts the loaded weights to its precision."""
     iteration: int = 0
     """Iteration under which the checkpoint is saved."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(0, {"--iteration": self.iteration})
+        refuse_urls({"--hf": self.hf, "--save": self.save}, "name a directory")
 
 
 @dataclass(frozen=True)
 class ToHuggingFace:
-    """A checkpoint to safetensors and config.json that transformers loads as they are."""
+    """Convert a checkpoint to safetensors and config.json for transformers."""
 
     load: str
-    """Directory of checkpoints."""
+    """Directory or URL of checkpoints."""
     hf: str
-    """Directory to make; it must not exist yet, or be empty."""
+    """Directory to create; it must be empty or not exist."""
     ckpt_step: int | None = None
     """Iteration to convert instead of the latest."""
     dtype: DtypeName = "keep"
-    """Numbers to write: keep writes the model's weights as they are. Another format than the model's own is rounded
-    from the optimizer's fp32 master weights where the checkpoint has them: --dtype fp32 then gives these exactly."""
+    """Dtype to write; keep does not convert. Other dtypes are converted from the optimizer's fp32 master weights if the
+    checkpoint has them, so --dtype fp32 writes these exactly."""
     max_shard_size: str = "5GB"
     """Largest safetensors file, in bytes or as 500MB, 5GB, 2GiB; a larger tensor has a file of its own."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(0, {"--ckpt-step": self.ckpt_step})
+        check_place("--load", self.load)
+        refuse_urls({"--hf": self.hf}, "name a directory, and copy it afterwards")
         self.max_shard_bytes  # noqa: B018
 
     @property
@@ -138,7 +142,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.hugging_face_files import copy_tokenizer
     from megatron.checkpoint.streaming import save_streaming
-    from megatron.training.state import state_of_weights
+    from megatron.training.checkpoints.saved_run import state_of_weights
 
     source, root = Path(config.hf), Path(config.save)
     check_unused(root)
@@ -150,7 +154,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
         config.iteration,
         model.tensors,
         model.read,
-        state_of_weights(config.iteration, model.architecture, known_flags(model, tokenizer)),
+        state_of_weights(config.iteration, model.architecture, known_flags(model, tokenizer)).to_json(),
         furnish=lambda saving: copy_tokenizer(source, saving / TOKENIZER),
     )
     flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *given_flags(tokenizer)]
@@ -196,7 +200,7 @@ def tokenizer_flags(source: Path, copied: Path) -> TokenizerConfig:
     )
 
 
-def model_flags(architecture: LlamaConfig) -> list[str]:
+def model_flags(architecture: TransformerConfig) -> list[str]:
     """The shortest flags that give the architecture: a preset's name, or every size."""
     wanted = ModelConfig.of(architecture)
     for name in PRESETS:
@@ -229,9 +233,10 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     from megatron.checkpoint.conversion import HuggingFaceExport
     from megatron.checkpoint.finding import find_checkpoint
     from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
+    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.streaming import SavedTensors
 
-    root, target = Path(config.load), Path(config.hf)
+    root, target = path_of(config.load), Path(config.hf)
     iteration = find_checkpoint(root, config.ckpt_step)
     if iteration is None:
         raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
@@ -250,9 +255,11 @@ def write_description(saving: Path, saved: "SavedTensors", model: "HuggingFaceEx
     """Write config.json and the tokenizer's files; what to tell the user about them."""
     from megatron.checkpoint.hugging_face_config import config_fields
     from megatron.checkpoint.hugging_face_files import CONFIG, copy_tokenizer, write_json
+    from megatron.checkpoint.schema import upgrade
     from megatron.data.tokenizers import build_tokenizer
 
-    flags = TokenizerConfig(**saved.manifest.state.get("flags", {}).get("tokenizer", {}))
+    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    flags = state.flag_group("tokenizer", TokenizerConfig)
     bos = eos = None
     missing = "" if flags.tokenizer_type else "The checkpoint does not name one."
     try:

@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import ConfigError, UserError
+from megatron.config.compatibility import REFUSALS
 from megatron.config.megatron_flags import NOT_SUPPORTED
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError, UserError
+from megatron.urls import refuse_urls
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- Begin: written by tools/flag_reference.py -->", "<!-- End: written by tools/flag_reference.py -->"
@@ -32,20 +34,20 @@ BEGIN, END = "<!-- Begin: written by tools/flag_reference.py -->", "<!-- End: wr
 _HEAD = f"""{BEGIN}
 # Flags
 
-All flags of `pretrain_llama.py`, in the groups of `--help`. A flag of which the values are *on, off* takes none: it is
-turned on by its name, and off by its name with `no-` in front (`--save-optim`, `--no-save-optim`). Underscores may
-stand for hyphens. What Megatron-LM has, and what differs: [coming from Megatron-LM](coming_from_megatron.md).
+All flags of `pretrain_llama.py`, in the groups of `--help`. A flag with the values *on, off* has no value on the
+command line: `--save-optim` turns it on, `--no-save-optim` off. Hyphens may be written as underscores. [Coming from
+Megatron-LM](coming_from_megatron.md) compares the flags with Megatron-LM's.
 
-This page is written by `python tools/flag_reference.py` from the dataclasses in `megatron/config`.
+`python tools/flag_reference.py` writes this page from the dataclasses in `megatron/config`.
 """
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """What to do with the pages."""
+    """Whether to write or to compare the pages."""
 
     check: bool = False
-    """Write nothing; fail where a page is not what the code says."""
+    """Write nothing; fail if a page differs from the code."""
     docs: Path = REPOSITORY / "docs"
     """Directory of the pages."""
 
@@ -56,19 +58,24 @@ class Flag(NamedTuple):
     name: str
     values: str
     default: str
-    """Empty where nothing is given unless the user does."""
+    """Empty for None."""
     help: str
 
     @property
     def default_in_words(self) -> str:
-        """The default, or what its help says of it where nothing is given."""
+        """The default; for None the default that the help describes."""
         described = re.search(r"\(default[^:()]*: ([^()]*)\)|(\w+) \(default\)", self.help)
         return self.default or (described[1] or described[2] if described else "none")
 
     @property
-    def states_what_is_so(self) -> bool:
-        """Whether it can only say what is so anyway."""
-        return self.help.startswith("States what") or "accepted for megatron-lm recipes" in self.help.lower()
+    def has_no_effect(self) -> bool:
+        """Whether it is accepted only for compatibility."""
+        return self.help.startswith("Accepted for Megatron-LM compatibility")
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it exists only to be refused with a reason."""
+        return self.help.startswith("Refused")
 
 
 class MegatronFlag(NamedTuple):
@@ -77,33 +84,43 @@ class MegatronFlag(NamedTuple):
     group: str
     flag: str
     default: str
-    """That of the feature, for a flag that begins with ``--no-``."""
+    """For a flag that begins with ``--no-``, the default of its positive form."""
     choices: str
-    """The values it may have, where they are few, with blanks between."""
+    """The possible values, if they are few, separated by spaces."""
 
 
 def docstrings(config: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, in one line."""
-    definition = ast.parse(dedent(inspect.getsource(config))).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for statement, following in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            found[statement.target.id] = " ".join(str(following.value.value).split())
+    """The docstring under each field of a dataclass and of its base classes, in one line."""
+    found: dict[str, str] = {}
+    for kind in config.__mro__:
+        if "__dataclass_fields__" not in vars(kind):
+            continue
+        definition = ast.parse(dedent(inspect.getsource(kind))).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                assert isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                found[statement.target.id] = " ".join(str(following.value.value).split())
     return found
+
+
+def help_texts_of(config: type) -> dict[str, str]:
+    """The help of every flag of a group: its docstring, or computed text in ``tyro.conf.arg``."""
+    hints = get_type_hints(config, include_extras=True)
+    computed = {name: part.help for name, hint in hints.items() for part in getattr(hint, "__metadata__", ())}
+    return docstrings(config) | computed
 
 
 def flags_of(config: type) -> Iterator[Flag]:
     """The flags of a group, in order."""
-    kinds, help_texts = get_type_hints(config), docstrings(config)
+    kinds, help_texts = get_type_hints(config), help_texts_of(config)
     for field in fields(config):
         name = "--" + field.name.replace("_", "-")
         yield Flag(name, describe_values(kinds[field.name]), describe_default(field.default), help_texts[field.name])
 
 
 def describe_values(kind: Any) -> str:
-    """What a flag of this type takes."""
+    """The values of a flag of this type in words."""
     names = {bool: "on, off", int: "integer", float: "number", str: "text"}
     if kind in names:
         return names[kind]
@@ -111,7 +128,7 @@ def describe_values(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(map(str, arguments))
     if get_origin(kind) in (UnionType, Union):
-        # One that is neither on nor off unless it is given takes its value as a word.
+        # tyro reads an optional boolean from a word.
         parts = [part for part in arguments if part is not NoneType]
         return "True, False" if bool in parts else " or ".join(map(describe_values, parts))
     assert get_origin(kind) is tuple, kind
@@ -121,7 +138,7 @@ def describe_values(kind: Any) -> str:
 
 
 def describe_default(value: Any) -> str:
-    """A default as a person would type it; empty for none."""
+    """A default as it is typed on the command line; empty for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -153,36 +170,41 @@ def flag_page() -> str:
 
 
 def accepted_flags() -> dict[str, Flag]:
-    """Every flag by its name."""
+    """All flags by name."""
     return {flag.name: flag for group in get_type_hints(RunConfig).values() for flag in flags_of(group)}
 
 
 def megatron_flags() -> list[MegatronFlag]:
-    """The flags that Megatron-LM has, as far as a Llama recipe may use them."""
+    """The flags of Megatron-LM that a Llama recipe may use."""
     with open(REPOSITORY / "tools/megatron_lm_flags.csv", encoding="utf-8", newline="") as file:
         return [MegatronFlag(**row) for row in csv.DictReader(file)]
 
 
 def ours(flag: str) -> str:
-    """The name of the field whose negative form a ``--no-`` flag is; any other flag itself."""
+    """The flag without ``no-``."""
     return "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else flag
 
 
 def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
-    """What becomes of a flag of Megatron-LM here."""
+    """How this code handles a flag of Megatron-LM."""
     if asked.flag in NOT_SUPPORTED:
         return f"refused: {in_cell(NOT_SUPPORTED[asked.flag])}"
     flag = accepted.get(asked.flag) or accepted.get(ours(asked.flag))
     if flag is None:
         raise ConfigError(
-            f"{asked.flag} of Megatron-LM is neither a flag here nor refused: give it a remedy in "
+            f"{asked.flag} of Megatron-LM is neither accepted nor refused: add a remedy to "
             "megatron/config/megatron_flags.py."
         )
+    if flag.is_refused:
+        return f"refused: {in_cell(flag.help.removeprefix('Refused: '))}"
+    reason = REFUSALS.get(flag.name[2:].replace("-", "_"))
+    if asked.flag.startswith("--no-") and reason and flag.default == "on":
+        return f"refused, because {in_cell(reason)}"
     if "for now" in flag.help:
         return f"in part: {in_cell(flag.help)}"
-    kind = "states what is so" if flag.states_what_is_so else "supported"
-    missing = set(asked.choices.split()) - set(re.split(r"[,:]? ", flag.values))
-    unlike = [choice for choice in asked.choices.split() if choice in missing]
+    kind = "no effect" if flag.has_no_effect else "supported"
+    choices, taken = asked.choices.split(), set(re.split(r"[,:]? ", flag.values))
+    unlike = [choice for choice in choices if choice not in taken or f"{choice} is refused" in flag.help]
     default = [] if flag.default_in_words == asked.default else [f"default {in_cell(flag.default_in_words)}"]
     return "; ".join([kind, *default, *([f"not {', '.join(unlike)}"] if unlike else [])])
 
@@ -196,27 +218,28 @@ def megatron_table() -> str:
         parts.append(f"### {group}\n\n| flag | default there | here |\n| --- | --- | --- |\n{rows}\n")
     known = {flag.flag for flag in there} | {ours(flag.flag) for flag in there}
     own = ", ".join(f"`{name}`" for name in accepted if name not in known)
-    parts.append(f"### Only here\n\nMegatron-LM does not have {own}.\n")
+    parts.append(f"### Not in Megatron-LM\n\n{own}.\n")
     return f"{BEGIN}\n" + "\n".join(parts) + f"\n{END}"
 
 
 def pages(docs: Path) -> dict[Path, str]:
-    """What each page should hold."""
+    """The content of each page."""
     guide = docs / "coming_from_megatron.md"
     before, _, rest = guide.read_text(encoding="utf-8").partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
-        raise ConfigError(f"{guide} has lost the marks between which the table stands: put {BEGIN} and {END} back.")
+        raise ConfigError(f"{guide} lacks the marks around the table: add {BEGIN} and {END}.")
     return {docs / "flags.md": flag_page(), guide: before + megatron_table() + after}
 
 
 def write(config: ReferenceConfig) -> None:
-    """Write the pages that differ from the code, or raise :class:`ConfigError` for one that does."""
+    """Write the pages that differ from the code; under ``--check`` raise :class:`ConfigError` for one that differs."""
+    refuse_urls({"--docs": config.docs}, "name a directory")
     for path, content in pages(config.docs).items():
         if path.exists() and path.read_text(encoding="utf-8") == content:
             continue
         if config.check:
-            raise ConfigError(f"{path} is not what the code says: run python tools/flag_reference.py.")
+            raise ConfigError(f"{path} differs from the code: run python tools/flag_reference.py.")
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Continue a text with a trained model: architecture and tokenizer come from the checkpoint.
+"""Generate text with a trained model; architecture and tokenizer come from the checkpoint.
 
-Alone, or with tensor and pipeline parallelism under torchrun --nproc-per-node N.
+Runs in one process, or with tensor and pipeline parallelism under torchrun --nproc-per-node N.
 """
 
 import os
@@ -16,14 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import CheckpointError, ConfigError, UserError, report
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.errors import CheckpointError, ConfigError, UserError, report
+from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron.core.model.llama import LlamaModel
+    from megatron.core.models.transformer import TransformerModel
     from megatron.core.pipeline_parallel.executor import PipelineExecutor
     from megatron.core.topology import Topology
     from megatron.data.tokenizers import Tokenizer
@@ -31,31 +32,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """What to continue, and how."""
+    """Checkpoint, prompt and sampling."""
 
     load: str
-    """Directory of checkpoints."""
+    """Directory or URL of checkpoints."""
     prompt: str
     """Text to continue."""
     ckpt_step: int | None = None
     """Iteration to load instead of the latest."""
     max_new_tokens: int = 64
-    """Tokens to add at most; generation also ends at the end of a document."""
+    """Maximum number of new tokens; generation also ends at end-of-document."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Temperature that divides the logits; 0 is greedy."""
     top_k: int = 0
-    """Draw from this many of the likeliest tokens; 0: from all."""
+    """Sample from this many of the most likely tokens; 0: all."""
     top_p: float = 0.95
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens with this total probability."""
     seed: int = 1234
-    """Seed of the draw."""
+    """Seed of the sampling."""
     tokenizer_model: str | None = None
-    """Tokenizer file, where it is no longer at the place that the checkpoint remembers."""
+    """Tokenizer file, if it is no longer at the path in the checkpoint."""
     pipeline_model_parallel_size: int = 1
-    """Processes that share the layers in stages; each stage's layers are divided over the processes left."""
+    """Pipeline-parallel size; the tensor-parallel size is the number of processes divided by it."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        check_place("--load", self.load)
+        refuse_urls({"--tokenizer-model": self.tokenizer_model}, "copy the tokenizer to a local path")
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
             raise ConfigError(
                 "--temperature and --top-k must not be negative, --top-p must be above 0 and at most 1, and "
@@ -83,7 +85,12 @@ def sample_next(logits: "Tensor", config: GenerateConfig, generator: "torch.Gene
 def generate(config: GenerateConfig) -> Iterator[str]:
     """The prompt and its continuation, in growing parts of text; the same on every rank."""
     from megatron.config.parallel import ParallelConfig
-    from megatron.training.launch import Process, choose_device, joined, prepare_cpu
+    from megatron.training.initialize import (
+        Process,
+        choose_device,
+        init_distributed,
+        prepare_cpu,
+    )
 
     process = Process.from_environment(os.environ)
     device = choose_device("auto", process)
@@ -97,38 +104,40 @@ def generate(config: GenerateConfig) -> Iterator[str]:
     parallel = ParallelConfig(
         tensor_model_parallel_size=process.world_size // stages, pipeline_model_parallel_size=stages
     )
-    with joined(parallel, process, device) as topology:
+    with init_distributed(parallel, process, device) as topology:
         model, tokenizer = load_model(config, topology)
         yield from continue_text(config, model, tokenizer, topology)
 
 
-def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaModel, Tokenizer]":
+def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[TransformerModel, Tokenizer]":
     """This rank's part of the checkpoint's model, which all ranks share, and its tokenizer."""
     import torch
 
-    from megatron.checkpoint.checkpointing import load_checkpoint, read_state
+    from megatron.checkpoint.checkpointing import load_checkpoint, read_run_state
     from megatron.checkpoint.finding import find_checkpoint
+    from megatron.checkpoint.remote_path import path_of
     from megatron.config.data import TokenizerConfig
-    from megatron.config.model import LlamaConfig
-    from megatron.config.stages import split_nearly_evenly
     from megatron.core.data_parallel.strategy import whole_weights
-    from megatron.core.model.layer import BuildContext
-    from megatron.core.model.llama import LlamaModel
+    from megatron.core.models.layer import BuildContext
+    from megatron.core.models.transformer import TransformerModel
     from megatron.core.ops.attention_kernels import choose_attention_kernel
+    from megatron.core.run_on_ranks import run_on_rank0
     from megatron.core.tensor_parallel.collectives import TensorParallel
     from megatron.data.tokenizers import build_tokenizer
-    from megatron.training.launch import on_first_rank
-    from megatron.training.state import model_tensors
+    from megatron.schedules.stages import split_nearly_evenly
+    from megatron.training.checkpoints.tensors import model_tensors
 
-    root = Path(config.load)
-    iteration = on_first_rank(topology.world, lambda: find_checkpoint(root, config.ckpt_step))
+    root = path_of(config.load)
+    iteration = run_on_rank0(topology.world, lambda: find_checkpoint(root, config.ckpt_step))
     if iteration is None:
         raise CheckpointError(f"--load {config.load} holds no checkpoint: check the path.")
-    state = read_state(root, iteration)
-    moved = {"tokenizer_model": config.tokenizer_model} if config.tokenizer_model else {}
-    tokenizer = build_tokenizer(TokenizerConfig(**(state["flags"]["tokenizer"] | moved)))
+    state = read_run_state(root, iteration)
+    flags = state.flag_group("tokenizer", TokenizerConfig)
+    if config.tokenizer_model:
+        flags = replace(flags, tokenizer_model=config.tokenizer_model)
+    tokenizer = build_tokenizer(flags)
     ranks, stages = topology.tensor_parallel.size, topology.pipeline_parallel.size
-    architecture = LlamaConfig(**state["architecture"])
+    architecture = state.architecture
     if any(size % ranks for size in (architecture.num_query_groups, architecture.ffn_hidden_size)):
         raise ConfigError(
             f"{ranks} processes cannot divide {architecture.num_query_groups} key-value heads and an MLP of width "
@@ -141,11 +150,11 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
         )
     architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = halves.get(PrecisionConfig(**state["flags"]["precision"]).name, torch.float32)
+    dtype = halves.get(state.flag_group("precision", PrecisionConfig).name, torch.float32)
     kernel = choose_attention_kernel("auto", topology.device, dtype)
     context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, kernel)
     virtual_stages = split_nearly_evenly(architecture.num_layers, stages)
-    model = LlamaModel(architecture, context, [virtual_stages[topology.pipeline_parallel.rank]])
+    model = TransformerModel(architecture, context, [virtual_stages[topology.pipeline_parallel.rank]])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
@@ -154,13 +163,13 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[LlamaMode
 
 
 def continue_text(
-    config: GenerateConfig, model: "LlamaModel", tokenizer: "Tokenizer", topology: "Topology"
+    config: GenerateConfig, model: "TransformerModel", tokenizer: "Tokenizer", topology: "Topology"
 ) -> Iterator[str]:
     """Add token after token; every step computes the whole text again, which short texts can afford."""
     import torch
 
-    from megatron.core.model.pipeline import build_executor
-    from megatron.core.pipeline_parallel.schedules import build_schedule
+    from megatron.core.models.parallelize import build_executor
+    from megatron.schedules.registry import build_schedule
 
     schedule = partial(build_schedule, "1f1b", topology.pipeline_parallel.size)
     executor = build_executor(model, topology, schedule, seq_length=1, micro_batch_size=1)
@@ -183,11 +192,11 @@ def continue_text(
     yield "\n"
 
 
-def next_logits(model: "LlamaModel", executor: "PipelineExecutor", ids: list[int]) -> "Tensor | None":
+def next_logits(model: "TransformerModel", executor: "PipelineExecutor", ids: list[int]) -> "Tensor | None":
     """Logits ``[vocabulary]`` of the token after ``ids``, on the last stage."""
     import torch
 
-    from megatron.core.model.pipeline import activation_format
+    from megatron.core.models.parallelize import activation_format
 
     tokens = torch.tensor([ids], device=model.context.device)
     logits = executor.logits(tokens, activation_format(model, len(ids), 1))
@@ -207,7 +216,7 @@ def main() -> int:
             if rank == 0:
                 print(part, end="", flush=True)
     except UserError as error:
-        report(error, rank)
+        report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         return 1
     return 0
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Say what a checkpoint holds and where it comes from, and with --verify whether it is whole.
+"""Print the content and origin of a checkpoint; with --verify, check it for damage.
 
-Only the manifest is read, unless --verify compares every file with its digest.
+Reads only the manifest, unless --verify compares every file with its digests.
 """
 
 import json
@@ -16,12 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import CheckpointError, UserError, report
-from megatron.config.ranges import require_at_least
+from megatron.errors import CheckpointError, UserError, report
+from megatron.ranges import require_at_least
+from megatron.urls import check_place
 
 if TYPE_CHECKING:
     from megatron.checkpoint.files import WrittenFile
     from megatron.checkpoint.manifest import Manifest
+    from megatron.checkpoint.remote_path import AnyPath
 
 _LAYOUT = {
     "tensor_model_parallel_size": "tensor",
@@ -32,20 +34,20 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Which checkpoint to look at, and how closely."""
+    """Checkpoint to inspect."""
 
     load: str
-    """Directory of checkpoints."""
+    """Directory or URL of checkpoints."""
     ckpt_step: int | None = None
     """Iteration to inspect instead of the latest."""
     verify: bool = False
-    """Read every file and compare it with its digest; the exit code is 1 if one is damaged."""
+    """Read every file and compare it with its digests; the exit code is 1 for a damaged file."""
     json: bool = False
-    """Print one JSON object instead, with all flags of the run."""
+    """Print one JSON object with all flags of the run."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(0, {"--ckpt-step": self.ckpt_step})
+        check_place("--load", self.load)
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
@@ -53,14 +55,15 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
     from megatron.checkpoint.directory import locate_checkpoint
     from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
     from megatron.checkpoint.manifest import read_manifest
+    from megatron.checkpoint.remote_path import path_of
 
-    root = Path(config.load)
+    root = path_of(config.load)
     iteration = find_checkpoint(root, config.ckpt_step)
     if iteration is None:
         raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
     directory = locate_checkpoint(root, iteration)
     manifest = read_manifest(directory)
-    files = sorted(manifest.files(), key=lambda file: file.name)
+    files = sorted(manifest.files().values(), key=lambda file: file.name)
     return {
         "directory": str(directory),
         "iteration": iteration,
@@ -86,7 +89,7 @@ def describe_tensors(manifest: "Manifest") -> dict[str, dict[str, Any]]:
     }
 
 
-def find_damage(directory: Path, files: "list[WrittenFile]") -> list[str]:
+def find_damage(directory: "AnyPath", files: "list[WrittenFile]") -> list[str]:
     """What is wrong with each file that is not as it was written."""
     from megatron.checkpoint.files import verify_file
 
@@ -106,6 +109,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"iterations there: {', '.join(map(str, found['iterations_there']))}"
     if "consumed_samples" in state:
         yield f"samples consumed: {state['consumed_samples']:,}"
+    for stage in state.get("data_stages", ()):
+        yield f"data stage {stage['name']}: {data_of(stage)}"
     if "architecture" in state:
         yield f"architecture: {words(state['architecture'])}"
     yield f"written by: {written_by(state.get('flags', {}))}"
@@ -116,6 +121,15 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{kind}: {size(total)}"
     if found["damage"] is not None:
         yield from found["damage"] or ["every file is as it was written"]
+
+
+def data_of(stage: Mapping[str, Any]) -> str:
+    """Where a data stage begins, and its length and corpora."""
+    data = stage["data"]
+    paths = [corpus["path"] for corpus in data.get("corpora", ())]
+    start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"
+    corpora = "synthetic samples" if data.get("mock_data") else ", ".join(paths) or "corpora not recorded"
+    return f"{start}, sequences of {data['sequence_length']}, {corpora}"
 
 
 def written_by(flags: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is in a .bin/.idx dataset: counts, a histogram of lengths, documents as text, and whether it is whole."""
+"""Inspect a .bin/.idx dataset: counts, a histogram of lengths, documents as text, and damage."""
 
 import sys
 import tempfile
@@ -15,9 +15,21 @@ import numpy.typing as npt
 import tyro
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.data.corpus_digests import (
+    check_file,
+    check_size,
+    compute_digests,
+    describe_damage,
+    digests_path,
+    is_whole,
+    read_digests,
+    remedy_of,
+    write_digests,
+)
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers import build_tokenizer
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.urls import is_url, refuse_urls
 
 _CHUNK = 1 << 22  # tokens checked at a time
 _BAR = 40
@@ -25,19 +37,21 @@ _BAR = 40
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Which dataset to look at, and at what."""
+    """Dataset to inspect."""
 
     prefix: tyro.conf.Positional[str]
     """P for P.bin and P.idx; may be a URL."""
     plot: Path | None = None
-    """PNG or SVG to draw the histogram of lengths to; without it, it is printed."""
+    """PNG or SVG file for the histogram of lengths; printed by default."""
     documents: tuple[int, ...] = ()
-    """Numbers of documents to print (counted from 0): as text, if there is a tokenizer."""
+    """Documents to print, counted from 0; as text if there is a tokenizer."""
     max_tokens: int = 200
-    """Tokens to print of each."""
+    """Maximum number of tokens to print per document."""
     check: bool = False
-    """Read everything: offsets, boundaries of documents, and with a tokenizer (or --vocab-size with NullTokenizer)
-    whether every id belongs to its vocabulary."""
+    """Read everything and check offsets, document boundaries and digests; with a tokenizer (or --vocab-size with
+    NullTokenizer) also that every id is in the vocabulary."""
+    write_digests: bool = False
+    """Write P.digests.json from the present P.bin and P.idx, for a corpus that another program wrote or changed."""
     tokenizer: tyro.conf.OmitArgPrefixes[TokenizerConfig] = field(default_factory=TokenizerConfig)
 
 
@@ -106,7 +120,7 @@ def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:
         raise DataError(f"{prefix}.idx: its documents do not begin in order, from sequence 0: {_REMEDY}.")
     size, needed = dataset.stored_bytes, int(lengths.sum()) * itemsize
     if size != needed:
-        raise DataError(f"{prefix}.bin has {size} bytes where {prefix}.idx announces {needed}: copy it again.")
+        raise DataError(f"{prefix}.bin has {size} bytes, but {prefix}.idx requires {needed}: copy it again.")
     for start in range(0, dataset.num_tokens, _CHUNK):
         tokens = dataset.tokens(start, min(_CHUNK, dataset.num_tokens - start))
         bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size)) if vocab_size else np.flatnonzero(tokens < 0)
@@ -121,6 +135,39 @@ def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:
 
 
 _REMEDY = "write the data again with tools/preprocess_data.py"
+
+
+def check_digests(dataset: IndexedDataset) -> Iterator[str]:
+    """Compare all bytes of a dataset with its digests."""
+    digests = read_digests(dataset.prefix)
+    if digests is None:
+        return
+    check_file(dataset.index_path, digests.index, name=f"{dataset.prefix}.idx")
+    check_size(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes)
+    for block in range(len(digests.tokens.blocks)):
+        start, stop = digests.tokens.range_of(block)
+        if not is_whole(dataset.stored(start, stop - start), digests.tokens, block):
+            path = f"{dataset.prefix}.bin"
+            raise DataError(f"{describe_damage(path, digests.tokens, block)}: {remedy_of(path)}.")
+    yield "digests    match every byte of both files"
+
+
+def describe_digests(prefix: str) -> str:
+    """Whether a dataset has digests."""
+    digests = read_digests(prefix)
+    if digests is None:
+        return "digests    none: training cannot notice damaged tokens (--write-digests makes them)"
+    return f"digests    fingerprint {digests.fingerprint()} (--check compares them)"
+
+
+def make_digests(prefix: str) -> None:
+    """Write the digests of the files as they are."""
+    if is_url(prefix):
+        raise ConfigError(f"--write-digests cannot write beside {prefix}: make the digests where the files are local.")
+    try:
+        write_digests(prefix, compute_digests(prefix))
+    except OSError as error:
+        raise DataError(f"{digests_path(prefix)} cannot be written ({error.strerror}): make it writable.") from error
 
 
 def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokenizer: Any) -> Iterator[str]:
@@ -138,6 +185,7 @@ def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokeni
 
 def inspect(config: InspectConfig) -> Iterator[str]:
     """All that is to be said, line by line."""
+    refuse_urls({"--plot": config.plot}, "name a local file")
     with tempfile.TemporaryDirectory() as index_cache:  # for that of a remote dataset
         yield from _inspect(config, IndexedDataset(config.prefix, index_cache=index_cache))
 
@@ -145,7 +193,10 @@ def inspect(config: InspectConfig) -> Iterator[str]:
 def _inspect(config: InspectConfig, dataset: IndexedDataset) -> Iterator[str]:
     tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
     lengths = document_lengths(dataset)
+    if config.write_digests:
+        make_digests(config.prefix)
     yield from describe(dataset, lengths)
+    yield describe_digests(config.prefix)
     if config.plot is None:
         yield from print_histogram(lengths)
     else:
@@ -157,6 +208,7 @@ def _inspect(config: InspectConfig, dataset: IndexedDataset) -> Iterator[str]:
         check_whole(dataset, tokenizer.vocab_size if tokenizer else None)
         ids = f"all ids below {tokenizer.vocab_size:,}" if tokenizer else "ids not compared with a vocabulary"
         yield f"whole      yes: offsets, documents and sizes fit; {ids}"
+        yield from check_digests(dataset)
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Merge .bin/.idx datasets of one tokenizer into one, in the order given; those of a folder by name."""
+"""Merge .bin/.idx datasets of one tokenizer, in the given order; datasets of a directory are sorted by name."""
 
 import sys
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import DataError, UserError
 from megatron.data.merging import merge_datasets
+from megatron.errors import DataError, UserError
+from megatron.urls import refuse_urls
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """What to merge, and where to."""
+    """Datasets to merge, and the result."""
 
     input: tuple[str, ...]
-    """Prefixes (P for P.bin and P.idx; URLs, too), or folders, which stand for all datasets in them."""
+    """Prefixes (P for P.bin and P.idx; also URLs), or directories for all datasets in them."""
     output_prefix: str
     """The result is PREFIX.bin and PREFIX.idx."""
 
@@ -32,7 +33,7 @@ def find_prefixes(inputs: tuple[str, ...]) -> list[str]:
             continue
         found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
         if not found:
-            raise DataError(f"{name} holds no .idx file: check --input.")
+            raise DataError(f"{name} has no .idx file: check --input.")
         prefixes += found
     if not prefixes:
         raise DataError("--input needs at least one prefix or folder.")
@@ -43,6 +44,7 @@ def main() -> int:
     """Run the tool; returns the exit status."""
     config = tyro.cli(MergeConfig, description=__doc__)
     try:
+        refuse_urls({"--output-prefix": config.output_prefix}, "name a local prefix, and copy the result")
         prefixes = find_prefixes(config.input)
         sequences, tokens = merge_datasets(prefixes, config.output_prefix)
     except UserError as error:

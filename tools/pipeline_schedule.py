@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Verify, simulate and draw a pipeline schedule; or set what a training run measured beside it.
+"""Verify, simulate and draw a pipeline schedule, or compare it with the measured timeline of a training run.
 
-Times are those of a whole stage; each of its chunks takes an equal share.
+Times are per stage; each chunk of a stage takes an equal share.
 """
 
 import json
@@ -16,52 +16,55 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import ConfigError, DataError, UserError
-from megatron.config.pipeline import SCHEDULES, ScheduleName
-from megatron.config.ranges import require_at_least
-from megatron.core.pipeline_parallel.schedule import Schedule, ScheduleError
-from megatron.core.pipeline_parallel.schedules import ORDERS, Shape, build_schedule
-from megatron.core.pipeline_parallel.simulator import Durations, Timeline, peak_live_activations, simulate
-from megatron.core.pipeline_parallel.verifier import verify
-from megatron.training.pipeline_trace import from_chrome_trace, median_durations
-from tools.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.ranges import require_at_least
+from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.schedule import Schedule, ScheduleError
+from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate
+from megatron.schedules.spec import Shape
+from megatron.schedules.verifier import verify
+from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations
+from megatron.urls import refuse_urls
+from tools.support.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
 
 _WIDTH_WITHOUT_TERMINAL = 120
 
 
 @dataclass(frozen=True)
 class PipelineScheduleConfig:
-    """Which schedule, how long its passes take, and what to write."""
+    """Schedule, durations and output files."""
 
     schedule: ScheduleName | None = None
     """Name of the schedule."""
     stages: int | None = None
     """Pipeline ranks."""
     microbatches: int | None = None
-    """Microbatches of one global batch."""
+    """Microbatches per global batch."""
     virtual: int | None = None
-    """Chunks of the model on each stage; unless given 2 where the schedule runs several, else 1."""
+    """Chunks per stage (default: 2 for schedules with several chunks, otherwise 1)."""
     microbatch_group_size: int | None = None
-    """Microbatches that go through a chunk in a row (interleaved only); unless given, the number of stages."""
+    """Interleaved: consecutive microbatches of a chunk (default: --stages)."""
     forward_time: float | None = None
-    """Forward pass of a microbatch through a stage, in any unit; 1 unless given."""
+    """Duration of the forward pass of a microbatch through a stage, in any unit (default: 1)."""
     backward_time: float | None = None
-    """Gradient of the stage's input; 1 unless given."""
+    """Duration of the gradient of the stage's input (default: 1)."""
     weight_time: float | None = None
-    """Gradient of the stage's weights; 1 unless given."""
+    """Duration of the gradient of the stage's weights (default: 1)."""
     send_time: float | None = None
-    """Message between two stages, which keeps none of them busy; 0 unless given."""
+    """Duration of a message between two stages, which does not occupy them (default: 0)."""
     measured: str | None = None
-    """Trace of a training run: draw it above its schedule, simulated with the medians of its times (in seconds)."""
+    """Trace of a training run (--profile-pipeline): draw it above its schedule, simulated with its median durations (in
+    seconds)."""
     json: str | None = None
-    """JSON to write."""
+    """JSON file to write."""
     svg: str | None = None
-    """SVG to write."""
+    """SVG file to write."""
     png: str | None = None
-    """PNG to write."""
+    """PNG file to write."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
+        files = {"--measured": self.measured, "--json": self.json, "--svg": self.svg, "--png": self.png}
+        refuse_urls(files, "name a local file")
         for flag, path in (("--svg", self.svg), ("--png", self.png)):
             suffix = flag.replace("--", ".")
             if path is not None and Path(path).suffix.lower() != suffix:
@@ -87,16 +90,16 @@ class PipelineScheduleConfig:
         given = [flag for flag, time in self.times().items() if time is not None and flag != "--send-time"]
         given += [] if self.microbatch_group_size is None else ["--microbatch-group-size"]
         if given:
-            raise ConfigError(f"{given[0]} is in the trace of --measured: leave it out.")
+            raise ConfigError(f"{given[0]} comes from the trace of --measured: remove it.")
 
     def _check_schedule(self) -> None:
         """Whether there is such a schedule."""
         if self.schedule is None or self.stages is None or self.microbatches is None:
-            raise ConfigError("--schedule, --stages and --microbatches are needed: give all three, or --measured.")
+            raise ConfigError("--schedule, --stages and --microbatches are required: set all three, or --measured.")
         require_at_least(1, {"--stages": self.stages, "--microbatches": self.microbatches})
         traits = SCHEDULES[self.schedule]
-        if not traits.allows(traits.settle_chunks(self.virtual)):
-            remedy = "use 2 or more" if traits.chunks == "several chunks" else "leave it out"
+        if not traits.allows(traits.resolve_chunks(self.virtual)):
+            remedy = "use 2 or more" if traits.chunks == "several chunks" else "remove it"
             raise ConfigError(f"--virtual {self.virtual}: {self.schedule} runs {traits.chunks} per stage; {remedy}.")
         if self.microbatch_group_size is not None:
             self._check_group_size(self.microbatch_group_size, self.stages)
@@ -104,12 +107,13 @@ class PipelineScheduleConfig:
             raise ConfigError("--forward-time, --backward-time and --weight-time are all 0: one must be above 0.")
 
     def _check_group_size(self, size: int, stages: int) -> None:
-        if self.schedule != "interleaved":
-            raise ConfigError(f"--microbatch-group-size means nothing to {self.schedule}: leave it out.")
+        assert self.schedule is not None
+        if not SCHEDULES[self.schedule].groups_microbatches:
+            raise ConfigError(f"--microbatch-group-size has no effect with {self.schedule}: remove it.")
         if size < stages:
             raise ConfigError(
-                f"--microbatch-group-size {size} is too short for {stages} stages, which would idle or lock up: use "
-                f"{stages} or more."
+                f"--microbatch-group-size {size} is below the number of stages {stages}, which would idle or deadlock: "
+                f"use {stages} or more."
             )
 
 
@@ -165,7 +169,7 @@ def study_on_paper(config: PipelineScheduleConfig) -> Study:
     chunks = schedule.placement.num_chunks
     group_size = (config.microbatch_group_size or stages) if config.schedule == "interleaved" else None
     shape = Shape(stages, microbatches, chunks, group_size or stages)
-    claim = ORDERS[config.schedule].live_activations
+    claim = SCHEDULES[config.schedule].live_activations
     verify(schedule, tuple(claim(stage, shape) for stage in range(stages)))
     forward, backward, weight = (
         1.0 if time is None else time for time in (config.forward_time, config.backward_time, config.weight_time)
@@ -202,7 +206,7 @@ def _refuse_contradiction(config: PipelineScheduleConfig, schedule: Schedule) ->
         ("--virtual", config.virtual, schedule.placement.num_chunks),
     ):
         if given is not None and given != found:
-            raise ConfigError(f"{flag} {given} contradicts --measured, whose trace has {found}: leave {flag} out.")
+            raise ConfigError(f"{flag} {given} contradicts --measured, whose trace has {found}: remove {flag}.")
 
 
 def to_json(study: Study) -> dict[str, Any]:

@@ -13,23 +13,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.urls import refuse_urls
 
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Which runs to draw, and where to."""
+    """Runs to draw, and the output."""
 
     metrics: tuple[str, ...]
     """Metrics files, one per run."""
     output: str
-    """PNG to write."""
+    """PNG file to write."""
     names: tuple[str, ...] = ()
-    """What to call the runs, one name each; by default as their files are called."""
+    """Names of the runs, one per file (default: the file names)."""
     vocab_size: int | None = None
-    """Also draw ln(vocabulary), the loss of a model that knows nothing."""
+    """Also draw ln(vocabulary size), the loss of an untrained model."""
     smooth: int = 1
-    """Draw training loss as the mean over so many logged values; the first of them are not drawn."""
+    """Draw the training loss as a moving average of this many logged values."""
 
 
 def read_curve(path: str, key: str) -> tuple[list[int], list[float]]:
@@ -52,16 +53,19 @@ def name_runs(config: PlotConfig) -> Sequence[str]:
     """What the legend calls each run."""
     if config.names and len(config.names) != len(config.metrics):
         raise ConfigError(
-            f"--names has {len(config.names)} names for {len(config.metrics)} --metrics: give one each, or none."
+            f"--names has {len(config.names)} names for {len(config.metrics)} --metrics: use one name per file, or "
+            "none."
         )
     return config.names or [Path(path).stem for path in config.metrics]
 
 
 def draw(config: PlotConfig) -> None:
     """Training loss as lines, validation loss as dots."""
+    for path in (*config.metrics, config.output):
+        refuse_urls({"--output" if path == config.output else "--metrics": path}, "name a local file")
     names = name_runs(config)
     if config.smooth < 1:
-        raise ConfigError(f"--smooth {config.smooth} is no number of values: give 1 or more.")
+        raise ConfigError(f"--smooth {config.smooth} must be at least 1.")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -17,57 +17,57 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import ConfigError, UserError
 from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.text_inputs import DATASET_PREFIX, InputFormat, Separation, is_plain_text, list_sources, whole_pieces
-from tools.preprocess_partitions import Job, Partitioning, run_partitions
-from tools.preprocess_progress import Counts, Progress
-from tools.preprocess_work import Work
+from megatron.errors import ConfigError, UserError
+from megatron.urls import refuse_urls
+from tools.support.preprocess_partitions import Job, Partitioning, run_partitions
+from tools.support.preprocess_progress import Counts, Progress
+from tools.support.preprocess_work import Work
 
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """Which files to tokenize, and how."""
+    """Inputs, tokenization and outputs."""
 
     input: tuple[str, ...]
-    """Files, folders, globs, or URLs of these; .parquet is read as such, .txt, .text and .md as plain text, all else
-    as jsonl; .gz and .zst are unpacked. dataset:NAME is a Hugging Face dataset, or a folder of one. Documents keep
-    their order; files of a folder have that of their names."""
+    """Files, directories, globs, or URLs of these. .parquet files are read as parquet, .txt, .text and .md as plain
+    text, all others as jsonl; .gz and .zst are decompressed. dataset:NAME is a Hugging Face dataset, or a directory of
+    one. Documents keep their order; files of a directory are sorted by name."""
     output_prefix: str
-    """Start of the output names: PREFIX_KEY_document.bin and .idx."""
+    """Prefix of the outputs: PREFIX_KEY_document.bin and .idx."""
     tokenizer: tyro.conf.OmitArgPrefixes[TokenizerConfig] = field(default_factory=TokenizerConfig)
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of the JSON objects (columns of parquet files and datasets) whose text to tokenize; each gets its own
-    output."""
+    """JSON keys (columns of parquet files and datasets) to tokenize; each has its own output."""
     text_documents: Separation = "file"
-    """What a document of a plain-text file is: the file, a paragraph (lines up to a blank one), or a line."""
+    """Document of a plain-text file: the file, a paragraph (separated by blank lines), or a line."""
     dataset_config: str | None = None
-    """Configuration of a Hugging Face dataset that has several."""
+    """Configuration of a Hugging Face dataset with several."""
     dataset_split: str = "train"
     """Split of a Hugging Face dataset."""
     workers: int = 1
-    """Processes that tokenize; 1 works in this process."""
+    """Tokenizing processes; 1 works in this process."""
     partitions: int = 1
-    """Cut the inputs in so many parts of about the same size, tokenize them at the same time, each with its share of
-    --workers (no more parts than workers at a time), and merge the results. A run that is started again skips those
-    that are complete."""
+    """Divide the inputs into this many parts of about equal size, tokenize them in parallel, each with its share of
+    --workers (at most --workers parts at a time), and merge the results. A restarted run skips completed parts."""
     partition: int | None = None
-    """Tokenize this one of the --partitions (0..N-1), as on one of several nodes; the last to end merges all."""
+    """Tokenize only this one of the --partitions (0..N-1), for example one per node; the last one to finish merges all.
+    """
     append_eod: bool = False
-    """End every document with the tokenizer's end-of-document token."""
+    """Append the end-of-document token to every document."""
     skip_bad_documents: bool = False
-    """Leave out documents that cannot be read or tokenized, and tell how many and where, instead of stopping."""
+    """Skip documents that cannot be read or tokenized, and report their number and location, instead of failing."""
     log_interval: int = 1000
-    """Documents between progress reports when standard error is not a terminal."""
+    """Documents between progress lines, if standard error is not a terminal."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         if self.workers < 1 or self.log_interval < 1:
             raise ConfigError("--workers and --log-interval must be at least 1.")
         if not self.input or not self.json_keys:
             raise ConfigError("--input and --json-keys need at least one value each.")
         if len(set(self.json_keys)) < len(self.json_keys):
             raise ConfigError("--json-keys names a key twice: name each once.")
+        refuse_urls({"--output-prefix": self.output_prefix}, "name a local prefix, and copy the result")
         self._check_partitions()
 
     def _check_partitions(self) -> None:
@@ -79,7 +79,7 @@ class PreprocessConfig:
             )
         datasets = [name for name in self.input if name.startswith(DATASET_PREFIX)]
         if self.partitions > 1 and datasets:
-            raise ConfigError(f"--partitions cannot cut {datasets[0]}: drop the flag, or give its files as --input.")
+            raise ConfigError(f"--partitions cannot cut {datasets[0]}: remove the flag, or give its files as --input.")
 
     def job(self) -> Job:
         """The work that the flags describe."""

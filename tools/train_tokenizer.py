@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from megatron.config.errors import ConfigError, DataError, UserError
 from megatron.data.text_inputs import (
     InputFormat,
     Separation,
@@ -31,6 +30,8 @@ from megatron.data.text_inputs import (
     whole_pieces,
 )
 from megatron.data.tokenizers import LLAMA3_SPLIT
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.urls import refuse_urls
 
 # Text is fed in pieces of whole lines up to this many bytes, so that newlines are part of what is learned.
 _MAX_PIECE_BYTES = 4000
@@ -39,30 +40,30 @@ _BYTE_PIECES = 256
 
 @dataclass(frozen=True)
 class TrainTokenizerConfig:
-    """What to learn from, and how large a vocabulary."""
+    """Training text and vocabulary size."""
 
     input: tuple[str, ...]
     """Files, folders, globs or dataset:NAME, as --input of tools/preprocess_data.py."""
     model_prefix: str
-    """The model is written to PREFIX.model (huggingface: PREFIX.json)."""
+    """The model is PREFIX.model (huggingface: PREFIX.json)."""
     vocab_size: int
     """Number of ids, including 256 bytes and the special ones: <unk>, <s>, </s> (sentencepiece), <|begin_of_text|>,
-    <|end_of_text|> (huggingface); without those that tiktoken adds behind its file."""
+    <|end_of_text|> (huggingface); excluding the special ids that TikTokenizer adds after its file."""
     kind: Literal["sentencepiece", "huggingface", "tiktoken"] = "sentencepiece"
-    """What to train: a SentencePiece model, byte-level BPE as a tokenizer.json, or the same as a file such as Llama
-    3's, for TikTokenizer."""
+    """Kind of tokenizer: a SentencePiece model, byte-level BPE as a tokenizer.json, or byte-level BPE in the format of
+    Llama 3's file, for TikTokenizer."""
     json_key: str = "text"
-    """Key of the JSON objects, or column, that holds the text."""
+    """JSON key, or column, with the text."""
     text_documents: Separation = "file"
-    """What a document of a plain-text file is: the file, a paragraph, or a line."""
+    """Document of a plain-text file: the file, a paragraph, or a line."""
     dataset_config: str | None = None
-    """Configuration of a Hugging Face dataset that has several."""
+    """Configuration of a Hugging Face dataset with several."""
     dataset_split: str = "train"
     """Split of a Hugging Face dataset."""
     input_sentence_size: Annotated[int, tyro.conf.arg(aliases=["--max-sentences"])] = 0
-    """sentencepiece: learn from so many pieces of text (of up to 4,000 bytes), drawn at random; 0: from all."""
+    """sentencepiece: train on this many random parts of the text (of up to 4,000 bytes); 0: all."""
     num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """Threads to train with."""
+    """Training threads."""
 
 
 def read_texts(config: TrainTokenizerConfig) -> Iterator[str]:
@@ -99,8 +100,9 @@ def _cut_line(line: str) -> Iterator[str]:
 
 def train(config: TrainTokenizerConfig) -> str:
     """Train and write the model; returns its path."""
+    refuse_urls({"--model-prefix": config.model_prefix}, "name a local prefix, and copy the result")
     if config.kind != "sentencepiece" and config.input_sentence_size:
-        raise ConfigError(f"--input-sentence-size is for --kind sentencepiece, not {config.kind}: drop it.")
+        raise ConfigError(f"--input-sentence-size is for --kind sentencepiece, not {config.kind}: remove it.")
     trainers = {"sentencepiece": train_sentencepiece, "huggingface": train_hugging_face, "tiktoken": train_tiktoken}
     path = f"{config.model_prefix}.{'json' if config.kind == 'huggingface' else 'model'}"
     _write_atomically(path, trainers[config.kind](config))

@@ -9,12 +9,14 @@ back of the training's collectives.
 import json
 import mmap
 import os
+import secrets
 import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from megatron.checkpoint.directory import new_saving_directory, remove_checkpoin
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
+from megatron.errors import CheckpointError
 
 
 class SharedMemory:
-    """Memory without a name that another process can map; it grows, and stays."""
+    """Anonymous memory that another process can map; grows on demand and is reused."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
@@ -40,7 +43,7 @@ class SharedMemory:
         self._map: mmap.mmap | None = None
 
     def reserve(self, size: int) -> mmap.mmap:
-        """At least ``size`` bytes."""
+        """Grow to at least ``size`` bytes."""
         if self._map is None or len(self._map) < size:
             os.ftruncate(self.descriptor, size)
             if hasattr(os, "posix_fallocate"):
@@ -50,17 +53,16 @@ class SharedMemory:
         return self._map
 
     def close(self) -> None:
-        """Give it back once nobody maps it any more."""
+        """Free the memory once no process maps it."""
         self._map = None
         os.close(self.descriptor)
 
 
 class BackgroundProcess:
-    """A process that does jobs in their order, and is watched while it does.
+    """A process that runs jobs in order and is watched.
 
-    ``failure`` says what became of the first job that failed, or of the process: it is killed when it has made no
-    progress for ``timeout`` seconds. After a failure nothing that was submitted is done any more; the next
-    :meth:`submit` starts afresh.
+    ``failure`` describes the first failed job, or the process: it is killed after ``timeout`` seconds without progress.
+    After a failure the remaining jobs are dropped; the next :meth:`submit` starts a new process.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -72,19 +74,19 @@ class BackgroundProcess:
         self._unread = b""
         self._seen_at = 0.0
         self.failure: str | None = None
+        self._notes: list[str] = []
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was submitted is not done, as far as :meth:`poll` knows."""
+        """Whether a submitted job is unfinished, as of the last :meth:`poll`."""
         return bool(self._waiting)
 
     def submit(self, job: Mapping[str, Any]) -> int:
-        """Have a job done; its number."""
+        """Submit a job; returns its number."""
         if not self._waiting:
             self.failure = None
         if self._process is None:
@@ -100,27 +102,38 @@ class BackgroundProcess:
             self._fail("The background writer has died")
         return self._last_number
 
+    def take_notes(self) -> list[str]:
+        """Reports other than failures since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
     def lend(self, size: int) -> mmap.mmap:
-        """The memory that a job of kind "write" writes, when none is under way."""
+        """Memory for the next "write" job; none may be running."""
         assert not self._waiting
         return self._memory.reserve(size)
 
     def _start(self) -> None:
         package = Path(megatron.__path__[0]).parent
         path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron.checkpoint.background_main", str(self._memory.descriptor)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._memory.descriptor],
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        command = [sys.executable, "-m", "megatron.checkpoint.background_main", str(self._memory.descriptor)]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[self._memory.descriptor],
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"The background writer cannot be started ({error}): free memory or processes."
+            ) from error
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._unread = b""
 
     def poll(self, patient: bool = False) -> None:
-        """Take note of what was done; costs next to nothing. A ``patient`` caller does not mind a standstill."""
+        """Read reports; almost free. A ``patient`` caller ignores a stalled process."""
         if not self._waiting or self._process is None:
             return
         if self._read_reports():
@@ -131,7 +144,7 @@ class BackgroundProcess:
             self._fail(f"The background writer has made no progress for {self._timeout:.0f} s (--async-save-timeout)")
 
     def _read_reports(self) -> bool:
-        """Whether the process has said anything."""
+        """Whether the process reported anything."""
         assert self._process is not None and self._process.stdout is not None
         try:
             news = os.read(self._process.stdout.fileno(), 1 << 20)
@@ -141,17 +154,19 @@ class BackgroundProcess:
         for report in map(json.loads, lines):
             if "done" in report:
                 self._waiting.remove(report["done"])
+            elif "note" in report:
+                self._notes.append(report["note"])
             elif "failed" in report:
                 self._fail(report["error"])
                 break
         return bool(news)
 
     def has_before_it(self, number: int | None) -> bool:
-        """Whether job ``number`` is not done, as far as :meth:`poll` knows."""
+        """Whether job ``number`` is unfinished, as of the last :meth:`poll`."""
         return number in self._waiting
 
     def wait(self, number: int) -> str | None:
-        """Wait for a job; what became of it if it failed."""
+        """Wait for a job; returns its failure, if any."""
         self._seen_at = time.monotonic()
         while number in self._waiting:
             assert self._process is not None and self._process.stdout is not None
@@ -164,7 +179,7 @@ class BackgroundProcess:
         self.failure = reason
 
     def cancel(self) -> None:
-        """Stop at once, whatever is under way."""
+        """Stop immediately and drop all jobs."""
         self._waiting = []
         if self._process is not None:
             self._process.kill()
@@ -180,19 +195,55 @@ class BackgroundProcess:
         self._memory.close()
 
 
-class Undertaking:
-    """This rank's part in putting one checkpoint in place: a file of its own, and on the coordinator the commit."""
+class AsyncSaveTask:
+    """This rank's part of one background save: its own file, and on the coordinator the commit."""
 
-    def __init__(self, root: Path, iteration: int, process: BackgroundProcess) -> None:
+    def __init__(self, iteration: int, process: BackgroundProcess) -> None:
         self.iteration = iteration
-        self._root = root
         self._process = process
-        self._directory: Path | None = None
         self._own: int | None = None
         self._commit: int | None = None
 
+    def poll(self) -> str | None:
+        """Detect a dead or stalled process; returns the failure, if any."""
+        # The coordinator's may have to wait for those of the others, each of which is watched by its own rank.
+        self._process.poll(patient=not self._process.has_before_it(self._own))
+        return self._process.failure
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank's part is complete or failed, as of the last :meth:`poll`; on the coordinator, the whole
+        save."""
+        return not self._process.is_busy
+
+    def finish_own(self) -> str | None:
+        """Wait for this rank's file; returns the failure, if any."""
+        return self._process.failure if self._own is None else self._process.wait(self._own)
+
+    def finish(self) -> str | None:
+        """On the coordinator, after all ranks have finished their files: wait for the commit; returns the failure, if
+        any."""
+        assert self._commit is not None
+        return self._process.wait(self._commit)
+
+    def abandon(self) -> None:
+        """Stop immediately."""
+        self._process.cancel()
+
+
+class DirectorySaveTask(AsyncSaveTask):
+    """A save that is committed by renaming a directory.
+
+    With a ``lock_token``, only the run whose lock on ``root`` has it may commit.
+    """
+
+    def __init__(self, root: Path, iteration: int, process: BackgroundProcess, lock_token: str | None = None) -> None:
+        super().__init__(iteration, process)
+        self._root, self._lock_token = root, lock_token
+        self._directory: Path | None = None
+
     def begin(self) -> Path:
-        """On the coordinator: make a hidden directory, with a place for what the ranks say."""
+        """On the coordinator: create a hidden directory, with a subdirectory for the ranks' outcomes."""
         self._directory = new_saving_directory(self._root, self.iteration)
         with explained("write", self._directory):
             (self._directory / OUTCOMES).mkdir()
@@ -200,70 +251,95 @@ class Undertaking:
 
     def _submit_commit(self, directory: Path, job: Mapping[str, Any]) -> None:
         place = {"directory": str(directory), "root": str(self._root), "iteration": self.iteration}
-        self._commit = self._process.submit({**place, **job})
-
-    def poll(self) -> str | None:
-        """Notice a process that is dead or stalled; what went wrong, if anything."""
-        # The coordinator's may have to wait for those of the others, each of which is watched by its own rank.
-        self._process.poll(patient=not self._process.has_before_it(self._own))
-        return self._process.failure
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this rank's part is done or has failed, as far as :meth:`poll` knows: the coordinator's is all."""
-        return not self._process.is_busy
-
-    def finish_own(self) -> str | None:
-        """Wait for this rank's file; what went wrong, if anything."""
-        return self._process.failure if self._own is None else self._process.wait(self._own)
-
-    def finish(self) -> str | None:
-        """On the coordinator, when all ranks have finished theirs: wait for the commit; what went wrong, if
-        anything."""
-        assert self._commit is not None
-        return self._process.wait(self._commit)
+        self._commit = self._process.submit({**place, "lock_token": self._lock_token, **job})
 
     def abandon(self) -> None:
-        """Stop, and remove the directory where it was made."""
-        self._process.cancel()
+        super().abandon()
         if self._directory is not None:
             remove_checkpoint(self._directory)
 
 
-class BackgroundSaving(Undertaking):
-    """A :class:`~megatron.checkpoint.storage.Saving` that is written while training goes on.
+class AsyncSaveBackend(DirectorySaveTask):
+    """A :class:`~megatron.checkpoint.storage.SaveBackend` that writes while training continues.
 
-    ``read_back`` also reads every file again and compares it with its digest before the checkpoint becomes visible.
+    ``read_back`` reads every file again and compares it with its digest before the checkpoint becomes visible.
     """
 
-    def __init__(self, root: Path, iteration: int, process: BackgroundProcess, read_back: bool = False) -> None:
-        super().__init__(root, iteration, process)
+    def __init__(
+        self,
+        root: Path,
+        iteration: int,
+        process: BackgroundProcess,
+        lock_token: str | None = None,
+        read_back: bool = False,
+    ) -> None:
+        super().__init__(root, iteration, process, lock_token)
         self._read_back = read_back
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
-        """Copy the tensors aside; the digest of the file is not known yet."""
+        """Copy the tensors to shared memory; the digests are not known yet."""
         image = SafetensorsImage(tensors)
         with explained("get memory for", path):
             memory = self._process.lend(image.size)
         image.copy_into(memory)
         job = {"kind": "write", "path": str(path), "bytes": image.size, "read_back": self._read_back}
         self._own = self._process.submit(job)
-        return WrittenFile(path.name, image.size, "")
+        return WrittenFile(path.name, image.size, ())
 
     def commit(self, directory: Path, manifest: Manifest) -> None:
-        """Have the coordinator's process commit when all have written."""
+        """Submit the commit to the coordinator's process."""
         self._submit_commit(directory, {"kind": "commit", "content": encode_content(manifest)})
 
 
-class BackgroundCopy(Undertaking):
-    """A copy, under another root, of a checkpoint that need not be complete yet.
+class CopyTask(DirectorySaveTask):
+    """A copy of a checkpoint, possibly still unfinished, to another root.
 
-    It becomes visible when every file has been read back and is what was written in the first place.
+    It becomes visible when every file has been read back and equals the original.
     """
 
-    def start(self, source: Path, file: str, directory: Path) -> None:
-        """Copy this rank's ``file`` of the checkpoint at ``source``; the coordinator's process commits."""
-        copy = {"kind": "copy", "source": str(source), "name": file, "target": str(directory)}
+    def start(self, source: Path, file: str, target: Path | str) -> None:
+        """Copy this rank's ``file`` of the checkpoint ``source``; the coordinator's process commits."""
+        copy = {"kind": "copy", "source": str(source), "name": file, "target": str(target)}
         self._own = self._process.submit(copy)
         if self._directory is not None:
-            self._submit_commit(directory, {"kind": "mirror", "source": str(source)})
+            self._submit_commit(self._directory, {"kind": "mirror", "source": str(source)})
+
+
+@dataclass(frozen=True)
+class Retained:
+    """Checkpoints to keep (``--save-retain-last`` and ``--save-retain-interval``)."""
+
+    last: int | None
+    interval: int | None
+
+
+class UploadTask(AsyncSaveTask):
+    """A copy of a checkpoint, possibly still unfinished, to a URL; ``upload`` describes the commit.
+
+    With a ``lock_token``, only the run whose lock on the original's directory has it may commit. ``retained`` decides
+    what is deleted at the URL.
+    """
+
+    def __init__(
+        self, url: str, iteration: int, process: BackgroundProcess, lock_token: str | None, retained: Retained | None
+    ) -> None:
+        super().__init__(iteration, process)
+        self._url, self._lock_token, self._retained = url, lock_token, retained
+        self._is_coordinator = False
+
+    def begin(self) -> str:
+        """On the coordinator: create the token of this attempt, which all ranks use."""
+        self._is_coordinator = True
+        return secrets.token_hex(4)
+
+    def start(self, source: Path, file: str, target: Path | str) -> None:
+        """Upload this rank's ``file`` of the checkpoint ``source``; the coordinator's process commits."""
+        place = {"root": self._url, "iteration": self.iteration, "attempt": str(target), "source": str(source)}
+        if self._is_coordinator:
+            self._process.submit({**place, "kind": "clear"})
+        self._own = self._process.submit({**place, "kind": "upload", "name": file})
+        if self._is_coordinator:
+            kept = self._retained or Retained(None, None)
+            retention = {"retain_last": kept.last, "retain_interval": kept.interval}
+            publish = {"kind": "publish", "lock_token": self._lock_token, "deletes": self._retained is not None}
+            self._commit = self._process.submit({**place, **publish, **retention})

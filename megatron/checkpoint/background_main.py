@@ -1,13 +1,14 @@
-"""The process that does a rank's file work behind the training's back; ``background`` starts it.
+"""The process that writes a rank's files in the background; ``background`` starts it.
 
-    python -m megatron.checkpoint.background_main DESCRIPTOR
+python -m megatron.checkpoint.background_main DESCRIPTOR
 
-Jobs come in on stdin and reports go out on stdout, one JSON object a line. ``DESCRIPTOR`` is that of the memory that
-the rank shares with it. It imports no torch, so it is there at once and takes little memory; and it dies with its rank.
+Jobs arrive on stdin and reports are written to stdout, one JSON object per line. ``DESCRIPTOR`` is the file descriptor
+of the memory shared with the rank. The process imports no torch, so it starts quickly and needs little memory, and it
+ends when its rank ends.
 """
 
-import ctypes
 import json
+import logging
 import mmap
 import os
 import queue
@@ -17,36 +18,50 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.directory import MANIFEST, commit
 from megatron.checkpoint.files import DigestedFile, WrittenFile, explained, seal, sync_directory, verify_file
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.lock import check_token
+from megatron.checkpoint.remote_path import RemotePath
+from megatron.checkpoint.upload import Attempt, Housekeeping
+from megatron.console import protect_console
+from megatron.errors import CheckpointError, UserError
+from megatron.operation.processes import die_with_parent
 
 OUTCOMES = ".written"
-"""The directory, inside that of a save, in which every rank says what it has written."""
+"""Directory inside a save's directory for the outcome of every rank."""
 _BLOCK = 16 << 20  # bytes written at a time
 _POLL_SECONDS = 0.05
+_REMOTE_POLL_SECONDS = 1.0  # every look is a request, or several
 
 Job = Mapping[str, Any]
 
 
 class Worker:
-    """Does the jobs, each of which is a method."""
+    """Runs the jobs; each job is a method."""
 
     def __init__(self, memory: int, report: Callable[[Mapping[str, object]], None]) -> None:
         self._memory = memory
         self._report = report
+        self._housekeeping: dict[str, Housekeeping] = {}
 
     def do(self, job: Job) -> None:
-        """Do one job; an error is a :class:`CheckpointError`."""
-        {"write": self.write, "copy": self.copy, "commit": self.commit, "mirror": self.mirror}[job["kind"]](job)
+        """Run one job; errors are :class:`CheckpointError`."""
+        kinds = {
+            "write": self.write,
+            "commit": self.commit,
+            "copy": self.copy,
+            "mirror": self.mirror,
+            "clear": self.clear,
+            "upload": self.upload,
+            "publish": self.publish,
+        }
+        kinds[job["kind"]](job)
 
     def write(self, job: Job) -> None:
-        """Write the first ``bytes`` of the memory as the file ``path``."""
+        """Write the first ``bytes`` of the shared memory to the file ``path``."""
         path = Path(job["path"])
         with explained("write", path), DigestedFile(path) as file:
             # Not to be closed here: after an error, which must not be lost, its parts are still held.
@@ -57,7 +72,7 @@ class Worker:
         self._announce(path, file.written, job["read_back"])
 
     def copy(self, job: Job) -> None:
-        """When the checkpoint ``source`` is complete, copy its file ``name``, if it has one, to the directory
+        """Wait until the checkpoint ``source`` is complete and copy its file ``name`` (if any) to the directory
         ``target``."""
         source, target = Path(job["source"]) / job["name"], Path(job["target"])
         self._await(source.with_name(MANIFEST))
@@ -71,29 +86,77 @@ class Worker:
         self._announce(path, file.written, read_back=True)
 
     def commit(self, job: Job) -> None:
-        """When every rank has written its file, make the directory the checkpoint of ``iteration`` in ``root``."""
+        """Wait until every rank has written its file, then make the directory the checkpoint of ``iteration`` in
+        ``root``."""
         content = json.loads(job["content"])
         written = self._collect(Path(job["directory"]), set(content["files"]))
-        content["files"] = {name: {"bytes": file.size, "xxh3_128": file.digest} for name, file in written.items()}
-        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], seal(json.dumps(content)))
+        content["files"] = {name: file.to_json() for name, file in written.items()}
+        commit(
+            Path(job["directory"]), Path(job["root"]), job["iteration"], seal(json.dumps(content)), job["lock_token"]
+        )
 
     def mirror(self, job: Job) -> None:
-        """When every rank has copied its file of the checkpoint ``source``, make the directory one, too."""
+        """Wait until every rank has copied its file of the checkpoint ``source``, then make the copy a checkpoint."""
         manifest = Path(job["source"]) / MANIFEST
         self._await(manifest)
         with explained("read", manifest):
             text = manifest.read_text()
         files = json.loads(text)["manifest"]["files"]
         for name, file in self._collect(Path(job["directory"]), set(files)).items():
-            if file != WrittenFile(name, files[name]["bytes"], files[name]["xxh3_128"]):
+            if file != WrittenFile.from_json(name, files[name]):
                 raise CheckpointError(
-                    f"{manifest.with_name(name)} has changed since it was written, so it is not mirrored: look at it "
+                    f"{manifest.with_name(name)} was modified after it was written, so it is not mirrored: check it "
                     "with tools/inspect_checkpoint.py --verify."
                 )
-        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], text)
+        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], text, job["lock_token"])
+
+    def clear(self, job: Job) -> None:
+        """Delete the files of earlier attempts at the URL ``root``; a failure does not prevent the save."""
+        try:
+            self._housekeeping_of(job).clear(job["attempt"], self._progress)
+        except CheckpointError as error:
+            self._report({"note": f"what earlier attempts left stays: {error}"})
+
+    def upload(self, job: Job) -> None:
+        """Wait until the checkpoint ``source`` is complete and upload its file ``name`` (if any)."""
+        source = Path(job["source"]) / job["name"]
+        self._await(source.with_name(MANIFEST))
+        if source.exists():
+            _attempt(job).upload(source, self._progress)
+
+    def publish(self, job: Job) -> None:
+        """Wait until every rank has uploaded its file, make the checkpoint visible, and delete older ones."""
+        manifest = Path(job["source"]) / MANIFEST
+        self._await(manifest)
+        with explained("read", manifest):
+            files = json.loads(manifest.read_text())["manifest"]["files"]
+        attempt = _attempt(job)
+        while files := attempt.missing(files):
+            time.sleep(_REMOTE_POLL_SECONDS)
+        if job["lock_token"] is not None:
+            check_token(manifest.parent.parent, job["lock_token"])
+        attempt.publish(manifest, self._progress)
+        if job["deletes"]:
+            self._retain(job)
+
+    def _retain(self, job: Job) -> None:
+        def note(text: str) -> None:
+            self._report({"note": text})
+
+        try:
+            last, interval = job["retain_last"], job["retain_interval"]
+            self._housekeeping_of(job).retain(job["iteration"], last, interval, note, self._progress)
+        except CheckpointError as error:
+            note(f"nothing more is deleted under {job['root']}: {error}")
+
+    def _housekeeping_of(self, job: Job) -> Housekeeping:
+        return self._housekeeping.setdefault(job["root"], Housekeeping(RemotePath(job["root"])))
+
+    def _progress(self) -> None:
+        self._report({"progress": True})
 
     def _announce(self, path: Path, file: WrittenFile, read_back: bool) -> None:
-        """Tell the process that commits what was written, once it is sure to stay."""
+        """Record the written file for the committing process, after it is on stable storage."""
         outcome = path.parent / OUTCOMES / path.name
         with explained("write", path):
             sync_directory(path.parent)
@@ -102,12 +165,12 @@ class Worker:
             verify_file(path.parent, file)
         with explained("write", outcome):
             draft = outcome.with_name(f"{outcome.name}.draft")
-            draft.write_text(json.dumps(asdict(file)))
+            draft.write_text(json.dumps(file.to_json()))
             draft.rename(outcome)
 
     @staticmethod
     def _forget(path: Path) -> None:
-        """Have the next reader read from the storage, not from memory."""
+        """Drop the page cache of ``path``, so that the next read comes from storage."""
         if hasattr(os, "posix_fadvise"):
             with explained("read", path), path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -119,25 +182,31 @@ class Worker:
 
     @staticmethod
     def _collect(directory: Path, names: set[str]) -> dict[str, WrittenFile]:
-        """Wait until all ``names`` are written, and remove what they left to say so."""
+        """Wait until all ``names`` are written and remove their outcome files."""
         outcomes = directory / OUTCOMES
         written: dict[str, WrittenFile] = {}
         with explained("read", outcomes):
             while written.keys() != names:
                 for name in names.intersection(os.listdir(outcomes)):
-                    written[name] = WrittenFile(**json.loads((outcomes / name).read_text()))
+                    written[name] = WrittenFile.from_json(name, json.loads((outcomes / name).read_text()))
                     (outcomes / name).unlink()
                 time.sleep(_POLL_SECONDS)
             outcomes.rmdir()
         return written
 
 
+def _attempt(job: Job) -> Attempt:
+    return Attempt(RemotePath(job["root"]), job["iteration"], job["attempt"])
+
+
 def main(memory: int) -> None:
-    """Do what the rank asks for until it is gone."""
-    _die_with_parent()
+    """Run jobs until the rank ends."""
+    die_with_parent()
     # What asks the run to stop is the rank's to heed: it waits for what is being written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    # A connection that breaks is reported as a failed job, in a sentence.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(jobs,), daemon=True).start()
     worker = Worker(memory, _report)
@@ -145,23 +214,13 @@ def main(memory: int) -> None:
         job = jobs.get()
         try:
             worker.do(job)
-        except CheckpointError as error:
+        except UserError as error:
             _report({"failed": job["number"], "error": str(error)})
         except Exception:
             traceback.print_exc()
             _report({"failed": job["number"], "error": "The background writer failed; see its traceback above."})
         else:
             _report({"done": job["number"]})
-
-
-def _die_with_parent() -> None:
-    """Be killed when the rank ends, however it ends, even while this process is stopped (Linux)."""
-    parent = os.getppid()
-    with suppress(AttributeError):
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _receive(jobs: "queue.SimpleQueue[Job]") -> None:
@@ -176,4 +235,6 @@ def _report(report: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
+    # A traceback that finds no room must not end the process.
+    protect_console()
     main(int(sys.argv[1]))

@@ -1,13 +1,12 @@
-"""Save and load a run: every rank calls, each with its own part; success and failure are everybody's.
+"""Save and load the state of a run. Collective: every rank calls with its own shards, and all ranks raise the same
+error.
 
-The planning is that of ``torch.distributed.checkpoint`` (DCP); what lies on disk (``storage``) and how a
-checkpoint becomes visible (``directory``) are ours.
+``torch.distributed.checkpoint`` (DCP) plans; ``storage`` writes the files and ``directory`` makes a checkpoint visible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,14 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from megatron.checkpoint.directory import iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import verify_file
-from megatron.checkpoint.manifest import JSON, read_manifest
+from megatron.checkpoint.manifest import JSON, read_checkpoint
+from megatron.checkpoint.remote_path import AnyPath
+from megatron.checkpoint.schema import SavedState, upgrade
 from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import DirectSaving, SafetensorsReader, SafetensorsWriter, Saving
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.storage import SafetensorsReader, SafetensorsWriter, SaveBackend, SyncSaveBackend
+from megatron.errors import CheckpointError
 
-# A replicated piece is shared out among its holders in slices of about this size.
+# A replicated box is shared out among its holders in slices of about this size.
 SLICE_BYTES = 16 << 20
 
 
@@ -47,23 +48,22 @@ def save_checkpoint(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, JSON],
     process_group: dist.ProcessGroup | None = None,
-    saving: Saving | None = None,
+    saving: SaveBackend | None = None,
 ) -> Path:
-    """Save as the checkpoint of ``iteration`` under ``root`` and return its directory; a collective call.
+    """Save as the checkpoint of ``iteration`` in ``root`` and return its directory; a collective call.
 
-    With a ``saving`` in the background it is not there yet, but the tensors may change.
+    With a background ``saving`` the directory does not exist yet, but the tensors may change.
 
-    ``tensors`` holds this rank's part by global name: a :class:`BoxedTensor`, a DTensor, or a plain tensor
-    that every rank with that name holds alike. Ranks may have different names. Pieces that several ranks hold
-    are written once, spread so that ranks write about equally much; pieces that overlap without being equal
-    are refused (a parameter that two stages share must be passed by one of them). ``state`` is the first
-    rank's.
+    ``tensors`` has this rank's shards by global name: a :class:`BoxedTensor`, a DTensor, or a plain tensor that is
+    equal on every rank that passes it. Ranks may have different names. Replicated boxes are written once, spread so
+    that ranks write about equally many bytes; boxes that overlap without being equal are an error (of a parameter that
+    two stages share, one stage must pass it). ``state`` is taken from the first rank.
 
-    Without a group: the default group, or one process alone when ``torch.distributed`` is not initialised.
-    A failure anywhere raises :class:`CheckpointError` (a mistake of ours: ``RuntimeError`` with all tracebacks)
-    on all ranks and leaves what was there before.
+    Without a group: the default group, or a single process if ``torch.distributed`` is not initialised. A failure
+    raises :class:`CheckpointError` on all ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier
+    checkpoint.
     """
-    saving = saving or DirectSaving(root, iteration)
+    saving = saving or SyncSaveBackend(root, iteration)
     try:
         with _same_error_on_all_ranks(process_group):
             _save_state_dict(
@@ -80,19 +80,18 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    root: Path,
+    root: AnyPath,
     iteration: int,
     tensors: Mapping[str, Tensor],
     process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fill ``tensors`` in place from the checkpoint of ``iteration`` and return its state; a collective call.
 
-    ``tensors`` is as for :func:`save_checkpoint`, cut in any way; the checkpoint may hold more.
-    Floating-point tensors are converted to the dtype asked for. A checkpoint that is damaged, lacks a name,
-    or has another shape or kind of number for it raises :class:`CheckpointError` on all ranks; the tensors
-    are then undefined.
+    ``tensors`` is as for :func:`save_checkpoint`, with any sharding; the checkpoint may have more. Floating-point
+    tensors are converted to the dtype of ``tensors``. Raises :class:`CheckpointError` on all ranks for a damaged
+    checkpoint, a missing name, or another shape or kind of number; ``tensors`` are undefined then.
     """
-    reader = SafetensorsReader(partial(locate_checkpoint, root, iteration))
+    reader = SafetensorsReader(root, iteration)
     with _same_error_on_all_ranks(process_group):
         _load_state_dict(
             dict(tensors),
@@ -104,29 +103,29 @@ def load_checkpoint(
     return reader.manifest.state
 
 
-def verify_share(root: Path, iteration: int, rank: int, size: int) -> None:
-    """Compare the files that ``rank`` of ``size`` is given with their digests; no collective.
+def verify_share(root: AnyPath, iteration: int, rank: int, size: int) -> None:
+    """Compare the share of files of ``rank`` of ``size`` with their digests; no collective.
 
-    Together the ranks read every file once, each about as many bytes. Raises :class:`CheckpointError`.
+    All ranks together read every file once, each about equally many bytes. Raises :class:`CheckpointError`.
     """
-    directory = locate_checkpoint(root, iteration)
+    directory, manifest = locate_checkpoint(root, iteration), read_checkpoint(root, iteration)
     load = [0] * size
-    for file in sorted(read_manifest(directory).files(), key=lambda file: (-file.size, file.name)):
+    for file in sorted(manifest.files().values(), key=lambda file: (-file.size, file.name)):
         holder = min(range(size), key=load.__getitem__)
         load[holder] += file.size
         if holder == rank:
             verify_file(directory, file)
 
 
-def read_state(root: Path, iteration: int) -> dict[str, Any]:
-    """The state that was saved with ``iteration``; no collective."""
-    return read_manifest(locate_checkpoint(root, iteration)).state
+def read_state(root: AnyPath, iteration: int) -> dict[str, Any]:
+    """The saved state of ``iteration``, not upgraded; no collective."""
+    return read_checkpoint(root, iteration).state
 
 
-def read_tensor_shapes(root: Path, iteration: int) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor in the checkpoint of ``iteration``; no collective."""
-    tensors = read_manifest(locate_checkpoint(root, iteration)).tensors()
-    return {name: tuple(tensor.size) for name, tensor in tensors.items()}
+def read_run_state(root: AnyPath, iteration: int) -> SavedState:
+    """The saved state of ``iteration``, upgraded to the current schema; no collective."""
+    manifest = read_checkpoint(root, iteration)
+    return upgrade(manifest.state, manifest.format_version)
 
 
 def _is_distributed() -> bool:
@@ -138,7 +137,7 @@ def _is_distributed() -> bool:
 
 @contextmanager
 def _same_error_on_all_ranks(process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turn DCP's collection of failures into one error, the same on every rank."""
+    """Convert DCP's collected failures to one error, equal on every rank."""
     try:
         yield
     except CheckpointException as exception:
@@ -166,7 +165,7 @@ def _one_error(exception: CheckpointException, world_size: int) -> BaseException
 
 
 def _boxed(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor in a form that says which part of the global tensor it is."""
+    """Every tensor as a :class:`BoxedTensor` or DTensor."""
     boxed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         assert isinstance(tensor, Tensor), (name, type(tensor))  # what is not a tensor belongs in the state
@@ -175,7 +174,7 @@ def _boxed(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner with a better spread of replicas and a check that nothing is forgotten."""
+    """DCP's planner with a better spread of replicas and a check for completeness."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -186,53 +185,52 @@ class _SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """On every rank: take the tensors of this rank."""
         super().set_up_planner(_boxed(state_dict), storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """On every rank: offer all pieces, and send the names of the tensors of which it holds none along."""
+        """On every rank: list all boxes, and send the names of tensors without any."""
         plan = super().create_local_plan()
         absent = set(self.state_dict) - {item.index.fqn for item in plan.items}
         return replace(plan, planner_data=sorted(absent))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: decide who writes what. DCP refuses overlaps and pieces out of bounds."""
+        """On the coordinator: assign boxes to ranks. DCP refuses overlaps and boxes out of bounds."""
         names = {name for plan in all_plans for name in plan.planner_data}
         plans, metadata = super().create_global_plan(spread_replicas(all_plans))
         _check_complete(metadata, names)
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """On every rank: the part of a local piece that this rank was told to write, as a view."""
+        """On every rank: the assigned part of a local box, as a view."""
         chunk = _tensor_data(write_item).chunk
         tensor: Any = self.state_dict[write_item.index.fqn]
         for whole in tensor.__create_chunk_list__():
             starts = [inner - outer for inner, outer in zip(chunk.offsets, whole.offsets)]
             if all(0 <= at <= most - size for at, size, most in zip(starts, chunk.sizes, whole.sizes)):
-                piece: Tensor = tensor.__get_tensor_shard__(MetadataIndex(write_item.index.fqn, whole.offsets))
-                return piece[tuple(slice(at, at + size) for at, size in zip(starts, chunk.sizes))]
-        raise AssertionError(f"no piece of {write_item.index} here")
+                box: Tensor = tensor.__get_tensor_shard__(MetadataIndex(write_item.index.fqn, whole.offsets))
+                return box[tuple(slice(at, at + size) for at, size in zip(starts, chunk.sizes))]
+        raise AssertionError(f"no box of {write_item.index} here")
 
 
 def spread_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave each piece to one of the ranks that hold it, so that ranks write about equally many bytes.
+    """Assign each box to one of the ranks that hold it, so that ranks write about equally many bytes.
 
-    Large replicated pieces are first cut in slices, so that one embedding does not keep one rank busy while
-    its replicas wait. DCP spreads replicas too, but only whole ones, weighs each as its whole global tensor,
-    forgets what a rank must write alone, and takes pieces of different shapes at one offset for replicas.
+    Large replicated boxes are first cut into slices, so that one embedding does not keep one rank busy while its
+    replicas wait. DCP's own spreading moves only whole boxes, weighs each by its global tensor, ignores what a rank
+    must write alone, and takes boxes of different shapes at one offset for replicas.
     """
-    pieces: dict[MetadataIndex, WriteItem] = {}
+    boxes: dict[MetadataIndex, WriteItem] = {}
     holders: dict[MetadataIndex, list[int]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data = _tensor_data(item)
             if prod(data.chunk.sizes) > 0 or prod(data.size) == 0:
-                _check_agreement(item, pieces.setdefault(item.index, item))
+                _check_agreement(item, boxes.setdefault(item.index, item))
                 holders.setdefault(item.index, []).append(rank)
     load = [0] * len(plans)
     taken: list[list[WriteItem]] = [[] for _ in plans]
     replicated = []
-    for index, item in pieces.items():
+    for index, item in boxes.items():
         if len(holders[index]) == 1:
             load[holders[index][0]] += _nbytes(item)
             taken[holders[index][0]].append(item)
@@ -247,7 +245,7 @@ def spread_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def _slices(item: WriteItem) -> Iterator[WriteItem]:
-    """Cut a piece along dim 0 in slices of at most ``SLICE_BYTES``, or of one row."""
+    """Cut a box along dim 0 into slices of at most ``SLICE_BYTES``, or of one row."""
     data = _tensor_data(item)
     rows = data.chunk.sizes[0] if data.chunk.sizes else 1
     step = max(1, SLICE_BYTES * rows // max(1, _nbytes(item)))
@@ -262,7 +260,7 @@ def _slices(item: WriteItem) -> Iterator[WriteItem]:
 
 
 def _check_agreement(mine: WriteItem, theirs: WriteItem) -> None:
-    """A mistake of ours if two ranks have pieces of different shape or dtype at the same place."""
+    """Assert that replicas have equal shape and dtype."""
     one, other = _tensor_data(mine), _tensor_data(theirs)
     assert one.chunk.sizes == other.chunk.sizes, (mine.index, one.chunk, other.chunk)
     assert one.size == other.size, (mine.index, one.size, other.size)
@@ -280,9 +278,9 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _check_complete(metadata: Metadata, names: set[str]) -> None:
-    """A mistake of ours if ranks together do not hold all of a tensor: DCP's check skips a single process."""
+    """Assert that all ranks together hold every element; DCP's check skips a single process."""
     for name in names - set(metadata.state_dict_metadata):
-        raise ValueError(f"no rank holds any piece of {name}")
+        raise ValueError(f"no rank holds any box of {name}")
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata), name
         elements = sum(prod(chunk.sizes) for chunk in tensor.chunks)
@@ -294,7 +292,7 @@ def _check_complete(metadata: Metadata, names: set[str]) -> None:
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which tells at once all that does not fit."""
+    """DCP's planner, which reports all mismatches at once."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -305,23 +303,21 @@ class _LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """On every rank: take the tensors to fill."""
         super().set_up_planner(_boxed(state_dict), metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """On every rank: find what to read for each piece."""
         assert self.metadata is not None
         _check_same_model(self.state_dict, self.metadata)
         return super().create_local_plan()
 
 
 def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raise :class:`CheckpointError` when the checkpoint cannot fill ``tensors``."""
+    """Raise :class:`CheckpointError` if the checkpoint cannot fill ``tensors``."""
     saved: Mapping[str, Any] = metadata.state_dict_metadata
     missing = [name for name in tensors if name not in saved]
     if missing:
         raise CheckpointError(
-            f"The checkpoint has no {_some(missing)}: it is of another model, or was saved without this part."
+            f"The checkpoint has no {_some(missing)}: it is from another model, or was saved without this part."
         )
     # (name, what it is in the checkpoint, what it is here); a wrong shape tells more than a wrong dtype.
     wrong: list[tuple[str, object, object]] = []
@@ -336,7 +332,7 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
         more = f" (and {len(wrong) - 1} others differ)" if len(wrong) > 1 else ""
         raise CheckpointError(
             f"{name} is {theirs} in the checkpoint but {ours} in this model{more}: "
-            "give the flags the checkpoint was trained with."
+            "use the flags of the run that saved the checkpoint."
         )
 
 
@@ -345,5 +341,4 @@ def _convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first name and how many more there are."""
     return names[0] + (f" (nor {len(names) - 1} others)" if len(names) > 1 else "")

@@ -1,62 +1,70 @@
-"""Conversion from and to Hugging Face's files, block by block: memory is that of one block of rows."""
+"""Conversion from and to Hugging Face's files, block by block; memory holds one block of rows."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from megatron.checkpoint.hugging_face import EMBEDDING, HEAD, GlobalTensor, LlamaMapping, Section, copies_of_section
-from megatron.checkpoint.hugging_face_config import architecture_of
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face import (
+    EMBEDDING,
+    HEAD,
+    GlobalTensor,
+    HuggingFaceMapping,
+    Section,
+    copies_of_section,
+)
+from megatron.checkpoint.hugging_face_config import transformer_config_of
 from megatron.checkpoint.hugging_face_files import CONFIG, HuggingFaceWeights, read_json_object
 from megatron.checkpoint.names import MASTER, MODEL
 from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.schema import upgrade
 from megatron.checkpoint.streaming import SavedTensors
-from megatron.config.errors import CheckpointError
-from megatron.config.model import LlamaConfig
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from megatron.errors import CheckpointError
 
 BLOCK_BYTES = 64 << 20
-"""What is in memory at a time, unless one row is more."""
+"""Memory of a block; a single longer row is one block."""
 
 _ROWS = 1024  # compared at a time
 
 Advance = Callable[[int], object]
-"""Told how many more bytes are done."""
+"""Called with the number of additional bytes done."""
 
 
 class HuggingFaceImport:
-    """A model in Hugging Face's files, as global tensors of ours that are read chunk by chunk.
+    """A Hugging Face model as global tensors of this code, read chunk by chunk.
 
-    ``dtype`` None keeps each tensor's own. Raises :class:`CheckpointError` for a model that is not a whole plain Llama.
+    ``dtype`` None keeps the dtype of each tensor. Raises :class:`CheckpointError` for a model that is not a complete
+    plain Llama.
     """
 
     def __init__(self, source: Path, dtype: torch.dtype | None, advance: Advance) -> None:
         self._source = source
         self._weights = HuggingFaceWeights(source)
         self.architecture = hugging_face_architecture(source)
-        mapping = LlamaMapping(self.architecture)
+        mapping = HuggingFaceMapping.of(self.architecture)
         mapping.check(self._weights.shapes, str(source))
         self._check_tied_head()
         self._advance = advance
         self._tensors = {MODEL + name: tensor for name, tensor in mapping.ours.items()}
         self._formats = {section.name: self._weights.entry(section.name).dtype for section in mapping.theirs.values()}
         self.tensors = {name: self._cut(tensor, dtype) for name, tensor in self._tensors.items()}
-        """How each of our tensors is cut in chunks."""
+        """The chunks of each global tensor."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding, which stands for all."""
+        """Dtype of the embedding (all weights share it)."""
         return next(iter(self.tensors.values())).properties.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
 
     def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """The content of a chunk of our tensor ``name``."""
+        """A chunk of the global tensor ``name``."""
         dtype = self.tensors[name].properties.dtype
         block = torch.empty(chunk.sizes, dtype=dtype)
         for copy in self._tensors[name].copies(tuple(chunk.offsets), tuple(chunk.sizes)):
@@ -66,7 +74,7 @@ class HuggingFaceImport:
         return block
 
     def _cut(self, tensor: GlobalTensor, dtype: torch.dtype | None) -> TensorStorageMetadata:
-        """Chunks of whole rows that lie in one section each; one dtype for all."""
+        """Chunks of whole rows, each inside one section; one dtype for all."""
         if dtype is None:
             dtype = self._formats[tensor.sections[0].name]
             for section in tensor.sections[1:]:
@@ -79,7 +87,7 @@ class HuggingFaceImport:
         return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
 
     def _check_tied_head(self) -> None:
-        """A tied head may be stored, but must then be the embedding."""
+        """A tied output layer may be stored, but must equal the embedding."""
         if self.architecture.untie_embeddings_and_output_weights or HEAD not in self._weights.shapes:
             return
         rows = self.architecture.vocab_size
@@ -88,8 +96,8 @@ class HuggingFaceImport:
         )
         if not is_same:
             raise CheckpointError(
-                f"{self._source / CONFIG} ties the head to the embedding (tie_word_embeddings), but {HEAD} is there "
-                "and differs: set it to false."
+                f"{self._source / CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {HEAD} "
+                "exists and differs: set it to false."
             )
 
     def _rows(self, table: str, first: int) -> Tensor:
@@ -97,28 +105,29 @@ class HuggingFaceImport:
 
 
 class HuggingFaceExport:
-    """The weights of a checkpoint of ours as Hugging Face's tensors, which are made block by block.
+    """The weights of a checkpoint as Hugging Face's tensors, converted block by block.
 
-    ``dtype`` None keeps the model's own; another one is rounded from the master weights where the checkpoint has them.
+    ``dtype`` None keeps the dtype of the model; another dtype is rounded from the master weights if the checkpoint has
+    them.
     """
 
     def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance) -> None:
         self._saved = saved
         self._advance = advance
-        self.architecture = saved_architecture(saved.manifest.state)
-        self._sections = LlamaMapping(self.architecture).theirs
+        self.architecture = upgrade(saved.manifest.state, saved.manifest.format_version).architecture
+        self._sections = HuggingFaceMapping.of(self.architecture).theirs
         self._check_complete()
         self.source = self._choose_source(dtype)
-        """Which copy of the weights is read: ``model/`` or ``optimizer/master/``."""
+        """Prefix of the weights to read: ``model/`` or ``optimizer/master/``."""
         self.entries = {
             name: Entry(dtype or self._stored(MODEL, section), section.shape)
             for name, section in self._sections.items()
         }
-        """Hugging Face's tensors in their order."""
+        """Hugging Face's tensors in order."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the embedding, which stands for all."""
+        """Dtype of the embedding (all weights share it)."""
         return self.entries[EMBEDDING].dtype
 
     def parts_of(self, name: str) -> Iterator[Tensor]:
@@ -148,20 +157,20 @@ class HuggingFaceExport:
 
     def _check_complete(self) -> None:
         saved = self._saved.manifest.tensors()
-        for name, tensor in LlamaMapping(self.architecture).ours.items():
+        for name, tensor in HuggingFaceMapping.of(self.architecture).ours.items():
             if MODEL + name not in saved or tuple(saved[MODEL + name].size) != tensor.shape:
                 raise CheckpointError(
-                    f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture asks "
-                    "for: convert another checkpoint."
+                    f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture "
+                    "requires: convert another checkpoint."
                 )
 
 
 @torch.no_grad()
 def fill_from_hugging_face(source: Path, targets: Iterable[tuple[ParameterInfo, int, Tensor]]) -> None:
-    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, with the weights of a model in Hugging
-    Face's files, of which only what they need is read; numbers are converted to their formats."""
+    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, from a Hugging Face model. Only the
+    required parts are read; numbers are converted to the target dtypes."""
     weights = HuggingFaceWeights(source)
-    mapping = LlamaMapping(hugging_face_architecture(source))
+    mapping = HuggingFaceMapping.of(hugging_face_architecture(source))
     mapping.check(weights.shapes, str(source))
     for info, start, flat in targets:
         for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
@@ -170,23 +179,13 @@ def fill_from_hugging_face(source: Path, targets: Iterable[tuple[ParameterInfo, 
                 block[copy.place].copy_(weights.read(copy.source, copy.source_place))
 
 
-def hugging_face_architecture(source: Path) -> LlamaConfig:
+def hugging_face_architecture(source: Path) -> TransformerConfig:
     """The architecture of a model in Hugging Face's files."""
-    return architecture_of(read_json_object(source / CONFIG), str(source / CONFIG))
-
-
-def saved_architecture(state: Mapping[str, object]) -> LlamaConfig:
-    """The architecture that the state of a checkpoint names."""
-    try:
-        return LlamaConfig(**state["architecture"])  # type: ignore[arg-type]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"The checkpoint does not say which architecture it is of ({error}): choose one that training saved."
-        ) from error
+    return transformer_config_of(read_json_object(source / CONFIG), str(source / CONFIG))
 
 
 def blocks(section: Section, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of the blocks in which a tensor is converted."""
+    """First row and number of rows of each block of a tensor."""
     total = section.shape[0]
     row_bytes = Entry(dtype, (1, *section.shape[1:])).nbytes
     step = max(1, BLOCK_BYTES // row_bytes)
@@ -195,6 +194,6 @@ def blocks(section: Section, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 
 
 def check_range(converted: Tensor, source: torch.dtype, name: str) -> None:
-    """Raise :class:`CheckpointError` where fp16 cannot hold the numbers of a wider range that it was made from."""
+    """Raise :class:`CheckpointError` if fp16 cannot represent the converted numbers."""
     if converted.dtype == torch.float16 != source and not converted.isfinite().all():
         raise CheckpointError(f"{name} has numbers beyond the range of fp16: choose --dtype bf16 or fp32.")

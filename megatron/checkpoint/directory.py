@@ -20,11 +20,18 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar, cast
 
 from megatron.checkpoint.files import explained, sync_directory, write_text_durably
+from megatron.checkpoint.lock import check_token
+from megatron.checkpoint.remote_path import AnyPath, RemotePath
+
+PathT = TypeVar("PathT", bound=AnyPath)
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
+SOURCE_SAVED_AT = "source_saved_at_ns"
+"""Key in the manifest of an uploaded copy: save time of the original, by its file system's clock."""
 
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _SAVING = re.compile(r"\.iter_(\d{7,})\.saving-[0-9a-f]{8}")
@@ -33,13 +40,13 @@ _REMOVING = re.compile(r"\.iter_(\d{7,})\.removing-[0-9a-f]{8}")
 _TRACKER_DRAFT = re.compile(r"\.latest_checkpointed_iteration\.txt\.saving-[0-9a-f]{8}")
 
 
-def iteration_directory(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` belongs."""
-    return root / f"iter_{iteration:07d}"
+def iteration_directory(root: PathT, iteration: int) -> PathT:
+    """Final directory of the checkpoint of ``iteration``."""
+    return cast(PathT, root / f"iter_{iteration:07d}")
 
 
-def locate_checkpoint(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` lies, which a crash may have left under its ``replaced`` name."""
+def locate_checkpoint(root: PathT, iteration: int) -> PathT:
+    """Present directory of the checkpoint of ``iteration``; after a crash possibly its ``replaced`` name."""
     directory = iteration_directory(root, iteration)
     if not exists(directory):
         for path, number in _matching(root, _REPLACED):
@@ -48,33 +55,36 @@ def locate_checkpoint(root: Path, iteration: int) -> Path:
     return directory
 
 
-def saved_iterations(root: Path) -> list[int]:
-    """The iterations that have a directory, readable or not, in ascending order."""
-    found = {number for _, number in _matching(root, _COMPLETE)}
+def saved_iterations(root: AnyPath) -> list[int]:
+    """Iterations with a directory, readable or not, in ascending order; at a URL, with a manifest."""
+    # What has no manifest at a URL was never a checkpoint: nothing is renamed there when it is complete.
+    needs_manifest = isinstance(root, RemotePath)
+    complete = _matching(root, _COMPLETE)
+    found = {number for path, number in complete if not needs_manifest or exists(path / MANIFEST)}
     found.update(number for path, number in _matching(root, _REPLACED) if exists(path / MANIFEST))
     return sorted(found)
 
 
-def _matching(root: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, int]]:
-    """The entries of ``root`` whose name has the form ``pattern``, with the iteration in the name."""
+def _matching(root: PathT, pattern: re.Pattern[str]) -> Iterator[tuple[PathT, int]]:
+    """Entries of ``root`` whose name matches ``pattern``, with the iteration in the name."""
     if not exists(root):
         return
     with explained("read", root):
-        paths = sorted(root.iterdir())
+        paths = cast(list[PathT], sorted(root.iterdir(), key=str))
     for path in paths:
         match = pattern.fullmatch(path.name)
         if match:
             yield path, int(match[1])
 
 
-def exists(path: Path) -> bool:
-    """Whether ``path`` is there; raises :class:`CheckpointError` where there is no telling."""
+def exists(path: AnyPath) -> bool:
+    """Whether ``path`` exists; raises :class:`CheckpointError` if this cannot be determined."""
     with explained("read", path):
         return path.exists()
 
 
 def new_saving_directory(root: Path, iteration: int) -> Path:
-    """Clear what earlier saves left in ``root`` and make a fresh directory there for a checkpoint."""
+    """Remove leftovers of earlier saves in ``root`` and create a directory for a new checkpoint."""
     with explained("write", root):
         root.mkdir(parents=True, exist_ok=True)
         sync_directory(root.parent)
@@ -85,15 +95,17 @@ def new_saving_directory(root: Path, iteration: int) -> Path:
     return directory
 
 
-def commit(saving: Path, root: Path, iteration: int, manifest: str) -> None:
-    """Turn the directory ``saving`` into the checkpoint of ``iteration``, instead of an earlier one.
+def commit(saving: Path, root: Path, iteration: int, manifest: str, lock_token: str | None = None) -> None:
+    """Make the directory ``saving`` the checkpoint of ``iteration``, replacing an earlier one.
 
-    All but the ``manifest`` must be there, on stable storage. After a failure before the last rename, the earlier
-    checkpoint is back in its place.
+    All files except the ``manifest`` must be on stable storage. A failure before the last rename restores the earlier
+    checkpoint. With a ``lock_token``, only the run whose lock on ``root`` has it may rename.
     """
     with explained("write", saving / MANIFEST):
         write_text_durably(saving / MANIFEST, manifest)
         sync_directory(saving)
+    if lock_token is not None:
+        check_token(root, lock_token)
     final = iteration_directory(root, iteration)
     with explained("write", final):
         replaced = _move_away(final)
@@ -119,7 +131,7 @@ def _move_away(final: Path) -> Path | None:
 
 
 def write_tracker(root: Path, iteration: int) -> None:
-    """Replace the tracker in one step."""
+    """Replace the tracker atomically."""
     draft = root / f".{TRACKER}.saving-{secrets.token_hex(4)}"
     with explained("write", root / TRACKER):
         write_text_durably(draft, str(iteration))
@@ -128,9 +140,9 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove what a crash left in ``root``, and put back a checkpoint whose replacement it interrupted.
+    """Remove leftovers of a crash in ``root``, and restore a checkpoint whose replacement was interrupted.
 
-    Only for the one run that saves to ``root``: it would also remove the save in progress of another.
+    Call it only from the run that saves to ``root``: it would also remove the running save of another.
     """
     for path, iteration in list(_matching(root, _REPLACED)):
         final = iteration_directory(root, iteration)
@@ -146,7 +158,7 @@ def clear_leftovers(root: Path) -> None:
 
 
 def remove_checkpoint(directory: Path) -> None:
-    """Delete a checkpoint or what is left of one; what cannot be deleted stays for the next attempt."""
+    """Delete a checkpoint or its remains; what cannot be deleted stays for the next attempt."""
     if directory.is_symlink():
         directory.unlink(missing_ok=True)
         return

@@ -1,24 +1,27 @@
-"""Files on stable storage, each with the digest of what was meant to be written; checked by it afterwards.
+"""Files on stable storage with the digests of their intended content, and their verification.
 
-Nothing here needs torch: the process that writes in the background imports this.
+Imports no torch, because the background writer imports this module.
 """
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import xxhash
 
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.remote_path import AnyPath, Progress
+from megatron.data import sealed_text
+from megatron.errors import CheckpointError
 
-_BLOCK = 4 << 20  # bytes read at a time
+BLOCK_BYTES = 4 << 20
+"""Every block of a file has a digest, so that a part of a file can be verified."""
 SYNC_BYTES = 64 << 20
-"""So much is copied to the system before the disk is told to begin with it."""
+"""Bytes after which the kernel is asked to start writing to disk."""
 
 _REMEDIES = {
     errno.ENOSPC: "free some space or choose another directory",
@@ -34,8 +37,8 @@ _REMEDIES = {
 
 
 @contextmanager
-def explained(action: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into a :class:`CheckpointError` that says what failed, where, and what to do."""
+def explained(action: str, path: AnyPath) -> Iterator[None]:
+    """Convert an ``OSError`` to a :class:`CheckpointError` with the action, the path and a remedy."""
     try:
         yield
     except OSError as error:
@@ -44,7 +47,7 @@ def explained(action: str, path: Path) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` survive a power failure."""
+    """Sync the directory entries of ``directory``."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -64,7 +67,7 @@ def write_text_durably(path: Path, text: str) -> None:
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Bring what was written to ``file`` to stable storage."""
+    """Flush and sync ``file``."""
     # The flush must come first: fsync knows nothing of what Python still holds in its buffer.
     file.flush()
     os.fsync(file.fileno())
@@ -72,18 +75,77 @@ def sync_file(file: IO[bytes]) -> None:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of a checkpoint, as the rank that wrote it knows it."""
+    """Size and digests of a checkpoint file, as its writer computed them."""
 
     name: str
     size: int
-    digest: str
-    """XXH3-128 of its bytes, in hexadecimal."""
+    digests: tuple[str, ...]
+    """XXH3-128 of each block of ``block_bytes``, in hexadecimal; the last block may be shorter."""
+    block_bytes: int | None = BLOCK_BYTES
+    """None: one digest of the whole file (checkpoints of format version 2)."""
+
+    @property
+    def digest(self) -> str:
+        """One digest to display: of the single block, otherwise XXH3-128 of all digests."""
+        return self.digests[0] if len(self.digests) == 1 else xxhash.xxh3_128_hexdigest("".join(self.digests).encode())
+
+    def to_json(self) -> dict[str, Any]:
+        """The record in ``manifest.json``."""
+        if self.block_bytes is None:
+            return {"bytes": self.size, "xxh3_128": self.digests[0]}
+        return {"bytes": self.size, "block_bytes": self.block_bytes, "xxh3_128": list(self.digests)}
+
+    @classmethod
+    def from_json(cls, name: str, record: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`; raises ``ValueError`` for an invalid record."""
+        size, digests = int(record["bytes"]), record["xxh3_128"]
+        if isinstance(digests, str):
+            return cls(name, size, (digests,), None)
+        file = cls(name, size, tuple(map(str, digests)), int(record["block_bytes"]))
+        if file.block_bytes is None or file.block_bytes < 1 or len(file.digests) != -(-size // file.block_bytes):
+            raise ValueError(f"{name} has {len(file.digests)} digests for {size} bytes")
+        return file
+
+
+class BlockDigests:
+    """Computes the digests of a file's blocks from its bytes in order. With ``block_bytes`` None, all bytes are one
+    block."""
+
+    def __init__(self, block_bytes: int | None = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._digests: list[str] = []
+        self._digest = xxhash.xxh3_128()
+        self._in_block = 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        rest = memoryview(content).cast("B")
+        if self._block_bytes is None:
+            self._digest.update(rest)
+            return
+        while rest:
+            part = rest[: self._block_bytes - self._in_block]
+            self._digest.update(part)
+            self._in_block += len(part)
+            rest = rest[len(part) :]
+            if self._in_block == self._block_bytes:
+                self._close_block()
+
+    def _close_block(self) -> None:
+        self._digests.append(self._digest.hexdigest())
+        self._digest = xxhash.xxh3_128()
+        self._in_block = 0
+
+    def finish(self) -> tuple[str, ...]:
+        """The digests of all blocks."""
+        if self._in_block or self._block_bytes is None:
+            self._close_block()
+        return tuple(self._digests)
 
 
 class DigestedFile:
-    """Creates the file ``path`` on stable storage, piece by piece, and digests it meanwhile.
+    """Creates the file ``path`` on stable storage, sequentially, and digests its bytes.
 
-    A context manager; ``written`` is known after it. Errors are ``OSError``.
+    A context manager; ``written`` is set at the end. Errors are ``OSError``.
     """
 
     written: WrittenFile
@@ -91,12 +153,12 @@ class DigestedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._digest = xxhash.xxh3_128()
+        self._digests = BlockDigests()
         self._syncing: Future[None] | None = None
         self._next_sync = SYNC_BYTES
 
     def __enter__(self) -> Self:
-        """Create the file, which must not be there yet."""
+        """Create the file, which must not exist."""
         self._file = self._path.open("xb")
         # One hashes, one syncs.
         self._workers = ThreadPoolExecutor(2)
@@ -105,7 +167,7 @@ class DigestedFile:
     def write(self, content: bytes | memoryview) -> None:
         """Write the next bytes."""
         # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
-        hashed = self._workers.submit(self._digest.update, content)
+        hashed = self._workers.submit(self._digests.update, content)
         self._file.write(content)
         hashed.result()
         if self._file.tell() >= self._next_sync:
@@ -125,45 +187,48 @@ class DigestedFile:
             if exception_type is None:
                 self._wait_for_sync()
                 sync_file(self._file)
-                self.written = WrittenFile(self._path.name, self._file.tell(), self._digest.hexdigest())
+                self.written = WrittenFile(self._path.name, self._file.tell(), self._digests.finish())
 
 
 def seal(content: str) -> str:
-    """A JSON ``content`` behind its own digest."""
-    return f"{_seal_head(content)}{content}}}"
+    """The text of a manifest: its JSON ``content`` with a digest."""
+    return sealed_text.seal("manifest", content)
 
 
 def is_sealed(text: str) -> bool:
-    """Whether ``text`` is what :func:`seal` makes of the content in it."""
-    length = len(_seal_head(""))
-    return text[:length] == _seal_head(text[length:-1]) and text[-1:] == "}"
+    """Whether the digest in ``text`` matches its content."""
+    return sealed_text.is_sealed("manifest", text)
 
 
-def _seal_head(content: str) -> str:
-    return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(content.encode())}", "manifest": '
-
-
-def check_file(directory: Path, file: WrittenFile) -> None:
-    """Raise :class:`CheckpointError` when ``file`` is missing from ``directory`` or has another size."""
+def check_file(directory: AnyPath, file: WrittenFile) -> None:
+    """Raise :class:`CheckpointError` if ``file`` is missing in ``directory`` or has another size."""
     path = directory / file.name
     with explained("read", path):
         size = path.stat().st_size
     if size != file.size:
-        raise CheckpointError(f"{path} has {size:,} bytes but was written with {file.size:,}: load another checkpoint.")
+        raise CheckpointError(f"{path} has {size:,} bytes instead of {file.size:,}: load another checkpoint.")
 
 
-def verify_file(directory: Path, file: WrittenFile) -> None:
-    """Raise :class:`CheckpointError` when ``file`` is missing from ``directory``, or has other bytes than were
-    written."""
+def verify_file(directory: AnyPath, file: WrittenFile, progress: Progress = lambda: None) -> None:
+    """Raise :class:`CheckpointError` if ``file`` is missing in ``directory`` or its digests differ."""
     check_file(directory, file)
     path = directory / file.name
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_BLOCK))
+    digests = BlockDigests(file.block_bytes)
+    buffer = memoryview(bytearray(BLOCK_BYTES))
     with explained("read", path), path.open("rb", buffering=0) as content:
         while length := content.readinto(buffer):
-            digest.update(buffer[:length])
-    if digest.hexdigest() != file.digest:
-        raise CheckpointError(
-            f"{path} is damaged (its digest is {digest.hexdigest()} but was {file.digest} when it was written): load "
-            "another checkpoint."
-        )
+            digests.update(buffer[:length])
+            progress()
+    for block, (found, written) in enumerate(zip(digests.finish(), file.digests, strict=True)):
+        if found != written:
+            raise damaged_block(path, file, block, found)
+
+
+def damaged_block(path: AnyPath, file: WrittenFile, block: int, digest: str) -> CheckpointError:
+    """The error for a block of ``path`` with a wrong ``digest``."""
+    start = block * (file.block_bytes or 0)
+    end = min(file.size, start + (file.block_bytes or file.size))
+    return CheckpointError(
+        f"{path} is damaged (the digest of bytes {start:,} to {end:,} is {digest} but was {file.digests[block]} when "
+        "it was written): load another checkpoint."
+    )

@@ -1,28 +1,36 @@
-"""Which checkpoints there are, and which one to load."""
+"""Find checkpoints, and the one to load."""
 
+import json
 import logging
 import math
 from collections.abc import Collection
-from pathlib import Path
 
-from megatron.checkpoint.directory import MANIFEST, TRACKER, exists, locate_checkpoint, saved_iterations
-from megatron.checkpoint.manifest import read_manifest
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.directory import (
+    MANIFEST,
+    SOURCE_SAVED_AT,
+    TRACKER,
+    exists,
+    locate_checkpoint,
+    saved_iterations,
+)
+from megatron.checkpoint.manifest import read_checkpoint
+from megatron.checkpoint.remote_path import AnyPath, RemotePath
+from megatron.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
 
 
-def list_checkpoints(root: Path) -> list[int]:
-    """The iterations whose checkpoint has a readable manifest, in ascending order."""
+def list_checkpoints(root: AnyPath) -> list[int]:
+    """Iterations with a readable manifest, in ascending order."""
     return [iteration for iteration in saved_iterations(root) if _defect(root, iteration) is None]
 
 
 def find_checkpoint(
-    root: Path,
+    root: AnyPath,
     step: int | None = None,
     known_bad: Collection[int] = (),
     fall_back: bool = True,
-    copied_from: Path | None = None,
+    copied_from: AnyPath | None = None,
 ) -> int | None:
     """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
 
@@ -50,20 +58,23 @@ def find_checkpoint(
             return iteration
         if not fall_back:
             raise defect
-        _logger.warning("Passing over the checkpoint of iteration %d: %s", iteration, defect)
+        _logger.warning("Skipping the checkpoint of iteration %d: %s", iteration, defect)
     if iterations or exists(root / TRACKER):
         raise CheckpointError(
-            f"{root} was saved to but holds no readable checkpoint: restore one there, or choose another "
-            "directory to start afresh."
+            f"{root} was saved to but has no readable checkpoint: restore one there, or choose another "
+            "directory to start from the beginning."
         )
     return None
 
 
-def _without_abandoned(root: Path, iterations: list[int], tracker_of: Path) -> list[int]:
-    """``iterations`` without those that the run left behind when it went back to an older one, as a tracker tells."""
+def _without_abandoned(root: AnyPath, iterations: list[int], tracker_of: AnyPath) -> list[int]:
+    """``iterations`` without those that were abandoned when the run returned to an older one, by the tracker."""
     tracker = tracker_of / TRACKER
     try:
-        tracked, tracked_at = int(tracker.read_text()), tracker.stat().st_mtime_ns
+        tracked = int(tracker.read_text())
+        # The tracker follows the manifest at once, but at a URL the store's clock is not the run's.
+        at_url = isinstance(tracker_of, RemotePath)
+        tracked_at = _saved_at(tracker_of, tracked) if at_url else tracker.stat().st_mtime_ns
     except (OSError, ValueError):
         return iterations
     if tracked not in saved_iterations(tracker_of):
@@ -75,15 +86,22 @@ def _without_abandoned(root: Path, iterations: list[int], tracker_of: Path) -> l
     return kept
 
 
-def _saved_at(root: Path, iteration: int) -> float:
-    """When the manifest of ``iteration`` was written, in ns; never, if there is none to tell."""
+def _saved_at(root: AnyPath, iteration: int) -> float:
+    """Time at which the manifest of ``iteration`` was written, in ns; infinite if unknown.
+
+    At a URL, the time of the original's manifest, so that times of one file system are compared.
+    """
+    manifest = locate_checkpoint(root, iteration) / MANIFEST
     try:
-        return (locate_checkpoint(root, iteration) / MANIFEST).stat().st_mtime_ns
-    except OSError:
+        if isinstance(manifest, RemotePath):
+            original = json.loads(manifest.read_text())["manifest"].get(SOURCE_SAVED_AT)
+            return float(manifest.stat().st_mtime_ns if original is None else original)
+        return manifest.stat().st_mtime_ns
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return math.inf
 
 
-def _requested(root: Path, step: int) -> int:
+def _requested(root: AnyPath, step: int) -> int:
     if step not in saved_iterations(root):
         there = ", ".join(map(str, list_checkpoints(root))) or "none"
         raise CheckpointError(f"{root} has no checkpoint of iteration {step}; it has: {there}.")
@@ -93,10 +111,10 @@ def _requested(root: Path, step: int) -> int:
     return step
 
 
-def _defect(root: Path, iteration: int) -> CheckpointError | None:
-    """Why the manifest of ``iteration`` cannot be read; None when it can."""
+def _defect(root: AnyPath, iteration: int) -> CheckpointError | None:
+    """The reason why the manifest of ``iteration`` cannot be used; None if it can."""
     try:
-        read_manifest(locate_checkpoint(root, iteration))
+        read_checkpoint(root, iteration)
     except CheckpointError as error:
         return error
     return None

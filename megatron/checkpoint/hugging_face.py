@@ -1,8 +1,7 @@
-"""Which elements of our tensors are which of Hugging Face's: a pure mapping of names and coordinates.
+"""Mapping between the tensors of this code and Hugging Face's: pure functions of names and coordinates.
 
-Ours fuse query-key-value and gate-up along dim 0, and their rotary pairs are neighbouring rows ``(2i, 2i+1)`` of a
-head, where Hugging Face keeps the halves of a head apart, rows ``(i, head_size/2 + i)``. Any rectangle of one side is
-a few strided parts of the other's tensors.
+This code fuses query-key-value and gate-up along dim 0, and its rotary pairs are neighbouring rows ``(2i, 2i+1)`` of a
+head; Hugging Face's are ``(i, head_size/2 + i)``. A box of one side is a few strided parts of tensors of the other.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,16 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron.architectures.registry import ARCHITECTURES, architecture_of
+from megatron.architectures.spec import FEATURES, ArchitectureSpec, WeightMapping
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.places import Place, overlap, strided
-from megatron.config.errors import CheckpointError
-from megatron.config.model import LlamaConfig
+from megatron.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 
 class _Run(NamedTuple):
-    """Consecutive rows of Hugging Face's tensor, and the rows of ours that they are, ``step`` apart."""
+    """Consecutive rows of Hugging Face's tensor, and their rows in the tensor of this code, ``step`` apart."""
 
     theirs: int
     ours: int
@@ -29,20 +30,20 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """A tensor of Hugging Face's, and the rows of one of ours that hold it."""
+    """A tensor of Hugging Face's, and its rows in a tensor of this code."""
 
     name: str
     """Hugging Face's name."""
     shape: tuple[int, ...]
     ours: str
-    """The name of our tensor."""
+    """This code's name."""
     first_row: int = 0
-    """Where it begins there."""
+    """First row in this code's tensor."""
     head_size: int | None = None
-    """Set where the rows of every head are in rotary order."""
+    """Set if the rows of every head are in rotary order."""
 
     def runs(self) -> Iterator[_Run]:
-        """All rows; those of ours counted in the whole tensor."""
+        """All rows; rows of this code's tensor are counted in the whole tensor."""
         if self.head_size is None:
             yield _Run(0, self.first_row, 1, self.shape[0])
             return
@@ -53,24 +54,24 @@ class Section:
 
 
 class Copy(NamedTuple):
-    """A part of a rectangle, and what it is a copy of."""
+    """A part of a box and its source."""
 
     source: str
     source_place: Place
     place: Place
-    """In the rectangle, counted from its corner."""
+    """Part of the box, relative to its corner."""
 
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """One of our tensors, and the sections of dim 0 that it consists of."""
+    """A tensor of this code and its sections of dim 0."""
 
     name: str
     shape: tuple[int, ...]
     sections: tuple[Section, ...]
 
     def copies(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
-        """What the rectangle of our tensor with ``shape`` at ``offset`` is, in Hugging Face's tensors."""
+        """Sources of the box of this code's tensor with ``shape`` at ``offset``, in Hugging Face's tensors."""
         there, here = _columns(offset, shape)
         for section in self.sections:
             for run in section.runs():
@@ -81,7 +82,7 @@ class GlobalTensor:
 
 
 def copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
-    """What the rectangle of Hugging Face's tensor with ``shape`` at ``offset`` is, in ours."""
+    """Sources of the box of Hugging Face's tensor with ``shape`` at ``offset``, in this code's tensors."""
     there, here = _columns(offset, shape)
     for run in section.runs():
         taken, rows = overlap(slice(run.theirs, run.theirs + run.length), offset[0], shape[0])
@@ -91,20 +92,32 @@ def copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[in
 
 
 def _columns(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Place, Place]:
-    """Dimensions but the first are the same on both sides: their place in the tensors, and in the rectangle."""
+    """All dims but the first are equal on both sides: their part of the tensors, and of the box."""
     there = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     return there, tuple(slice(0, size) for size in shape[1:])
 
 
 @dataclass(frozen=True)
-class LlamaMapping:
-    """All tensors of a Llama on both sides. Tied models have no head of their own on either."""
+class HuggingFaceMapping:
+    """All tensors of a model on both sides. Tied models have no separate output layer."""
 
-    config: LlamaConfig
+    config: TransformerConfig
+    architecture: ArchitectureSpec
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> "HuggingFaceMapping":
+        """The mapping of the architecture that ``config`` is of; raises :class:`CheckpointError` if it is of none."""
+        architecture = architecture_of(config)
+        if architecture is None:
+            features = ", ".join(f"{name} {getattr(config, name)}" for name in FEATURES)
+            raise CheckpointError(
+                f"No architecture of transformers has {features}: choose a model of {', '.join(ARCHITECTURES)}."
+            )
+        return cls(config, architecture)
 
     @cached_property
     def ours(self) -> dict[str, GlobalTensor]:
-        """Our tensors by name, in the order of the forward pass."""
+        """Tensors of this code by name, in the order of the forward pass."""
         return {tensor.name: tensor for tensor in self._tensors()}
 
     @cached_property
@@ -113,75 +126,56 @@ class LlamaMapping:
         return {section.name: section for tensor in self.ours.values() for section in tensor.sections}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-        """Raise :class:`CheckpointError` where ``shapes``, of the tensors found in ``where``, are not those of
-        Hugging Face's: one is missing, differs, or would be lost."""
+        """Raise :class:`CheckpointError` if ``shapes``, found in ``where``, are not Hugging Face's: a tensor is
+        missing, differs, or would be lost."""
         missing = [name for name in self.theirs if name not in shapes]
         if missing:
-            raise CheckpointError(f"{where} lacks {_some(missing)}: fetch the model again.")
+            raise CheckpointError(f"{where} lacks {_some(missing)}: download the model again.")
         for name, section in self.theirs.items():
             if shapes[name] != section.shape:
                 raise CheckpointError(
-                    f"{name} in {where} has shape {list(shapes[name])}, but config.json makes it "
-                    f"{list(section.shape)}: fetch the model again."
+                    f"{name} in {where} has shape {list(shapes[name])}, but config.json requires "
+                    f"{list(section.shape)}: download the model again."
                 )
         surplus = [name for name in shapes if name not in self.theirs and not self._is_derived(name)]
         if surplus:
             raise CheckpointError(
-                f"{where} has {_some(surplus)}, for which a Llama has no place: it is another architecture, or is "
-                "quantized or adapted; merge or dequantize it first."
+                f"{where} has {_some(surplus)}, which a {self.architecture.title} model does not have: it is another "
+                "architecture, or is quantized or adapted; merge or dequantize it first."
             )
 
     def _is_derived(self, name: str) -> bool:
-        """Whether a tensor follows from others: a tied head, or the frequencies that old files hold."""
+        """Whether a tensor follows from others: a tied output layer, or the rotary frequencies in old files."""
         is_tied = not self.config.untie_embeddings_and_output_weights
         return name.endswith(".rotary_emb.inv_freq") or (is_tied and name == HEAD)
 
     def _tensors(self) -> Iterator[GlobalTensor]:
-        table = (self.config.vocab_size, self.config.hidden_size)
-        yield _whole("embedding.word_embeddings.weight", EMBEDDING, *table)
-        for number in range(self.config.num_layers):
-            yield from self._layer(f"layers.{number}", f"model.layers.{number}")
-        yield _whole("final_layernorm.weight", "model.norm.weight", self.config.hidden_size)
-        if self.config.untie_embeddings_and_output_weights:
-            yield _whole("output_layer.weight", HEAD, *table)
-
-    def _layer(self, ours: str, theirs: str) -> Iterator[GlobalTensor]:
         config = self.config
-        hidden, ffn, head = config.hidden_size, config.ffn_hidden_size, config.kv_channels
-        attention, their_attention = f"{ours}.self_attention", f"{theirs}.self_attn"
-        yield _whole(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", hidden)
-        yield _fused(
-            f"{attention}.linear_qkv.weight",
-            hidden,
-            (f"{their_attention}.q_proj.weight", config.query_size, head),
-            (f"{their_attention}.k_proj.weight", config.key_value_size, head),
-            (f"{their_attention}.v_proj.weight", config.key_value_size, None),
-        )
-        yield _whole(f"{attention}.linear_proj.weight", f"{their_attention}.o_proj.weight", hidden, config.query_size)
-        yield _whole(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
-        yield _fused(
-            f"{ours}.mlp.linear_fc1.weight",
-            hidden,
-            (f"{theirs}.mlp.gate_proj.weight", ffn, None),
-            (f"{theirs}.mlp.up_proj.weight", ffn, None),
-        )
-        yield _whole(f"{ours}.mlp.linear_fc2.weight", f"{theirs}.mlp.down_proj.weight", hidden, ffn)
+        table = (config.vocab_size, config.hidden_size)
+        yield _whole("embedding.word_embeddings.weight", EMBEDDING, *table)
+        weights = self.architecture.layer_weights(config)
+        for number in range(config.num_layers):
+            for weight in weights:
+                yield _stacked(weight, f"layers.{number}.", f"model.layers.{number}.", config.kv_channels)
+        yield _whole("final_layernorm.weight", "model.norm.weight", config.hidden_size)
+        if config.untie_embeddings_and_output_weights:
+            yield _whole("output_layer.weight", HEAD, *table)
 
 
 def _whole(ours: str, theirs: str, *shape: int) -> GlobalTensor:
     return GlobalTensor(ours, shape, (Section(theirs, shape, ours),))
 
 
-def _fused(ours: str, columns: int, *parts: tuple[str, int, int | None]) -> GlobalTensor:
-    """Of ``parts`` with their name, rows and head size, stacked along dim 0."""
-    sections = []
-    first_row = 0
-    for name, rows, head_size in parts:
-        sections.append(Section(name, (rows, columns), ours, first_row, head_size))
-        first_row += rows
-    return GlobalTensor(ours, (first_row, columns), tuple(sections))
+def _stacked(weight: WeightMapping, ours: str, theirs: str, head_size: int) -> GlobalTensor:
+    """The tensor that ``weight`` describes, in the layer with the prefixes ``ours`` and ``theirs``."""
+    other = () if weight.columns is None else (weight.columns,)
+    sections, first_row = [], 0
+    for part in weight.sections:
+        rotary = head_size if part.is_rotary else None
+        sections.append(Section(theirs + part.name, (part.rows, *other), ours + weight.name, first_row, rotary))
+        first_row += part.rows
+    return GlobalTensor(ours + weight.name, (first_row, *other), tuple(sections))
 
 
 def _some(names: list[str]) -> str:
-    """The first name and how many more there are."""
     return names[0] + (f" and {len(names) - 1} others" if len(names) > 1 else "")

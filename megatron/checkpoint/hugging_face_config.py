@@ -1,54 +1,59 @@
-"""Hugging Face's ``config.json`` and our architecture, each from the other.
+"""Conversion between Hugging Face's ``config.json`` and the architecture of this code.
 
-Read are the spellings of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``); written are
-those of transformers 4, which both versions and other programs read. A field that would change the model and that
-ours does not have is refused by name.
+Reads the fields of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``); writes those of
+transformers 4, which both versions and other programs read. Unsupported fields that would change the model are refused
+by name.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.errors import CheckpointError
-from megatron.config.model import LlamaConfig
+from megatron.architectures.registry import ARCHITECTURES
+from megatron.architectures.spec import ArchitectureSpec
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face import HuggingFaceMapping
+from megatron.errors import CheckpointError
 
 Fields = Mapping[str, Any]
 
 _FIXED: dict[str, tuple[object, str]] = {
     "hidden_act": ("silu", "only SwiGLU with silu is implemented"),
-    "attention_bias": (False, "linear layers have no bias here"),
     "mlp_bias": (False, "linear layers have no bias here"),
     "partial_rotary_factor": (1.0, "whole heads are rotated here"),
     "quantization_config": (None, "save the model in bf16, fp16 or fp32 without quantization first"),
     "auto_map": (None, "it asks for code from the model's directory, which is never run"),
 }
-"""What a field must be that cannot be mapped (the value of a field that is absent), and what to say otherwise."""
+"""Required values of fields that cannot be converted (also the value of an absent field), and the reason."""
 
 _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def architecture_of(fields: Fields, where: str) -> LlamaConfig:
-    """The architecture that ``config.json`` describes; ``where`` names the file in a :class:`CheckpointError`.
+def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
+    """The model that ``config.json`` describes; ``where`` names the file in a :class:`CheckpointError`.
 
     Absent fields have the defaults that transformers gives them.
     """
     try:
-        return _architecture_of(fields)
+        return _transformer_config_of(fields)
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}.") from error
 
 
-def _architecture_of(fields: Fields) -> LlamaConfig:
-    _check_kind(fields)
+def _transformer_config_of(fields: Fields) -> TransformerConfig:
+    architecture = _architecture(fields)
+    fields = {**architecture.field_defaults, **{name: value for name, value in fields.items() if value is not None}}
     hidden, heads = _size(fields, "hidden_size"), _size(fields, "num_attention_heads")
     groups = _size(fields, "num_key_value_heads", heads)
     head_size = _size(fields, "head_dim", hidden // heads)
     if heads % groups:
-        raise ValueError(f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}: mend the file")
+        raise ValueError(
+            f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}: correct the file"
+        )
     if head_size % 2:
-        raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings turn pairs: mend the file")
+        raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings need an even size: correct the file")
     vocab_size = _size(fields, "vocab_size")
-    return LlamaConfig(
+    return TransformerConfig(
         num_layers=_size(fields, "num_hidden_layers"),
         hidden_size=hidden,
         ffn_hidden_size=_size(fields, "intermediate_size"),
@@ -62,27 +67,33 @@ def _architecture_of(fields: Fields) -> LlamaConfig:
         norm_epsilon=_number(fields, "rms_norm_eps", 1e-6),
         untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", False),
         init_method_std=_number(fields, "initializer_range", 0.02),
+        **architecture.features,
     )
 
 
-def _check_kind(fields: Fields) -> None:
-    """Refuse what is not a Llama, or not a plain one."""
-    if fields.get("model_type") != "llama":
-        raise ValueError(f"model_type is {fields.get('model_type')!r}, but only 'llama' can be converted")
-    architectures = fields.get("architectures")
-    if architectures and "LlamaForCausalLM" not in architectures:
-        raise ValueError(f"architectures is {architectures!r}, but only LlamaForCausalLM can be converted")
-    for name, (wanted, reason) in _FIXED.items():
+def _architecture(fields: Fields) -> ArchitectureSpec:
+    """The architecture in the registry; refuses one that is not there, and a variant that it does not cover."""
+    architecture = ARCHITECTURES.get(str(fields.get("model_type")))
+    if architecture is None:
+        known = ", ".join(map(repr, ARCHITECTURES))
+        raise ValueError(f"model_type is {fields.get('model_type')!r}, but only {known} can be converted")
+    classes = fields.get("architectures")
+    if classes and architecture.hugging_face_class not in classes:
+        raise ValueError(f"architectures is {classes!r}, but only {architecture.hugging_face_class} can be converted")
+    for name, (wanted, reason) in (_FIXED | dict(architecture.required_fields)).items():
         value = fields.get(name)
         if value is not None and value != wanted:
             raise ValueError(f"{name} is {value!r}, not {wanted!r}: {reason}; convert another model")
+    if set(fields.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError("layer_types has other layers than 'full_attention': convert another model")
+    return architecture
 
 
 def _rotary(fields: Fields) -> dict[str, Any]:
-    """Our rotary fields from either spelling; where both are there, transformers reads the older first."""
+    """The rotary fields from either spelling; with both, transformers uses the older."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters is {rope!r}, not an object: mend the file")
+        raise ValueError(f"rope_parameters is {rope!r}, not an object: correct the file")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError("partial_rotary_factor is not 1: whole heads are rotated here; convert another model")
     base = _number(rope if rope.get("rope_theta") is not None else fields, "rope_theta", 10000.0)
@@ -107,44 +118,47 @@ def _rotary(fields: Fields) -> dict[str, Any]:
 def _size(fields: Fields, name: str, default: int | None = None) -> int:
     value = _present(fields, name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, not a positive number: mend the file")
+        raise ValueError(f"{name} is {value!r}, not a positive number: correct the file")
     return value
 
 
 def _number(fields: Fields, name: str, default: float | None = None) -> float:
     value = _present(fields, name, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}, not a number: mend the file")
+        raise ValueError(f"{name} is {value!r}, not a number: correct the file")
     return float(value)
 
 
 def _flag(fields: Fields, name: str, default: bool) -> bool:
     value = _present(fields, name, default)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, neither true nor false: mend the file")
+        raise ValueError(f"{name} is {value!r}, not a boolean: correct the file")
     return value
 
 
 def _present(fields: Fields, name: str, default: float | bool | None) -> Any:
     value = default if fields.get(name) is None else fields[name]
     if value is None:
-        raise ValueError(f"{name} is missing: mend the file")
+        raise ValueError(f"{name} is missing: correct the file")
     return value
 
 
-def config_fields(config: LlamaConfig, dtype: str, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
+def config_fields(
+    config: TransformerConfig, dtype: str, bos: int | None = None, eos: int | None = None
+) -> dict[str, Any]:
     """The content of ``config.json``; ``dtype`` is that of the weights, as transformers calls it.
 
     Raises :class:`CheckpointError` for a model that transformers would refuse.
     """
-    if config.hidden_size % config.num_attention_heads:
+    architecture = HuggingFaceMapping.of(config).architecture
+    if architecture.name == "llama" and config.hidden_size % config.num_attention_heads:
         raise CheckpointError(
             f"transformers refuses a Llama whose hidden size ({config.hidden_size}) is not divisible by its heads "
             f"({config.num_attention_heads}): such a model cannot be converted."
         )
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture.hugging_face_class],
+        "model_type": architecture.name,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_hidden_size,
@@ -159,18 +173,16 @@ def config_fields(config: LlamaConfig, dtype: str, bos: int | None = None, eos: 
         "rope_theta": config.rotary_base,
         "rope_scaling": _rope_scaling(config),
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
         "use_cache": True,
+        **architecture.config_fields(config),
         "bos_token_id": bos,
         "eos_token_id": eos,
         "torch_dtype": dtype,
     }
 
 
-def _rope_scaling(config: LlamaConfig) -> dict[str, Any] | None:
+def _rope_scaling(config: TransformerConfig) -> dict[str, Any] | None:
     if not config.use_rope_scaling:
         return None
     return {

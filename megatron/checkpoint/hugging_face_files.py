@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
 from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned
-from megatron.config.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -44,19 +44,19 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises :class:`CheckpointError`."""
     if not path.exists():
-        raise CheckpointError(f"{path} is missing: give the whole directory of a model.")
+        raise CheckpointError(f"{path} is missing: use the complete directory of a model.")
     try:
         with explained("read", path):
             content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): fetch the model again.") from error
+        raise CheckpointError(f"{path} is not JSON ({error}): download the model again.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object: fetch the model again.")
+        raise CheckpointError(f"{path} is not a JSON object: download the model again.")
     return content
 
 
 class HuggingFaceWeights:
-    """The tensors under a directory, any part of which can be read."""
+    """The tensors in a directory, readable in any part."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -66,7 +66,7 @@ class HuggingFaceWeights:
         self.shapes = {name: self._shape(name) for name in self._file_of}
 
     def entry(self, name: str) -> Entry:
-        """Dtype and shape of a tensor, which must hold floating-point numbers of at least 16 bits."""
+        """Dtype and shape of a tensor, which must be floating point with at least 16 bits."""
         dtype = self._slice(name).get_dtype()
         if dtype not in _FLOATS:
             raise CheckpointError(
@@ -76,7 +76,7 @@ class HuggingFaceWeights:
         return Entry(DTYPES[dtype], self.shapes[name])
 
     def read(self, name: str, place: Place) -> Tensor:
-        """A part of a tensor, as a view of the mapped file: only what is used of it will be read."""
+        """A part of a tensor as a view of the mapped file; only the used part is read."""
         part: Tensor = self._slice(name)[place]
         return part
 
@@ -88,12 +88,12 @@ class HuggingFaceWeights:
             raise CheckpointError(_why_nothing(self._directory))
         weight_map = read_json_object(self._directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{self._directory / INDEX} has no weight_map: fetch the model again.")
+            raise CheckpointError(f"{self._directory / INDEX} has no weight_map: download the model again.")
         for file in weight_map.values():
             # A name with a directory in it could lead out of the model's.
             if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".safetensors"):
                 raise CheckpointError(
-                    f"{self._directory / INDEX} names {file!r}, not a safetensors file of this directory: fetch the "
+                    f"{self._directory / INDEX} names {file!r}, not a safetensors file of this directory: download the "
                     "model again."
                 )
         return weight_map
@@ -106,7 +106,7 @@ class HuggingFaceWeights:
         try:
             return self._open(path.name).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged ({error}): fetch the model again.") from error
+            raise CheckpointError(f"{path} is damaged ({error}): download the model again.") from error
 
     def _open_file(self, name: str) -> Any:
         path = self._directory / name
@@ -114,7 +114,9 @@ class HuggingFaceWeights:
             with explained("read", path):
                 return safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise CheckpointError(f"{path} is no whole safetensors file ({error}): fetch the model again.") from error
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({error}): download the model again."
+            ) from error
 
 
 def _why_nothing(directory: Path) -> str:
@@ -134,10 +136,10 @@ def _why_nothing(directory: Path) -> str:
 
 @contextmanager
 def fresh_directory(target: Path) -> Iterator[Path]:
-    """A hidden directory beside ``target``, which becomes ``target`` at the end, or vanishes after an error.
+    """A hidden directory next to ``target``, renamed to ``target`` at the end, or removed after an error.
 
-    Raises :class:`CheckpointError` where ``target`` is there already, other than as an empty directory. What an
-    earlier conversion to ``target`` left when it was killed is removed.
+    Raises :class:`CheckpointError` if ``target`` exists and is not an empty directory. Leftovers of a killed conversion
+    to ``target`` are removed.
     """
     check_free(target)
     with explained("write", target):
@@ -157,11 +159,11 @@ def fresh_directory(target: Path) -> Iterator[Path]:
 
 
 def check_free(target: Path) -> None:
-    """Raise :class:`CheckpointError` where something is in the way of a new directory ``target``."""
+    """Raise :class:`CheckpointError` if ``target`` exists and is not an empty directory."""
     with explained("write", target):
         in_the_way = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
     if in_the_way:
-        raise CheckpointError(f"{target} is there already and is not overwritten: choose another directory.")
+        raise CheckpointError(f"{target} already exists and is not overwritten: choose another directory.")
 
 
 def _clear_leftovers(target: Path) -> None:
@@ -177,8 +179,8 @@ def write_weights(
     parts_of: Callable[[str], Iterable[Tensor]],
     max_shard_bytes: int,
 ) -> None:
-    """Write ``entries`` in shards of at most ``max_shard_bytes`` (or of one tensor), with an index if there are
-    several; ``parts_of`` makes the parts of a tensor one after the other."""
+    """Write ``entries`` in shards of at most ``max_shard_bytes`` (or one tensor), with an index if there are several.
+    ``parts_of`` returns the parts of a tensor one after the other."""
     shards = list(plan_shards(entries, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -203,7 +205,7 @@ def write_weights(
 
 
 def plan_shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[dict[str, Entry]]:
-    """The tensors of each shard, in their order."""
+    """The tensors of each shard, in order."""
     shard: dict[str, Entry] = {}
     size = 0
     for name, entry in entries.items():
@@ -217,15 +219,16 @@ def plan_shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[dict[s
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object for people to read, on stable storage."""
+    """Write an indented JSON object on stable storage."""
     with explained("write", path):
         write_text_durably(path, json.dumps(content, indent=2) + "\n")
 
 
 def copy_tokenizer(source: Path, directory: Path) -> list[str]:
-    """Copy the tokenizer's files that are under ``source``, a directory or one of the files; their names.
+    """Copy the tokenizer files in ``source``, a directory or one file; returns their names.
 
-    A file alone becomes ``tokenizer.model``, unless it is a ``tokenizer.json``, which has others beside it.
+    A single file is renamed to ``tokenizer.model``, except for a ``tokenizer.json``, which is copied with its
+    companions.
     """
     if source.is_dir() or source.name in TOKENIZER_FILES:
         beside = source if source.is_dir() else source.parent

@@ -1,9 +1,14 @@
-"""One run per directory: a lock that says whose it is, and that a dead owner does not keep.
+"""One run per directory: a lock that names its owner, and that a dead owner does not keep.
 
-    DIR/.run.lock    {"host": ..., "pid": ..., "process": ..., "token": ..., "renewed": seconds since the epoch}
+    DIR/.run.lock    {"host", "pid", "process", "namespace", "token", "renewals", "renewed"}
 
-The owner renews it every few seconds. It is stale when it was not renewed for the length of a lease, or at once when
-its process is known to be gone because it ran on this very host.
+The owner rewrites the file every few seconds. Clocks of two hosts are never compared: whoever waits for the lock
+watches whether the file changes while one lease passes on its own monotonic clock. Only in the same boot of the same
+kernel and the same PID namespace can the owner's process be looked up, which decides at once.
+
+No file system has a rename that depends on another file, so a lock alone cannot stop an owner that was suspended and
+wakes up late. Whoever makes a checkpoint visible therefore reads the token in the lock right before the rename
+(:func:`check_token`); what remains is the moment between the two.
 """
 
 import json
@@ -13,163 +18,330 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from megatron.checkpoint.files import explained
-from megatron.config.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 LOCK = ".run.lock"
 LEASE = 60.0
 """Seconds for which a lock holds without being renewed."""
-_RENEWALS = 6  # in a lease
+RENEWAL = 5.0
+"""Seconds between two renewals."""
+POLL = 0.5
+"""Seconds between two looks at a lock that is waited for."""
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
+
+
+class LockLostError(CheckpointError):
+    """Another run has taken over the lock: this run must not save any more."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock."""
+    """The owner of a lock."""
 
     host: str
     pid: int
     process: str
-    """Tells the process from an earlier or later one with the same number."""
+    """Boot id of the host and start time of the process; a later process with the same pid differs."""
     token: str
+    """Random for every lock."""
     renewed: float
-    """When it was last renewed, in seconds since the epoch."""
+    """Wall-clock time of the last renewal, for people."""
+    namespace: str = ""
+    """PID namespace of ``pid``; empty in files of older versions."""
+    renewals: int = 0
 
     @classmethod
     def this_process(cls) -> "Owner":
-        """A new lock of ours."""
-        pid = os.getpid()
-        return cls(socket.gethostname(), pid, _process_identity(pid), secrets.token_hex(8), time.time())
+        """A new lock of this process."""
+        identity = f"{_boot()}/{_start_of('self')[1]}"
+        return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), _namespace())
 
-    def is_gone(self) -> bool:
-        """Whether nobody holds the lock any more."""
-        if self.host == socket.gethostname() and self.process != _process_identity(self.pid):
-            return True
-        return time.time() - self.renewed > LEASE
+    def renew(self) -> "Owner":
+        return replace(self, renewed=time.time(), renewals=self.renewals + 1)
+
+    def fate(self) -> Literal["alive", "gone", "unknown"]:
+        """Whether the process is alive, if this can be determined from here."""
+        boot, _, start = self.process.partition("/")
+        if not boot or boot != _boot() or self.namespace not in ("", _namespace()):
+            return "unknown"
+        fate = self._fate_here(start)
+        # An older version did not write where the number has its meaning: another process may have it here.
+        return "unknown" if fate == "gone" and not self.namespace else fate
+
+    def _fate_here(self, start: str) -> Literal["alive", "gone", "unknown"]:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "gone"
+        except PermissionError:
+            pass  # another user's process
+        if not _proc_is_of_this_namespace():
+            return "unknown"
+        state, actual_start = _start_of(str(self.pid))
+        if not state:
+            return "unknown"  # /proc may hide the processes of other users
+        # A process that has ended stays listed until its parent has waited for it, which in a container may be never.
+        return "alive" if actual_start == start and state not in "ZX" else "gone"
 
 
-def _process_identity(pid: int) -> str:
-    """The boot of the host and the start of the process in it; empty if none runs, or no telling."""
+def _boot() -> str:
+    """Boot id of this host; empty if the system has none."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # The name of the program stands in parentheses and may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        state, started = fields[0], fields[19]
-    except (OSError, IndexError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
         return ""
-    # One that has ended stays listed until its parent takes notice, which in a container may be never.
-    return "" if state in "ZX" else f"{boot}/{started}"
+
+
+def _namespace() -> str:
+    """The PID namespace of this process."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _proc_is_of_this_namespace() -> bool:
+    """Whether /proc lists pids of this PID namespace; a container may see its host's."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def _start_of(process: str) -> tuple[str, str]:
+    """State of a process and its start in clock ticks since boot; empty if /proc does not show it."""
+    try:
+        # The name of the program stands in parentheses and may hold anything.
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except (OSError, IndexError):
+        return "", ""
+
+
+@dataclass(frozen=True)
+class _Sighting:
+    """Content and time of a lock file at one moment; two unequal sightings mean that the file was rewritten."""
+
+    text: bytes
+    modified: int
+
+    @property
+    def owner(self) -> Owner | None:
+        """Owner of the lock; None for an invalid file."""
+        try:
+            return Owner(**json.loads(self.text))
+        except (ValueError, TypeError):
+            return None
+
+
+def _look(path: Path) -> _Sighting | None:
+    """The lock file at ``path``; None if it does not exist. Other failures raise ``OSError``."""
+    try:
+        with path.open("rb") as file:
+            return _Sighting(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+    except FileNotFoundError:
+        return None
+
+
+class LockAttempt:
+    """An attempt to lock ``root``: call :meth:`poll` until it returns the lock or raises."""
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._path, self._clock = root, root / LOCK, clock
+        self._first: _Sighting | None = None
+        self._since = 0.0
+
+    def poll(self) -> "RunLock | None":
+        """Return the lock, or None while the state of its owner is unknown. Raises :class:`CheckpointError` with the
+        owner if the owner is alive."""
+        with explained("lock", self._root):
+            self._root.mkdir(parents=True, exist_ok=True)
+            for _ in range(3):
+                found = _look(self._path)
+                if found is None:
+                    owner = Owner.this_process()
+                    if _create(self._path, owner):
+                        _clear_drafts(self._path)
+                        return RunLock(self._path, owner)
+                elif self._may_be_held(found):
+                    return None
+                else:
+                    _remove(self._path, found)
+        raise CheckpointError(f"Another run is taking over {self._root} right now: choose another --save.")
+
+    def _may_be_held(self, found: _Sighting) -> bool:
+        """Whether to keep waiting; raises if the owner is alive."""
+        owner = found.owner
+        if owner is None:
+            return False
+        fate = owner.fate()
+        if fate == "alive":
+            raise self._refusal(owner, "which is running")
+        if fate == "gone":
+            return False
+        if self._first is None:
+            self._first, self._since = found, self._clock()
+        if found != self._first:
+            raise self._refusal(owner, "which renewed its lock while this run was waiting for it")
+        return self._clock() - self._since <= LEASE + RENEWAL
+
+    def _refusal(self, owner: Owner, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._root} is in use by process {owner.pid} on {owner.host}, {reason}: stop that run, or use another "
+            "--save."
+        )
+
+    @property
+    def reason_to_wait(self) -> str:
+        """The reason why :meth:`poll` waits, as a sentence."""
+        owner = None if self._first is None else self._first.owner
+        assert owner is not None
+        return (
+            f"{self._root} is locked by process {owner.pid} on {owner.host}, of which this host cannot know whether it "
+            f"runs: waiting at most {LEASE + RENEWAL:.0f} s for the lock to change; after that it is taken over"
+        )
+
+
+def acquire(root: Path) -> "RunLock":
+    """Lock the checkpoints in ``root``; waits while the owner of the present lock may be dead."""
+    attempt = LockAttempt(root)
+    while (lock := attempt.poll()) is None:
+        time.sleep(POLL)
+    return lock
+
+
+def _create(path: Path, owner: Owner) -> bool:
+    """Create the lock file atomically; False if there is one."""
+    with _draft(path, owner) as draft:
+        try:
+            os.link(draft, path)
+        except (FileExistsError, FileNotFoundError):
+            # The run that has got the lock removes the drafts of all others.
+            return False
+    return True
+
+
+@contextmanager
+def _draft(path: Path, owner: Owner) -> Iterator[Path]:
+    """A temporary file with ``owner``; always removed afterwards."""
+    draft = path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
+    try:
+        draft.write_text(json.dumps(asdict(owner)))
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _clear_drafts(path: Path) -> None:
+    """Remove drafts of killed runs. A live run whose draft is removed does not get the lock."""
+    with suppress(OSError):
+        for draft in path.parent.iterdir():
+            if _DRAFT.fullmatch(draft.name):
+                found = _look(draft)
+                owner = None if found is None else found.owner
+                if owner is None or owner.fate() != "alive":
+                    draft.unlink(missing_ok=True)
+
+
+def _remove(path: Path, stale: _Sighting) -> None:
+    """Remove a stale lock unless it has changed."""
+    taken = path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        os.rename(path, taken)
+        if _look(taken) != stale:
+            with suppress(FileExistsError):
+                os.link(taken, path)
+        taken.unlink()
+
+
+def check_token(root: Path, token: str) -> None:
+    """Raise :class:`CheckpointError` unless the lock on ``root`` has this ``token``. Call it right before every
+    rename."""
+    with explained("read", root / LOCK):
+        found = _look(root / LOCK)
+    owner = None if found is None else found.owner
+    if owner is None:
+        raise CheckpointError(f"{root / LOCK} names no run, so nothing is saved: do not remove the file during a run.")
+    if owner.token != token:
+        raise _lost(root, owner)
+
+
+def _lost(root: Path, owner: Owner | None) -> LockLostError:
+    other = "another run" if owner is None else f"process {owner.pid} on {owner.host}"
+    return LockLostError(
+        f"{root} was taken over by {other}, after this run had not renewed its lock for {LEASE:.0f} s: this run saves "
+        "nothing more there; decide which of the two runs should continue."
+    )
 
 
 class RunLock:
-    """The lock on the checkpoints under ``root``, held from the making of this object until :meth:`release`.
+    """The lock on the checkpoints of a directory, held until :meth:`release`."""
 
-    Raises :class:`CheckpointError` naming the owner when another run has it.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._path = root / LOCK
-        self._owner = Owner.this_process()
+    def __init__(self, path: Path, owner: Owner, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root = path.parent
+        self.token = owner.token
+        """What distinguishes this lock from all earlier and later ones."""
+        self._path, self._owner, self._clock = path, owner, clock
+        self._renewed_at = clock()
         self._is_released = threading.Event()
         self._is_lost = False
-        with explained("lock", root):
-            root.mkdir(parents=True, exist_ok=True)
-            self._acquire()
-            self._clear_drafts()
         # A daemon: a process that ends without releasing must not live on for its lock.
-        self._renewing = threading.Thread(target=self._renew, name="run lock", daemon=True)
+        self._renewing = threading.Thread(target=self._keep, name="run lock", daemon=True)
         self._renewing.start()
 
-    def _acquire(self) -> None:
-        for _ in range(3):
-            if self._create():
-                return
-            owner = self._read(self._path)
-            if owner is not None and not owner.is_gone():
-                raise CheckpointError(
-                    f"{self._path.parent} is in use by process {owner.pid} on {owner.host}, which renewed its lock "
-                    f"{max(0.0, time.time() - owner.renewed):.0f} s ago: end that run, or choose another --save."
-                )
-            self._remove(owner)
-        raise CheckpointError(f"Another run is taking over {self._path.parent} right now: choose another --save.")
-
-    def _create(self) -> bool:
-        """Put our lock in place, whole at once; False when there is one."""
-        with self._draft(self._owner) as draft:
-            try:
-                os.link(draft, self._path)
-            except (FileExistsError, FileNotFoundError):
-                # A draft is only taken away by the run that has got the lock.
-                return False
-        return True
-
-    @contextmanager
-    def _draft(self, owner: Owner) -> Iterator[Path]:
-        """A file that says who ``owner`` is; gone afterwards, even where a full disk let it become but an empty one."""
-        draft = self._path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
-        try:
-            draft.write_text(json.dumps(asdict(owner)))
-            yield draft
-        finally:
-            draft.unlink(missing_ok=True)
-
-    def _clear_drafts(self) -> None:
-        """Remove what runs that were killed have left, but nothing of a live one; what cannot be removed stays."""
-        with suppress(OSError):
-            for path in self._path.parent.iterdir():
-                if _DRAFT.fullmatch(path.name):
-                    owner = self._read(path)
-                    if owner is None or owner.is_gone():
-                        path.unlink(missing_ok=True)
-
-    @staticmethod
-    def _read(path: Path) -> Owner | None:
-        """Who holds the lock; None when it is gone or says nothing that makes sense."""
-        try:
-            return Owner(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def _remove(self, stale: Owner | None) -> None:
-        """Take a stale lock away, unless another run has put its own in the place by now."""
-        taken = self._path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):
-            os.rename(self._path, taken)
-            if self._read(taken) != stale:
-                with suppress(FileExistsError):
-                    os.link(taken, self._path)
-            taken.unlink()
-
-    def _renew(self) -> None:
-        while not self._is_released.wait(LEASE / _RENEWALS):
+    def _keep(self) -> None:
+        while not self._is_released.wait(RENEWAL) and not self._is_lost:
             # A file system that fails for a moment must not end the run; one that fails for a lease loses the lock.
             with suppress(OSError):
-                current = self._read(self._path)
-                if current is not None and current.token != self._owner.token:
-                    self._is_lost = True
-                    return
-                with self._draft(replace(self._owner, renewed=time.time())) as draft:
-                    os.replace(draft, self._path)
+                self._renew()
+
+    def _renew(self) -> None:
+        found = _look(self._path)
+        owner = None if found is None else found.owner
+        if owner is not None and owner.token != self.token:
+            self._is_lost = True
+            return
+        self._owner = self._owner.renew()
+        if found is not None:
+            self._rewrite()
+        elif self._clock() - self._renewed_at > LEASE:
+            # Another run may have taken the lock, saved, and released it.
+            self._is_lost = True
+            return
+        elif not _create(self._path, self._owner):
+            return
+        self._renewed_at = self._clock()
+
+    def _rewrite(self) -> None:
+        try:
+            with _draft(self._path, self._owner) as draft:
+                os.replace(draft, self._path)
+        except OSError:
+            # A full disk has no room for a draft; the time of the file needs none, and is a change, too.
+            os.utime(self._path)
 
     def check(self) -> None:
-        """Raise :class:`CheckpointError` when another run has taken the lock over; ask before every save."""
-        current = self._read(self._path)
-        if self._is_lost or (current is not None and current.token != self._owner.token):
-            holder = "another run" if current is None else f"process {current.pid} on {current.host}"
-            raise CheckpointError(
-                f"{self._path.parent} was taken over by {holder}, after this run had not renewed its lock for "
-                f"{LEASE:.0f} s: nothing more is saved there; find out which run shall go on."
-            )
+        """Raise :class:`LockLostError` if another run has taken over the lock; call it before every save. An unreadable
+        lock is not lost: :func:`check_token` refuses it."""
+        owner: Owner | None = None
+        with suppress(OSError):
+            found = _look(self._path)
+            owner = None if found is None else found.owner
+        if self._is_lost or (owner is not None and owner.token != self.token):
+            raise _lost(self.root, owner)
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Remove the lock, unless another run owns it."""
         self._is_released.set()
         self._renewing.join()
-        current = self._read(self._path)
-        if current is not None and current.token == self._owner.token:
-            self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            found = _look(self._path)
+            if found is not None and found.owner is not None and found.owner.token == self.token:
+                self._path.unlink(missing_ok=True)

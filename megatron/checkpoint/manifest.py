@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: what it holds, and where."""
+"""The manifest of a checkpoint: its global tensors, their location in files, and its state."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from pathlib import Path
+from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -17,19 +18,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.directory import MANIFEST
+from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained, is_sealed, seal
-from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
-from megatron.config.errors import CheckpointError
-
-FORMAT_VERSION = 2
+from megatron.checkpoint.places import boxes_are_disjoint
+from megatron.checkpoint.remote_path import AnyPath
+from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
+from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
+from megatron.errors import CheckpointError
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 
 @dataclass(frozen=True)
 class ChunkLocation:
-    """Where the bytes of one chunk of a global tensor are."""
+    """Location of the bytes of a chunk."""
 
     file: WrittenFile
     key: str
@@ -37,27 +39,36 @@ class ChunkLocation:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
-
     metadata: Metadata
-    """DCP's: the global tensors and their chunks; ``storage_data`` has the location of each chunk."""
+    """DCP's metadata: global tensors and chunks; ``storage_data`` has the location of each chunk."""
     state: dict[str, Any]
-    """What is not a tensor, as JSON gives it back."""
+    """Everything that is not a tensor, as JSON."""
+    format_version: int = FORMAT_VERSION
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The global tensors by name."""
         return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
 
-    def files(self) -> set[WrittenFile]:
-        """The files that hold the tensors."""
-        return {
-            location.file for location in cast(dict[MetadataIndex, ChunkLocation], self.metadata.storage_data).values()
-        }
+    def files(self) -> dict[str, WrittenFile]:
+        """The files with the tensors, by name."""
+        locations = cast(dict[MetadataIndex, ChunkLocation], self.metadata.storage_data or {}).values()
+        return {location.file.name: location.file for location in locations}
 
     def location(self, index: MetadataIndex) -> ChunkLocation:
-        """Where the chunk at ``index`` lies."""
+        """Location of the chunk at ``index``."""
         location: ChunkLocation = self.metadata.storage_data[index]
         return location
+
+    def entry(self, index: MetadataIndex) -> Entry:
+        """Dtype and shape of the chunk at ``index``."""
+        return Entry(self.tensors()[index.fqn].properties.dtype, self._chunk_shapes[index])
+
+    @cached_property
+    def _chunk_shapes(self) -> dict[MetadataIndex, tuple[int, ...]]:
+        return {
+            MetadataIndex(name, chunk.offsets): tuple(chunk.sizes)
+            for name, tensor in self.tensors().items()
+            for chunk in tensor.chunks
+        }
 
 
 def encode_manifest(manifest: Manifest) -> str:
@@ -66,29 +77,35 @@ def encode_manifest(manifest: Manifest) -> str:
 
 
 def encode_content(manifest: Manifest) -> str:
-    """The text of a manifest without its own digest."""
-    files: dict[str, dict[str, int | str]] = {}
+    """The text of a manifest without its digest."""
     tensors = {}
     for name, tensor in manifest.tensors().items():
         chunks = []
         for chunk in tensor.chunks:
             location = manifest.location(MetadataIndex(name, chunk.offsets))
-            files[location.file.name] = {"bytes": location.file.size, "xxh3_128": location.file.digest}
             place = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
             chunks.append({**place, "file": location.file.name, "key": location.key})
         dtype = DTYPE_NAMES[tensor.properties.dtype]
         tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-    return json.dumps({"format_version": FORMAT_VERSION, "state": manifest.state, "files": files, "tensors": tensors})
+    content = {
+        "format_version": manifest.format_version,
+        "state": manifest.state,
+        "files": {name: file.to_json() for name, file in manifest.files().items()},
+        "tensors": tensors,
+    }
+    return json.dumps(content)
 
 
 def decode_manifest(text: str) -> Manifest:
-    """The inverse of :func:`encode_manifest`; a text that is not a manifest is a ``ValueError``."""
+    """The inverse of :func:`encode_manifest`; raises ``ValueError`` for an invalid text."""
     try:
         document = json.loads(text)["manifest"]
-        if document["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format version {document['format_version']}; this code reads {FORMAT_VERSION}")
+        version = document["format_version"]
+        if version not in READABLE_VERSIONS:
+            known = " and ".join(map(str, READABLE_VERSIONS))
+            raise ValueError(f"format version {version}; this code reads {known}")
         if not is_sealed(text):
-            raise ValueError("its digest is not that of its content")
+            raise ValueError("its digest does not match its content")
         if not isinstance(document["state"], dict):
             raise ValueError("its state is not an object")
         files = {name: _decode_file(name, record) for name, record in document["files"].items()}
@@ -97,14 +114,14 @@ def decode_manifest(text: str) -> Manifest:
             _decode_tensor(name, record, files, metadata)
     except (KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{type(error).__name__} {error}") from error
-    return Manifest(metadata, document["state"])
+    return Manifest(metadata, document["state"], version)
 
 
 def _decode_file(name: str, record: dict[str, Any]) -> WrittenFile:
     # A name with a directory in it could make the reader leave the checkpoint.
     if name != os.path.basename(name) or name in ("", ".", ".."):
         raise ValueError(f"bad file name {name!r}")
-    return WrittenFile(name, int(record["bytes"]), str(record["xxh3_128"]))
+    return WrittenFile.from_json(name, record)
 
 
 def _decode_tensor(name: str, record: dict[str, Any], files: Mapping[str, WrittenFile], metadata: Metadata) -> None:
@@ -122,18 +139,38 @@ def _decode_tensor(name: str, record: dict[str, Any], files: Mapping[str, Writte
 
 
 def _chunks_fill(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether all chunks lie inside ``size`` and have its number of elements together."""
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-            return False
-        for start, length, limit in zip(chunk.offsets, chunk.sizes, size):
-            if start < 0 or length < 0 or start + length > limit:
-                return False
-    return sum(prod(chunk.sizes) for chunk in chunks) == prod(size)
+    """Whether the chunks are disjoint and cover a tensor of ``size``."""
+    if any(not len(chunk.offsets) == len(chunk.sizes) == len(size) for chunk in chunks):
+        return False
+    # [chunks, dims]
+    starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size))
+    lengths = np.array([chunk.sizes for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size))
+    if (starts < 0).any() or (lengths < 0).any() or (starts + lengths > np.array(size, dtype=np.int64)).any():
+        return False
+    # Python's integers: a forged size must not wrap around. Disjoint chunks of the right volume cover the tensor.
+    volume = sum(math.prod(shape) for shape in lengths.tolist())
+    return volume == math.prod(size) and boxes_are_disjoint(starts, starts + lengths)
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read ``directory/manifest.json``; raises :class:`CheckpointError` when it is missing or damaged."""
+def read_checkpoint(root: AnyPath, iteration: int) -> Manifest:
+    """The manifest of the checkpoint of ``iteration`` in ``root``.
+
+    Raises :class:`CheckpointError` like :func:`read_manifest`, and for a directory that was renamed to another
+    iteration.
+    """
+    directory = locate_checkpoint(root, iteration)
+    manifest = read_manifest(directory)
+    saved = manifest.state.get("iteration", iteration)
+    if saved != iteration:
+        raise CheckpointError(
+            f"{directory} holds the state of iteration {saved}: rename it to "
+            f"{iteration_directory(root, saved).name}, or load another checkpoint."
+        )
+    return manifest
+
+
+def read_manifest(directory: AnyPath) -> Manifest:
+    """Read ``directory/manifest.json``; raises :class:`CheckpointError` if it is missing or damaged."""
     path = directory / MANIFEST
     with explained("read", path):
         try:

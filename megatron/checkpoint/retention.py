@@ -1,20 +1,19 @@
-"""Which checkpoints may go: those for whose sake they go are verified first, and what is damaged is never deleted."""
+"""Choice of checkpoints to delete: the kept ones are verified first, and damaged ones are never deleted."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.config.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Retention:
-    """Keeps the newest ``last`` good checkpoints (by default one), and those at multiples of ``interval``.
+    """Keeps the newest ``last`` good checkpoints (default: one) and those at multiples of ``interval``.
 
-    ``verify`` compares a checkpoint's files with their digests and raises :class:`CheckpointError`; what it has once
-    found good it is not asked about again.
+    ``verify`` compares a checkpoint with its digests and raises :class:`CheckpointError`; a good result is remembered.
     """
 
     last: int | None
@@ -23,11 +22,11 @@ class Retention:
     _good: set[int] = field(default_factory=set)
 
     def confirm(self, iteration: int) -> None:
-        """The checkpoint of ``iteration`` has been verified already."""
+        """Record that the checkpoint of ``iteration`` has been verified."""
         self._good.add(iteration)
 
     def superfluous(self, iterations: Sequence[int]) -> list[int]:
-        """Those of ``iterations``, ascending, that may be deleted."""
+        """The ``iterations`` (ascending) that may be deleted."""
         missing = self.last or 1
         newest_first = iterations[::-1]
         if all(self._is_milestone(iteration) for iteration in newest_first[missing:]):

@@ -1,4 +1,4 @@
-"""Safetensors files: written part by part to stable storage, or laid into memory as a whole."""
+"""Safetensors files: written sequentially to stable storage, or built in memory."""
 
 import json
 import mmap
@@ -30,28 +30,26 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Entry(NamedTuple):
-    """A tensor of a file, without its content."""
+    """Metadata of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its content."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def aligned(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """``entries`` in an order that keeps every one aligned, which a memory-mapped reader needs: wider ones first."""
+    """``entries`` sorted by element size, widest first, so that each is aligned for memory mapping."""
     return dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 class SafetensorsStream:
-    """Creates a safetensors file on stable storage from a stream of tensors, so that none need be held but one.
+    """Creates a safetensors file on stable storage from a stream of tensors, with one in memory.
 
-    ``entries`` are those of the file in their order (:func:`aligned`), each of which may be written in several parts;
-    ``metadata`` are strings for other readers. A context manager; ``written`` is known after it. Errors are
-    ``OSError``.
+    ``entries`` are in file order (:func:`aligned`); each may be written in several parts. ``metadata`` has strings for
+    other readers. A context manager; ``written`` is set at the end. Errors are ``OSError``.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
@@ -60,7 +58,7 @@ class SafetensorsStream:
         self._file = DigestedFile(path)
 
     def __enter__(self) -> Self:
-        """Create the file, which must not be there yet."""
+        """Create the file, which must not exist."""
         self._file.__enter__()
         try:
             self._file.write(self._header)
@@ -81,15 +79,15 @@ class SafetensorsStream:
 
     @property
     def written(self) -> WrittenFile:
-        """The file, once it is complete."""
+        """The complete file."""
         return self._file.written
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """Create a safetensors file on stable storage.
 
-    Tensors may be views and on any device; one at a time is copied to the host, so that saving a GPU's state
-    takes no second copy of it. Errors are ``OSError``.
+    Tensors may be views and on any device; they are copied to the host one at a time, so that saving needs no second
+    copy of the state. Errors are ``OSError``.
     """
     entries = _entries_of(tensors)
     with SafetensorsStream(path, entries) as stream:
@@ -99,7 +97,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
 
 
 class SafetensorsImage:
-    """The bytes that :func:`write_safetensors` would write, for the memory of another process."""
+    """The bytes that :func:`write_safetensors` would write, to be copied into shared memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -108,7 +106,7 @@ class SafetensorsImage:
         self.size = len(self._header) + sum(entry.nbytes for entry in self._entries.values())
 
     def copy_into(self, memory: mmap.mmap) -> None:
-        """Lay them at the beginning of ``memory``; each tensor is copied once, from whatever device."""
+        """Copy the bytes to the beginning of ``memory``; each tensor is copied once, from any device."""
         whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.size)
         position = len(self._header)
         whole[:position] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""One rank's pieces of a global tensor, in the form that ``torch.distributed.checkpoint`` plans with.
+"""The shards of a global tensor on one rank, in the form that ``torch.distributed.checkpoint`` plans with.
 
-Whatever cut a tensor (tensor parallelism by rows or columns, fused sections, flat ranges of a distributed
-optimizer), a rank ends up with rectangles of the global tensor. A checkpoint written as rectangles can be
-read as any other rectangles, so a layout leaves no trace in it.
+Every way to shard a tensor (tensor parallelism by rows or columns, fused sections, flat ranges of a distributed
+optimizer) gives a rank some boxes: rectangles of the global tensor. A checkpoint written as boxes can be read as any
+other boxes, so it does not depend on the layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,68 +18,68 @@ from megatron.core.parameter import ParameterInfo, flat_range_boxes
 
 
 class BoxedTensor(Tensor):
-    """A global tensor of which this rank holds some rectangles, or none.
+    """A global tensor of which this rank holds some boxes, or none.
 
-    Its ``size()`` and ``dtype`` are the global tensor's. It has no memory of its own: the pieces are views of
-    local tensors, which a save reads and a load fills in place. It only describes; computing with it fails.
+    ``size()`` and ``dtype`` describe the global tensor. It has no memory: the boxes are views of local tensors, which a
+    save reads and a load fills in place. Computing with it fails.
     """
 
-    _pieces: dict[tuple[int, ...], Tensor]
+    _boxes: dict[tuple[int, ...], Tensor]
 
     @staticmethod
     def __new__(
-        cls, global_shape: Sequence[int], dtype: torch.dtype, pieces: dict[tuple[int, ...], Tensor]
+        cls, global_shape: Sequence[int], dtype: torch.dtype, boxes: dict[tuple[int, ...], Tensor]
     ) -> "BoxedTensor":
         """Use the ``from_...`` constructors instead."""
-        device = next((piece.device for piece in pieces.values()), torch.device("cpu"))
+        device = next((box.device for box in boxes.values()), torch.device("cpu"))
         tensor: BoxedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(global_shape), dtype=dtype, device=device
         )
-        tensor._pieces = pieces
+        tensor._boxes = boxes
         return tensor
 
     @classmethod
-    def from_pieces(
-        cls, global_shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[tuple[Sequence[int], Tensor]]
+    def from_boxes(
+        cls, global_shape: Sequence[int], dtype: torch.dtype, boxes: Iterable[tuple[Sequence[int], Tensor]]
     ) -> "BoxedTensor":
         """From ``(global offset, local view)`` pairs, whose views a load will fill in place.
 
-        Empty pieces are left out. Two pieces must not overlap.
+        Empty boxes are left out. Two boxes must not overlap.
         """
         kept: dict[tuple[int, ...], Tensor] = {}
-        for offset, piece in pieces:
-            assert len(offset) == piece.dim() == len(global_shape), (offset, piece.shape, global_shape)
-            for start, length, size in zip(offset, piece.shape, global_shape):
-                assert start + length <= size, (offset, piece.shape, global_shape)
-            assert piece.dtype == dtype, (piece.dtype, dtype)
-            # A global tensor without elements keeps its empty piece: otherwise nobody would write it.
-            if piece.numel() > 0 or prod(global_shape) == 0:
+        for offset, box in boxes:
+            assert len(offset) == box.dim() == len(global_shape), (offset, box.shape, global_shape)
+            for start, length, size in zip(offset, box.shape, global_shape):
+                assert start + length <= size, (offset, box.shape, global_shape)
+            assert box.dtype == dtype, (box.dtype, dtype)
+            # A global tensor without elements keeps its empty box: otherwise nobody would write it.
+            if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
-                kept[tuple(offset)] = piece.detach()
+                kept[tuple(offset)] = box.detach()
         return cls(global_shape, dtype, kept)
 
     @classmethod
     def from_whole(cls, tensor: Tensor) -> "BoxedTensor":
-        """From a tensor that is the global tensor itself, the same on every rank that has it."""
-        return cls.from_pieces(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
+        """From a tensor that is the whole global tensor, replicated on every rank that passes it."""
+        return cls.from_boxes(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
 
     @classmethod
     def from_flat_range(cls, info: ParameterInfo, flat_tensor: Tensor, start: int) -> "BoxedTensor":
         """From a 1-D tensor with elements ``[start, start + numel)`` of the flattened local parameter."""
         assert flat_tensor.dim() == 1, (info.name, flat_tensor.shape)
-        pieces = [
+        boxes = [
             (box.global_offset, flat_tensor[begin - start : end - start].view(box.shape))
             for box, begin, end in flat_range_boxes(info, start, start + flat_tensor.numel())
         ]
-        return cls.from_pieces(info.global_shape, flat_tensor.dtype, pieces)
+        return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes)
 
     @property
-    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+    def boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """The ``(global offset, local view)`` pairs of this rank."""
-        return list(self._pieces.items())
+        return list(self._boxes.items())
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """What this rank could write: one item for each piece."""
+        """One write item per box."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -91,23 +91,22 @@ class BoxedTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The rectangles that this rank holds."""
+        """The boxes of this rank."""
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=piece.size())
-            for offset, piece in self._pieces.items()
+            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.size()) for offset, box in self._boxes.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The piece at ``index.offset``; the offset alone identifies it, since pieces do not overlap."""
+        """The box at ``index.offset``; boxes do not overlap, so the offset identifies it."""
         assert index.offset is not None, index
-        return self._pieces[tuple(index.offset)]
+        return self._boxes[tuple(index.offset)]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise TypeError(f"{function}: a BoxedTensor only says where its pieces lie; compute with the pieces.")
+        raise TypeError(f"{function}: a BoxedTensor only says where its boxes lie; compute with the boxes.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        boxes = ", ".join(f"{list(piece.shape)} at {list(offset)}" for offset, piece in self._pieces.items())
-        return f"BoxedTensor({list(self.shape)}, {self.dtype}, pieces: {boxes or 'none'})"
+        boxes = ", ".join(f"{list(box.shape)} at {list(offset)}" for offset, box in self._boxes.items())
+        return f"BoxedTensor({list(self.shape)}, {self.dtype}, boxes: {boxes or 'none'})"

@@ -1,11 +1,10 @@
-"""Checkpoints of one process that never holds more than a piece of them: written and read rectangle by rectangle."""
+"""Checkpoints of a single process, written and read chunk by chunk, with one chunk in memory."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,19 +20,20 @@ from megatron.checkpoint.directory import (
     new_saving_directory,
     remove_checkpoint,
 )
-from megatron.checkpoint.files import check_file, explained
-from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_manifest
+from megatron.checkpoint.files import explained
+from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_checkpoint
 from megatron.checkpoint.places import Place, overlap
+from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned
 from megatron.checkpoint.storage import chunk_key
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.verified_file import VerifiedSafetensors
 
 FILE_BYTES = 4 << 30
 _OPEN_FILES = 16
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a global tensor that is to be written."""
+    """A chunk of a global tensor to write."""
 
     tensor: str
     extent: ChunkStorageMetadata
@@ -53,11 +53,11 @@ def save_streaming(
     furnish: Callable[[Path], object] = lambda directory: None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Save as the checkpoint of ``iteration`` under ``root``, chunk by chunk, and return its directory.
+    """Save as the checkpoint of ``iteration`` in ``root``, chunk by chunk, and return its directory.
 
-    ``tensors`` say how each global tensor is cut in chunks, and ``read`` makes the content of one; it is asked for
-    them one after the other and each is let go of once it is written. Files have about ``file_bytes``. ``furnish``
-    may add files to the directory before it becomes visible. A failure leaves what was there before.
+    ``tensors`` has the chunks of each global tensor, and ``read`` returns the content of one; chunks are requested one
+    after the other and dropped after they are written. Files have about ``file_bytes``. ``furnish`` may add files to
+    the directory before it becomes visible. After a failure the earlier checkpoint remains.
     """
     saving = new_saving_directory(root, iteration)
     try:
@@ -75,7 +75,7 @@ def save_streaming(
 
 
 def _files(tensors: Mapping[str, TensorStorageMetadata], file_bytes: int) -> Iterator[list[_Chunk]]:
-    """The chunks of each file; a larger chunk has a file of its own."""
+    """The chunks of each file; a chunk above the size has its own file."""
     chunks: list[_Chunk] = []
     size = 0
     for name, tensor in tensors.items():
@@ -108,37 +108,25 @@ def _write_file(
 
 
 class SavedTensors:
-    """The global tensors of a checkpoint, any part of which can be read; no collective."""
+    """The global tensors of a checkpoint, readable in any part; no collective."""
 
-    def __init__(self, root: Path, iteration: int) -> None:
+    def __init__(self, root: AnyPath, iteration: int) -> None:
         self._directory = locate_checkpoint(root, iteration)
-        self.manifest = read_manifest(self._directory)
+        self.manifest = read_checkpoint(root, iteration)
         # A few files stay open, since a tensor's chunks may lie in many.
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
 
     def read_into(self, target: Tensor, name: str, place: Place) -> None:
-        """Fill ``target``, which has the shape of ``place``, with that part of the global tensor ``name``."""
+        """Fill ``target`` with the part ``place`` of the global tensor ``name``; their shapes are equal."""
         for chunk in self.manifest.tensors()[name].chunks:
             parts = [overlap(wanted, start, size) for wanted, start, size in zip(place, chunk.offsets, chunk.sizes)]
             if all(taken.start < taken.stop for taken, _ in parts):
-                content = self._content(name, chunk)
-                target[tuple(taken for taken, _ in parts)].copy_(content[tuple(inside for _, inside in parts)])
+                index = MetadataIndex(name, chunk.offsets)
+                location = self.manifest.location(index)
+                taken, inside = (tuple(part[side] for part in parts) for side in (0, 1))
+                self._open(location.file.name).copy_into(
+                    target[taken], location.key, inside, self.manifest.entry(index)
+                )
 
-    def _content(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A chunk, as a view of the mapped file: only what is used of it will be read."""
-        location = self.manifest.location(MetadataIndex(name, chunk.offsets))
-        path = self._directory / location.file.name
-        dtype = self.manifest.tensors()[name].properties.dtype
-        try:
-            with explained("read", path):
-                content: Tensor = self._open(location.file.name).get_tensor(location.key)
-            if (content.dtype, content.shape) != (dtype, chunk.sizes):
-                raise ValueError(f"its entry {location.key} is not what the manifest says")
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}): load another checkpoint.") from error
-        return content
-
-    def _open_file(self, name: str) -> Any:
-        (file,) = (file for file in self.manifest.files() if file.name == name)
-        check_file(self._directory, file)
-        return safe_open(self._directory / name, framework="pt")
+    def _open_file(self, name: str) -> VerifiedSafetensors:
+        return VerifiedSafetensors(self._directory, self.manifest.files()[name])

@@ -1,10 +1,10 @@
-"""Flags for what a forward pass keeps for its backward pass: recomputation, and the host's memory."""
+"""Flags for the activations saved for the backward pass: recompute and CPU offload."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.errors import ConfigError
-from megatron.config.ranges import require_at_least
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least
 
 RecomputeGranularity = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
@@ -13,58 +13,57 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp_act", "mlp"]
 
 @dataclass(frozen=True)
 class LayerUnit:
-    """Layers of a chunk that are run as one, by their places in the chunk."""
+    """Layers of a chunk that are recomputed or offloaded as one unit, by their index in the chunk."""
 
     layers: range
     is_recomputed: bool
-    """Whether only the input of the first is kept, and all run again before their backward pass."""
+    """Whether only the input of the first layer is saved, and the layers run again before their backward pass."""
     is_offloaded: bool
-    """Whether what is kept goes to the host's memory."""
+    """Whether saved tensors are copied to host memory."""
 
 
 @dataclass(frozen=True)
 class ActivationConfig:
-    """Activations that are computed again in the backward pass, or kept in the host's memory, instead of on the
-    device; see docs/memory.md."""
+    """Recompute of activations and their offload to host memory; see docs/memory.md."""
 
     recompute_granularity: RecomputeGranularity | None = None
-    """Compute activations again in the backward pass: those of --recompute-modules (selective), or whole layers, of
-    which only inputs are kept (full)."""
+    """Recompute activations in the backward pass: of --recompute-modules (selective), or of whole layers, which save
+    only their inputs (full)."""
     recompute_activations: bool = False
-    """The usual spelling of --recompute-granularity selective."""
+    """Same as --recompute-granularity selective."""
     recompute_modules: tuple[RecomputeModule, ...] | None = None
-    """Selective: what is computed again in every layer (default: core_attn): all between the query-key-value projection
-    and the output projection (core_attn), the outputs of both norms (layernorm), the output of SwiGLU (mlp_act), or
-    the MLP from its input on (mlp)."""
+    """Selective: modules to recompute in every layer (default: core_attn): the attention between the query-key-value
+    projection and the output projection (core_attn), both norms (layernorm), SwiGLU (mlp_act), or the MLP with its norm
+    (mlp)."""
     recompute_method: RecomputeMethod | None = None
-    """Full: cut the layers of each pipeline chunk into units of --recompute-num-layers, each of which keeps its input
-    alone (uniform), or recompute the first --recompute-num-layers of each chunk one by one and keep the others'
-    activations (block)."""
+    """Full: divide each pipeline chunk into units of --recompute-num-layers layers and save only the input of each unit
+    (uniform), or recompute the first --recompute-num-layers layers of each chunk one by one and save the activations of
+    the others (block)."""
     recompute_num_layers: int | None = None
-    """Full: layers of a unit (uniform), or layers recomputed in each pipeline chunk (block)."""
+    """Full: layers per unit (uniform), or recomputed layers per pipeline chunk (block)."""
     distribute_saved_activations: bool = False
-    """Full: divide the inputs that are kept over the tensor-parallel ranks and gather each again when it is needed.
-    With --sequence-parallel they are divided already."""
+    """Full: shard the saved inputs over the tensor-parallel ranks and all-gather each before its recompute. With
+    --sequence-parallel they are already sharded."""
     cpu_offloading_num_layers: int = 0
-    """Keep the activations of this many layers, the first of each pipeline chunk, in the host's memory: they are copied
-    there behind the forward pass, and back while the layer behind them goes backward."""
+    """Offload the activations of the first this many layers of each pipeline chunk to host memory: copied during the
+    forward pass, and prefetched during the backward pass of the following layer."""
 
     @property
     def granularity(self) -> RecomputeGranularity | None:
-        """The granularity in force."""
+        """The effective granularity."""
         return "selective" if self.recompute_activations else self.recompute_granularity
 
     @property
     def modules(self) -> frozenset[RecomputeModule]:
-        """What is recomputed inside every layer."""
+        """Modules that every layer recomputes."""
         if self.granularity != "selective":
             return frozenset()
         return frozenset(("core_attn",) if self.recompute_modules is None else self.recompute_modules)
 
     def units(self, num_layers: int) -> tuple[LayerUnit, ...]:
-        """How the ``num_layers`` layers of a chunk are run, in their order.
+        """The units of a chunk of ``num_layers`` layers, in order.
 
-        What a unit keeps belongs to its first layer, which says whether it is offloaded.
+        The first layer of a unit decides whether the unit is offloaded.
         """
         size, recomputed = 1, 0
         if self.granularity == "full":
@@ -82,16 +81,16 @@ class ActivationConfig:
         )
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value, or on flags of this group together, that cannot be honoured."""
         require_at_least(1, {"--recompute-num-layers": self.recompute_num_layers})
         require_at_least(0, {"--cpu-offloading-num-layers": self.cpu_offloading_num_layers})
         if self.recompute_activations and self.recompute_granularity == "full":
             raise ConfigError(
-                "--recompute-activations means --recompute-granularity selective and contradicts full: remove one."
+                "--recompute-activations means --recompute-granularity selective and contradicts "
+                "--recompute-granularity full: remove one."
             )
         if self.granularity == "full":
             self._check_full()
-        self._check_that_nothing_is_idle()
+        self._check_flags_have_an_effect()
 
     def _check_full(self) -> None:
         for flag, value, choice in (
@@ -101,8 +100,7 @@ class ActivationConfig:
             if value is None:
                 raise ConfigError(f"--recompute-granularity full needs {flag}: add it, {choice}.")
 
-    def _check_that_nothing_is_idle(self) -> None:
-        """Every flag that is given has a meaning with the others."""
+    def _check_flags_have_an_effect(self) -> None:
         for flag, is_given, granularity in (
             ("--recompute-modules", self.recompute_modules is not None, "selective"),
             ("--recompute-method", self.recompute_method is not None, "full"),
@@ -110,8 +108,8 @@ class ActivationConfig:
             ("--distribute-saved-activations", self.distribute_saved_activations, "full"),
         ):
             if is_given and self.granularity != granularity:
-                raise ConfigError(f"{flag} belongs to --recompute-granularity {granularity}: add that, or remove it.")
+                raise ConfigError(f"{flag} needs --recompute-granularity {granularity}: add it, or remove {flag}.")
         if self.recompute_modules == ():
-            raise ConfigError("--recompute-modules names no module: name one, such as core_attn, or remove it.")
+            raise ConfigError("--recompute-modules has no value: add one, such as core_attn, or remove the flag.")
         if {"mlp", "mlp_act"} <= self.modules:
-            raise ConfigError("--recompute-modules mlp recomputes what mlp_act does, too: remove mlp_act.")
+            raise ConfigError("--recompute-modules mlp includes mlp_act: remove mlp_act.")

@@ -9,10 +9,11 @@ from typing import Any
 
 import tyro
 
-from megatron.config.errors import ConfigError
+from megatron.architectures.registry import PRESETS
 from megatron.config.megatron_flags import NOT_SUPPORTED
-from megatron.config.model import PRESETS, ModelConfig, preset
+from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 
 DESCRIPTION = """Pretrain a Llama model.
 
@@ -26,13 +27,11 @@ A first run: bash examples/quickstart.sh"""
 def parse_command_line(
     arguments: Sequence[str], model_defaults: ModelConfig | None = None, *, print_messages: bool = True
 ) -> RunConfig:
-    """The flags in ``arguments``; a preset named by ``--model`` sets the defaults of its group.
+    """Parse ``arguments``. A preset named by ``--model``, else ``model_defaults``, sets the defaults of the model
+    flags.
 
-    ``model_defaults`` are those of this group where no preset is named.
-
-    Prints help (where ``print_messages`` is true: only one rank should speak) and raises :class:`SystemExit` on
-    ``--help``. Raises :class:`ConfigError` on a value that a flag cannot take, and on a flag that does not exist,
-    naming the nearest one.
+    On ``--help``, prints the help if ``print_messages`` (true on one rank) and raises :class:`SystemExit`. Raises
+    :class:`ConfigError` for an invalid value, and for an unknown flag with the nearest known one.
     """
     messages = io.StringIO()
     try:
@@ -57,7 +56,7 @@ def parse_command_line(
 
 
 def _sentence_in(box: str) -> str:
-    """What tyro says in the first paragraph of the box that it draws."""
+    """The first paragraph of the box that tyro prints."""
     words: list[str] = []
     for line in box.splitlines():
         text = line.strip("│ ")
@@ -69,14 +68,13 @@ def _sentence_in(box: str) -> str:
 
 
 def preset_of(arguments: Sequence[str]) -> ModelConfig | None:
-    """The preset that ``--model`` names in ``arguments``."""
+    """The preset named by ``--model`` in ``arguments``; None for none, and for an unknown one, which tyro refuses."""
     name = None
     for flag, value in zip(arguments, [*arguments[1:], ""]):
         if flag == "--model":
             name = value
         elif flag.startswith("--model="):
             name = flag.partition("=")[2]
-    # An unknown name is left to the parser, which lists the known ones.
     return preset(name) if name in PRESETS else None
 
 
@@ -96,9 +94,11 @@ def _names_and_defaults() -> list[tuple[str, Any]]:
 def _unknown_flag_message(argument: str) -> str:
     flag = argument.partition("=")[0].replace("_", "-")
     if not flag.startswith("-"):
-        return f"{argument!r} belongs to no flag: remove it, or check the flag before it, which takes fewer values."
+        return (
+            f"{argument!r} is not a value of any flag: remove it, or check the number of values of the flag before it."
+        )
     if flag in NOT_SUPPORTED:
-        return f"{flag} is a flag of Megatron-LM that is not supported here: {NOT_SUPPORTED[flag]}"
+        return f"{flag} of Megatron-LM is not supported: {NOT_SUPPORTED[flag]}"
     negative = ["--no-" + name[2:] for name, default in _names_and_defaults() if isinstance(default, bool)]
     known = flag_names() + negative
     nearest = difflib.get_close_matches(flag, known, n=1)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from megatron.config.errors import ConfigError
-from megatron.config.ranges import require_at_least, require_positive
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least, require_positive
+from megatron.urls import refuse_urls
 
 DEFAULT_GPU_MEMORY = 80.0
 """GiB of an H100."""
@@ -11,27 +12,26 @@ DEFAULT_GPU_MEMORY = 80.0
 
 @dataclass(frozen=True)
 class DryRunConfig:
-    """Find out what a run will need, without GPUs, memory or network; see docs/dry_run.md."""
+    """Simulate the run without GPUs, memory or network; see docs/dry_run.md."""
 
     dry_run: bool = False
-    """Do not train: run one step of every pipeline stage of a run on --num-gpus ranks with tensors that have no memory,
-    and report layout, memory, communication, bubble and FLOPs."""
+    """Do not train: simulate one step of every pipeline stage of a run on --num-gpus ranks with fake tensors, and
+    report layout, memory, communication, pipeline bubble and FLOPs."""
     num_gpus: int | None = None
-    """Dry run: ranks of the run."""
+    """Dry run: number of ranks of the run."""
     dry_run_rank: int | None = None
-    """Dry run: look at this rank alone, instead of one rank of every pipeline stage."""
+    """Dry run: simulate this rank only (default: one rank of every pipeline stage)."""
     dry_run_json: str | None = None
-    """Dry run: file that receives the report, too."""
+    """Dry run: file for the report in JSON."""
     gpu_memory_gb: float | None = None
     """Dry run: memory of a GPU in GiB (default: 80)."""
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes of a GPU."""
+        """Memory of a GPU in bytes."""
         return int((DEFAULT_GPU_MEMORY if self.gpu_memory_gb is None else self.gpu_memory_gb) * 2**30)
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(1, {"--num-gpus": self.num_gpus})
         require_at_least(0, {"--dry-run-rank": self.dry_run_rank})
         require_positive({"--gpu-memory-gb": self.gpu_memory_gb})
@@ -41,15 +41,16 @@ class DryRunConfig:
             "--dry-run-json": self.dry_run_json,
             "--gpu-memory-gb": self.gpu_memory_gb,
         }
+        refuse_urls({"--dry-run-json": self.dry_run_json}, "use a local file")
         if not self.dry_run:
             for flag, value in given.items():
                 if value is not None:
-                    raise ConfigError(f"{flag} belongs to --dry-run: add that, or remove {flag}.")
+                    raise ConfigError(f"{flag} needs --dry-run: add it, or remove {flag}.")
             return
         if self.num_gpus is None:
-            raise ConfigError("--dry-run needs --num-gpus: add the number of ranks that the run will have.")
+            raise ConfigError("--dry-run needs --num-gpus: set it to the number of ranks of the run.")
         if self.dry_run_rank is not None and self.dry_run_rank >= self.num_gpus:
             raise ConfigError(
-                f"--dry-run-rank {self.dry_run_rank} is not among the {self.num_gpus} ranks of --num-gpus, which count "
-                "from 0: choose a smaller one."
+                f"--dry-run-rank {self.dry_run_rank} is not below --num-gpus {self.num_gpus}; ranks count from 0: use "
+                "a smaller one."
             )

@@ -1,83 +1,86 @@
 """Flags for the parallel layout."""
 
 from dataclasses import dataclass
-from typing import Literal
+from math import prod
+from typing import Annotated, Literal
 
-from megatron.config.errors import ConfigError
-from megatron.config.ranges import require_at_least, require_positive
+import tyro
+
+from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least, require_positive
 
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
 """Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
-ContextParallelType = Literal["p2p", "allgather", "a2a"]
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+_TYPES = ", ".join(f"{name} ({spec.summary})" for name, spec in CONTEXT_PARALLEL_TYPES.items())
+_CP_COMM_TYPE_HELP = f"Communication of context parallelism: {_TYPES}. One for all layers, or one per layer."
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks divide the model and the batch; data parallelism takes the ranks that are left."""
+    """Parallel layout. Data-parallel size = number of ranks / (tensor x context x pipeline-parallel size)."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share every layer."""
+    """Tensor-parallel size: ranks that share every layer."""
     sequence_parallel: bool = False
-    """Also split the activations between the tensor-parallel regions, along the sequence."""
+    """Shard the activations outside of the tensor-parallel regions along the sequence."""
     tp_comm_overlap: bool = False
-    """Run the collectives of --sequence-parallel behind the matrix products beside them: by PyTorch's symmetric memory
-    where the GPUs of the tensor-parallel ranks read each other's memory, else part by part. Layers of
-    --transformer-impl transformer_engine have an overlap of their own."""
+    """Overlap the collectives of --sequence-parallel with the adjacent matrix multiplications: with PyTorch's symmetric
+    memory where the GPUs of the tensor-parallel ranks can access each other's memory, otherwise with sends and receives
+    of shards. --transformer-impl transformer_engine uses its own overlap."""
     pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers, each holding some of them; see the pipeline flags."""
+    """Pipeline-parallel size: ranks among which the layers are divided; see the pipeline flags."""
     context_parallel_size: int = 1
-    """Ranks that share a sequence, for long ones; each holds two chunks of it, one from either side."""
-    cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
-    """How context-parallel ranks bring queries and keys together: keys and values travel round a ring behind the
-    computation (p2p), every rank gathers them (allgather), or ranks exchange positions for attention heads (a2a). One
-    for all layers, or one for each."""
+    """Context-parallel size: ranks that share a sequence. Each holds two of 2 x size parts, one from either end."""
+    cp_comm_type: Annotated[tuple[ContextParallelType, ...], tyro.conf.arg(help=_CP_COMM_TYPE_HELP)] = ("p2p",)
+    """Communication of context parallelism:"""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """Sizes of the levels of --cp-comm-type a2a+p2p: ranks per all-to-all group, then number of groups (ranks of a
+    ring). Their product is --context-parallel-size."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts; 1 for now."""
+    """Expert-parallel size; only 1 for now."""
     rank_order: str = "-".join(RANK_AXES)
-    """Axes of the rank grid from neighbouring ranks to distant ones."""
+    """Axes of the rank grid, from the fastest-varying rank to the slowest."""
     use_tp_pp_dp_mapping: bool = False
-    """Another spelling of the default --rank-order, tp-cp-ep-pp-dp. (Megatron-LM's default is tp-cp-ep-dp-pp.)"""
-    disable_gloo_process_groups: bool = True
-    """States what is so: on GPUs there are no process groups of gloo beside NCCL's."""
+    """Same as --rank-order tp-cp-ep-pp-dp, the default. (Megatron-LM's default is tp-cp-ep-dp-pp.)"""
     data_parallel_sharding_strategy: ShardingStrategy | None = None
-    """What data-parallel ranks share: no_shard (default) replicates everything, optim divides master weights and
-    optimizer state (ZeRO-1), optim_grads also gradients, which are then reduced with every microbatch (ZeRO-2),
-    optim_grads_params also weights, which are gathered layer by layer when they are used (ZeRO-3, by PyTorch's
-    FSDP2)."""
+    """Data-parallel sharding: no_shard (default) replicates everything; optim shards master weights and optimizer state
+    (ZeRO-1); optim_grads also shards gradients and reduce-scatters them in every microbatch (ZeRO-2);
+    optim_grads_params also shards weights and all-gathers them layer by layer (ZeRO-3, with PyTorch FSDP2)."""
     use_distributed_optimizer: bool = False
-    """The usual spelling of --data-parallel-sharding-strategy optim."""
+    """Same as --data-parallel-sharding-strategy optim."""
     use_torch_fsdp2: bool = False
-    """The usual spelling of --data-parallel-sharding-strategy optim_grads_params."""
+    """Same as --data-parallel-sharding-strategy optim_grads_params."""
     torch_fsdp2_reshard_after_forward: bool = True
-    """optim_grads_params: free a layer's weights after its forward pass and gather them again for its backward pass.
-    With --no-torch-fsdp2-reshard-after-forward they are gathered once a step and stay to its end: less
-    communication, above all in pipelines and with several microbatches, for the memory of whole weights."""
+    """optim_grads_params: free the weights of a layer after its forward pass and all-gather them again for its backward
+    pass. --no-torch-fsdp2-reshard-after-forward all-gathers them once per step: less communication, above all with
+    pipelines and several microbatches, but memory for the unsharded weights."""
     defer_grad_reduce: bool = False
-    """optim_grads_params: keep whole gradients and reduce them once, with the last microbatch, instead of with each."""
+    """optim_grads_params: accumulate unsharded gradients and reduce-scatter them only in the last microbatch."""
     num_distributed_optimizer_instances: int = 1
-    """Shard inside groups of data-parallel size / this many neighbouring ranks, replicate across the groups (with
-    optim_grads_params: HSDP)."""
+    """Hybrid sharding: shard inside groups of (data-parallel size / this) neighbouring ranks and replicate across the
+    groups (with optim_grads_params: HSDP)."""
     overlap_grad_reduce: bool = False
-    """Start reducing a bucket of gradients over the data-parallel ranks as soon as its last gradient is there, while
-    the backward pass goes on."""
+    """Overlap the reduction of gradients with the backward pass: start a bucket when its last gradient is complete."""
     overlap_param_gather: bool = False
-    """Gather the updated weights, bucket by bucket, while the next forward pass goes on; for sharded strategies. With
-    optim_grads_params: gather each layer while the one before it is computed, forward and backward."""
+    """Overlap the all-gather of updated weights with the next forward pass, bucket by bucket; for sharded strategies.
+    With optim_grads_params: prefetch the weights of the next layer, in the forward and the backward pass."""
     ddp_bucket_size: int | None = None
-    """Elements of a bucket, which is reduced and gathered at once (default: all in one; with overlap or optim_grads
-    40 million, or 1 million x data-parallel size where that is more). Under optim_grads_params a layer is a bucket."""
+    """Elements per bucket, the unit of gradient reduction and weight all-gather (default: one bucket; with overlap or
+    optim_grads the larger of 40 million and 1 million x data-parallel size). With optim_grads_params a layer is a
+    bucket."""
     ddp_num_buckets: int | None = None
-    """Cut a rank's weights into about this many buckets, instead of giving --ddp-bucket-size."""
+    """Approximate number of buckets of a rank, instead of --ddp-bucket-size."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Backend of the process groups (default: nccl with GPUs, else gloo)."""
+    """Backend of the process groups (default: nccl with GPUs, otherwise gloo)."""
     distributed_timeout_minutes: float = 10.0
-    """Time after which a collective that does not complete ends the run."""
+    """Minutes after which an incomplete collective ends the run."""
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy in force."""
+        """The effective strategy."""
         if self.data_parallel_sharding_strategy is not None:
             return self.data_parallel_sharding_strategy
         if self.use_torch_fsdp2:
@@ -85,38 +88,38 @@ class ParallelConfig:
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
     def data_parallel_replicas(self, data_parallel_size: int) -> int:
-        """Number of shard groups: one for each rank without sharding, else the optimizer instances asked for."""
+        """Number of shard groups: one per rank without sharding, otherwise
+        ``--num-distributed-optimizer-instances``."""
         return data_parallel_size if self.sharding_strategy == "no_shard" else self.num_distributed_optimizer_instances
 
     def bucket_size(self, data_parallel_size: int, num_elements: int) -> int | None:
-        """Elements of a bucket of a rank with ``num_elements`` in all; None for all in one."""
+        """Elements per bucket of a rank with ``num_elements``; None for one bucket."""
         if self.ddp_num_buckets is not None:
             return -(-num_elements // self.ddp_num_buckets)
         uses_buckets = self.overlap_grad_reduce or self.overlap_param_gather or self.sharding_strategy == "optim_grads"
         if self.ddp_bucket_size is not None or not uses_buckets:
             return self.ddp_bucket_size
-        # More ranks cut a bucket into smaller messages, which are then bound by latency.
+        # With more ranks, the messages of a bucket are smaller and bound by latency.
         return max(40_000_000, 1_000_000 * data_parallel_size)
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that together hold one copy of the model and work on one sample."""
+        """Ranks of one model replica."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among ``world_size`` ranks; raises :class:`ConfigError` if they do not divide."""
+        """Number of model replicas on ``world_size`` ranks; raises :class:`ConfigError` if it is not an integer."""
         if world_size % self.model_parallel_size:
             raise ConfigError(
-                f"{world_size} processes cannot be divided into copies of "
+                f"{world_size} processes are not a multiple of "
                 f"--tensor-model-parallel-size {self.tensor_model_parallel_size} x "
                 f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} x "
-                f"--context-parallel-size {self.context_parallel_size} = {self.model_parallel_size} ranks: "
+                f"--context-parallel-size {self.context_parallel_size} = {self.model_parallel_size}: "
                 "start a multiple of that many processes, or lower a size."
             )
         return world_size // self.model_parallel_size
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         sizes = {
             "--tensor-model-parallel-size": self.tensor_model_parallel_size,
             "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
@@ -135,21 +138,40 @@ class ParallelConfig:
             )
         if self.use_tp_pp_dp_mapping and self.rank_order != "-".join(RANK_AXES):
             raise ConfigError(f"--use-tp-pp-dp-mapping contradicts --rank-order {self.rank_order}: remove one.")
-        if not self.disable_gloo_process_groups:
-            raise ConfigError(
-                "--no-disable-gloo-process-groups asks for process groups that nothing would use: remove it."
-            )
         for flag, size in sizes.items():
             if flag.split("-")[2] == "expert" and size > 1:
                 raise ConfigError(
-                    f"{flag} {size} is not supported yet: use tensor, context, pipeline and data parallelism."
+                    f"{flag} {size} is not supported: use tensor, context, pipeline and data parallelism."
                 )
         if self.overlap_param_gather and self.sharding_strategy == "no_shard":
             raise ConfigError(
-                "--overlap-param-gather has nothing to gather without sharding: add --use-distributed-optimizer, or "
-                "remove it."
+                "--overlap-param-gather needs a sharded strategy: add --use-distributed-optimizer, or remove "
+                "--overlap-param-gather."
             )
+        self._check_context_parallel_levels()
         self._check_sharding()
+
+    def _check_context_parallel_levels(self) -> None:
+        size, sizes = self.context_parallel_size, self.hierarchical_context_parallel_sizes
+        flag = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
+        of_several_levels = [name for name, spec in CONTEXT_PARALLEL_TYPES.items() if len(spec.levels) > 1]
+        named = [name for name in self.cp_comm_type if name in of_several_levels]
+        if sizes and not named:
+            raise ConfigError(
+                f"{flag} belongs to --cp-comm-type {' or '.join(of_several_levels)}: add that, or remove the flag."
+            )
+        for name in named if size > 1 or sizes else ():
+            levels = len(CONTEXT_PARALLEL_TYPES[name].levels)
+            if not sizes:
+                raise ConfigError(
+                    f"--cp-comm-type {name} needs the sizes of its levels: give --hierarchical-context-parallel-sizes "
+                    f"with {levels} numbers whose product is --context-parallel-size {size}."
+                )
+            if len(sizes) != levels or min(sizes) < 2 or prod(sizes) != size:
+                raise ConfigError(
+                    f"{flag} does not divide --context-parallel-size {size} into the levels of --cp-comm-type {name}: "
+                    f"give {levels} numbers of at least 2 with that product, or use --cp-comm-type p2p."
+                )
 
     def _check_sharding(self) -> None:
         named = self.data_parallel_sharding_strategy
@@ -161,8 +183,8 @@ class ParallelConfig:
             raise ConfigError(f"--use-torch-fsdp2 contradicts --data-parallel-sharding-strategy {named}: remove one.")
         if self.use_torch_fsdp2 and self.use_distributed_optimizer:
             raise ConfigError(
-                "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other, since the former shards the "
-                "optimizer, too: remove the latter."
+                "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other; the former also shards the "
+                "optimizer state: remove the latter."
             )
         is_fully_sharded = self.sharding_strategy == "optim_grads_params"
         for flag, is_given in (
@@ -170,13 +192,12 @@ class ParallelConfig:
             ("--defer-grad-reduce", self.defer_grad_reduce),
         ):
             if is_given and not is_fully_sharded:
-                raise ConfigError(f"{flag} belongs to --use-torch-fsdp2: add that, or remove {flag}.")
+                raise ConfigError(f"{flag} needs --use-torch-fsdp2: add it, or remove {flag}.")
         buckets = {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
         given = [f"{flag} {value}" for flag, value in buckets.items() if value is not None]
         if len(given) > 1:
-            raise ConfigError(f"{given[0]} and {given[1]} both cut the buckets: remove one of them.")
+            raise ConfigError(f"{given[0]} and {given[1]} exclude each other: remove one of them.")
         if is_fully_sharded and given:
             raise ConfigError(
-                f"{given[0]} does not go with {self.sharding_strategy}, which gathers and reduces a layer at a time: "
-                "remove it."
+                f"{given[0]} has no effect with {self.sharding_strategy}, where a layer is a bucket: remove it."
             )

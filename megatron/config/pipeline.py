@@ -1,13 +1,14 @@
 """Flags for pipeline parallelism: the schedule, and which layers each stage holds."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
-from megatron.config.errors import ConfigError
-from megatron.config.ranges import require_at_least
-from megatron.config.stages import (
-    PlacementShape,
+import tyro
+
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least
+from megatron.schedules.registry import SCHEDULES, ScheduleName
+from megatron.schedules.stages import (
     VirtualStage,
     check_that_no_rank_idles,
     chunks_of_layers,
@@ -16,45 +17,6 @@ from megatron.config.stages import (
     split_evenly,
 )
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
-
-
-@dataclass(frozen=True)
-class ScheduleTraits:
-    """What the rest of a run must know of a schedule."""
-
-    chunks: Literal["one chunk", "several chunks", "two chunks"]
-    """Chunks of the model on a stage."""
-    placement: PlacementShape
-    """Where the chunks lie (:class:`~megatron.core.pipeline_parallel.schedule.Placement`)."""
-    splits_backward: bool
-    """Whether weight gradients are actions of their own."""
-
-    @property
-    def kinds(self) -> tuple[Literal["F", "B", "W"], ...]:
-        """The kinds of action: forward, backward, and weight gradients where they are split off."""
-        return ("F", "B", "W") if self.splits_backward else ("F", "B")
-
-    def settle_chunks(self, wanted: int | None) -> int:
-        """The number of chunks that is meant when ``wanted`` are asked for."""
-        if wanted is not None:
-            return wanted
-        return 1 if self.chunks == "one chunk" else 2
-
-    def allows(self, chunks: int) -> bool:
-        """Whether the schedule runs that many chunks."""
-        return {"one chunk": chunks == 1, "several chunks": chunks > 1, "two chunks": chunks == 2}[self.chunks]
-
-
-SCHEDULES: Mapping[ScheduleName, ScheduleTraits] = {
-    "gpipe": ScheduleTraits("one chunk", "loop", splits_backward=False),
-    "1f1b": ScheduleTraits("one chunk", "loop", splits_backward=False),
-    "interleaved": ScheduleTraits("several chunks", "loop", splits_backward=False),
-    "zb-h1": ScheduleTraits("one chunk", "loop", splits_backward=True),
-    "zb-v": ScheduleTraits("two chunks", "v", splits_backward=True),
-    "dualpipe-v": ScheduleTraits("two chunks", "v", splits_backward=True),
-}
-
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -62,45 +24,43 @@ _LAYOUT = ("pipeline_model_parallel_layout",)
 _GROUP_SIZE = ("microbatch_group_size_per_virtual_pipeline_stage",)
 
 _EXCLUSIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
-    (_LAYOUT, _CHUNKS + _ENDS + _ACCOUNT, "the layout says which layers each stage holds, so remove the other"),
-    (_ENDS, _ACCOUNT, "they are two ways to unburden the ends of the pipeline, so keep one"),
-    (_ENDS, _CHUNKS[:1], "give the number of chunks with --num-virtual-stages-per-pipeline-rank instead"),
+    (_LAYOUT, _CHUNKS + _ENDS + _ACCOUNT, "remove one of them"),
+    (_ENDS, _ACCOUNT, "remove one of them"),
+    (_ENDS, _CHUNKS[:1], "set the number of chunks with --num-virtual-stages-per-pipeline-rank instead"),
 )
+_SUMMARIES = ", ".join(f"{name} ({spec.summary})" for name, spec in SCHEDULES.items())
+_SCHEDULE_HELP = f"Pipeline schedule. No effect without pipeline parallelism. Choices: {_SUMMARIES}."
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How --pipeline-model-parallel-size ranks share the layers, and in which order they work."""
+    """Pipeline schedule, and division of the layers among the pipeline stages."""
 
-    pipeline_schedule: ScheduleName | None = None
-    """Order of the passes on each pipeline rank: gpipe (all forward, then all backward), 1f1b (default: one forward,
-    one backward), interleaved (default with several chunks per rank: less idle time, more messages), or one whose
-    weight gradients fill idle time: zb-h1, zb-v, dualpipe-v (the last two hold two chunks in a V, so that the first
-    rank has both ends of the model). One rank alone has nothing to order."""
+    pipeline_schedule: Annotated[ScheduleName | None, tyro.conf.arg(help=_SCHEDULE_HELP)] = None
+    """Pipeline schedule. No effect without pipeline parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = None
-    """Cut each pipeline rank's layers into chunks of this many, for --pipeline-schedule interleaved."""
+    """Layers per model chunk, for --pipeline-schedule interleaved."""
     num_virtual_stages_per_pipeline_rank: int | None = None
-    """The same by the number of chunks on each pipeline rank."""
+    """Model chunks per pipeline rank, instead of --num-layers-per-virtual-pipeline-stage."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Interleaved: microbatches that a chunk works on in a row before the next chunk's turn (default, and least:
+    """Interleaved: consecutive microbatches of a chunk before the next chunk (default and minimum:
     --pipeline-model-parallel-size)."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers on the first pipeline rank, in all its chunks together; the others share the rest evenly."""
+    """Layers on the first pipeline rank, in all its chunks; the others share the remaining layers evenly."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers on the last pipeline rank, likewise."""
+    """Layers on the last pipeline rank, in all its chunks; the others share the remaining layers evenly."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer when layers are shared out, so that the first stage has one fewer."""
+    """Count the embedding as a layer, so that the first stage has one layer less."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count the head and its loss as a layer, so that the last stage has one fewer."""
+    """Count the output layer and the loss as a layer, so that the last stage has one layer less."""
     pipeline_model_parallel_layout: str | None = None
-    """Which layers each stage holds, as a quoted string: E is the embedding, t a layer, L the head, | ends a stage,
-    t*3 and (tt|)*3 repeat: "Et*3|(tt|)*6tL" is 3, six times 2, and 1. As many stages as pipeline ranks, or a multiple
-    of them for several chunks on each."""
+    """Layers of each stage as a quoted string: E is the embedding, t a layer, L the output layer with the loss, | ends
+    a stage, t*3 and (tt|)*3 repeat: "Et*3|(tt|)*6tL" has 3, six times 2, and 1 layers. The number of stages is the
+    number of pipeline ranks, or a multiple of it for several chunks per rank."""
     overlap_p2p_communication: bool = True
-    """Receive the next activation or gradient while the current one is worked on."""
+    """Overlap receives of activations and gradients with computation."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value, or on flags of this group together, that cannot be honoured."""
         sizes = _CHUNKS + _ENDS + _GROUP_SIZE
         require_at_least(1, {_flag(name): getattr(self, name) for name in sizes})
         for left, right, remedy in _EXCLUSIONS:
@@ -109,26 +69,23 @@ class PipelineConfig:
         ends = self._given(_ENDS)
         if ends and self.pipeline_schedule is not None and SCHEDULES[self.pipeline_schedule].placement == "v":
             raise ConfigError(
-                f"{ends[0]} does not go with --pipeline-schedule {self.pipeline_schedule}, whose first pipeline rank "
-                "holds both ends of the model: use --account-for-embedding-in-pipeline-split and "
+                f"{ends[0]} is not supported with --pipeline-schedule {self.pipeline_schedule}, which places both ends "
+                "of the model on the first pipeline rank: use --account-for-embedding-in-pipeline-split and "
                 "--account-for-loss-in-pipeline-split, or --pipeline-model-parallel-layout."
             )
 
     def check_stages(self, num_layers: int, num_stages: int) -> None:
-        """Raise :class:`ConfigError` where ``num_layers`` on ``num_stages`` pipeline ranks cannot be honoured."""
         pipelined = self._given(_CHUNKS + _ENDS + _ACCOUNT + _LAYOUT + _GROUP_SIZE)
         if num_stages == 1 and pipelined:
             raise ConfigError(
-                f"{pipelined[0]} needs --pipeline-model-parallel-size of 2 or more: add that, or remove {pipelined[0]}."
+                f"{pipelined[0]} needs --pipeline-model-parallel-size of 2 or more: add it, or remove {pipelined[0]}."
             )
         self._check_group_size(self.schedule(num_layers, num_stages), num_stages)
         self.virtual_stages(num_layers, num_stages)
 
     def num_chunks(self, num_layers: int, num_stages: int) -> int:
-        """Chunks of the model on each of ``num_stages`` pipeline ranks.
-
-        Raises :class:`ConfigError` where the flags ask for a number that ``num_layers`` do not allow, or for two.
-        """
+        """Model chunks on each of ``num_stages`` pipeline ranks; raises :class:`ConfigError` for contradicting
+        flags."""
         if num_stages == 1:
             return 1
         if self.pipeline_model_parallel_layout is not None:
@@ -140,24 +97,21 @@ class PipelineConfig:
         needs_two = self.pipeline_schedule is not None and SCHEDULES[self.pipeline_schedule].chunks == "two chunks"
         return 2 if needs_two else 1
 
-    def schedule(self, num_layers: int, num_stages: int) -> ScheduleName:
+    def schedule(self, num_layers: int, num_stages: int) -> str:
         """The schedule in force; raises :class:`ConfigError` where it does not run that many chunks."""
         if num_stages == 1:
-            return "1f1b"  # One rank never waits for another: any other order would only hold more activations.
+            return "1f1b"  # One rank never waits for another: any other order would only save more activations.
         chunks = self.num_chunks(num_layers, num_stages)
-        name: ScheduleName = self.pipeline_schedule or ("interleaved" if chunks > 1 else "1f1b")
+        name = self.pipeline_schedule or ("interleaved" if chunks > 1 else "1f1b")
         if not SCHEDULES[name].allows(chunks):
             raise ConfigError(
-                f"--pipeline-schedule {name} runs {SCHEDULES[name].chunks} of the model on each pipeline rank, not "
-                f"{chunks}: {self._way_to_other_chunks(name)}."
+                f"--pipeline-schedule {name} needs {SCHEDULES[name].chunks} per pipeline rank, not {chunks}: "
+                f"{self._way_to_other_chunks(name)}."
             )
         return name
 
     def virtual_stages(self, num_layers: int, num_stages: int) -> tuple[VirtualStage, ...]:
-        """What each virtual stage holds, in the order of the layers.
-
-        Raises :class:`ConfigError` where the flags do not divide ``num_layers`` over ``num_stages`` pipeline ranks.
-        """
+        """The virtual stages in the order of their layers; raises :class:`ConfigError` for an impossible division."""
         if num_stages == 1:
             return split_evenly(num_layers, num_stages)
         if self.pipeline_model_parallel_layout is not None:
@@ -180,25 +134,26 @@ class PipelineConfig:
         wanted = self.num_virtual_stages_per_pipeline_rank
         if wanted is not None and wanted != chunks:
             raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} makes {chunks} chunks on each pipeline "
-                f"rank, but --num-virtual-stages-per-pipeline-rank is {wanted}: remove one of them."
+                f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} means {chunks} chunks per pipeline rank, "
+                f"but --num-virtual-stages-per-pipeline-rank is {wanted}: remove one of them."
             )
         return chunks
 
-    def _check_group_size(self, schedule: ScheduleName, num_stages: int) -> None:
+    def _check_group_size(self, schedule: str, num_stages: int) -> None:
         size = self.microbatch_group_size_per_virtual_pipeline_stage
-        if size is not None and schedule != "interleaved":
+        if size is not None and not SCHEDULES[schedule].groups_microbatches:
+            grouped = " or ".join(name for name, spec in SCHEDULES.items() if spec.groups_microbatches)
             raise ConfigError(
-                f"{_flag(_GROUP_SIZE[0])} {size} belongs to --pipeline-schedule interleaved, but the schedule is "
-                f"{schedule}: remove it, or choose that schedule, with --num-virtual-stages-per-pipeline-rank."
+                f"{_flag(_GROUP_SIZE[0])} {size} needs --pipeline-schedule {grouped}, but the schedule is {schedule}: "
+                "remove it, or use that schedule with --num-virtual-stages-per-pipeline-rank."
             )
         if size is not None and size < num_stages:
             raise ConfigError(
-                f"{_flag(_GROUP_SIZE[0])} {size} is below --pipeline-model-parallel-size {num_stages}, so that the "
-                f"ranks would wait for each other for ever: use {num_stages} or more."
+                f"{_flag(_GROUP_SIZE[0])} {size} is below --pipeline-model-parallel-size {num_stages}, which would "
+                f"deadlock: use {num_stages} or more."
             )
 
-    def _way_to_other_chunks(self, name: ScheduleName) -> str:
+    def _way_to_other_chunks(self, name: str) -> str:
         asked_by = self._given(_LAYOUT + _CHUNKS)
         if SCHEDULES[name].allows(1):
             return f"change {asked_by[0]}, or use --pipeline-schedule interleaved"
@@ -207,7 +162,7 @@ class PipelineConfig:
         return "add --num-virtual-stages-per-pipeline-rank 2, or more"
 
     def _given(self, names: tuple[str, ...]) -> list[str]:
-        """The flags among ``names`` that are not left at their default."""
+        """The flags among ``names`` that are not at their default."""
         return [_flag(name) for name in names if getattr(self, name) not in (None, False)]
 
 

@@ -3,69 +3,61 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.errors import ConfigError
-from megatron.config.ranges import require_at_least, require_positive
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least, require_positive
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch sizes, length of the run, and when to stop."""
+    """Batch sizes, length of the run, and conditions to stop."""
 
     micro_batch_size: int | None = None
-    """Sequences that one model copy works on at a time (required for training)."""
+    """Sequences per microbatch of a model replica (required for training)."""
     global_batch_size: int | None = None
     """Sequences per iteration (default: --micro-batch-size x data-parallel size)."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """Batch-size ramp: START INCREMENT SAMPLES grows the global batch from START by INCREMENT, in equal steps
-    over the first SAMPLES samples, to --global-batch-size."""
+    """Batch-size ramp-up START INCREMENT SAMPLES: increase the global batch size from START to --global-batch-size in
+    steps of INCREMENT, evenly over the first SAMPLES samples."""
     step_batch_size_schedule: str | None = None
-    """Batch sizes by tokens consumed, instead of --global-batch-size: "0:768 250B:1536" (suffixes K, M, B, T)."""
+    """Global batch sizes by consumed tokens, instead of --global-batch-size: "0:768 250B:1536" (suffixes K, M, B,
+    T)."""
     decrease_batch_size_if_needed: bool = False
-    """Round the global batch size down to what the ranks divide evenly, instead of refusing it."""
+    """Round the global batch size down to a multiple of --micro-batch-size x data-parallel size, instead of failing."""
     train_iters: int | None = None
     """Length of the run in iterations (this or --train-samples)."""
     train_samples: int | None = None
     """Length of the run in sequences."""
     exit_interval: int | None = None
-    """Save and exit at every iteration divisible by this."""
+    """Save and exit with code 75 at every iteration divisible by this."""
     exit_duration_in_mins: float | None = None
-    """Save and exit after this many minutes."""
+    """Save and exit with code 75 after this many minutes."""
     exit_signal_handler: bool = True
-    """Finish the iteration, save and exit 0 on SIGINT or --exit-signal."""
+    """Finish the iteration, save and exit with code 75 on SIGINT or --exit-signal."""
     exit_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
-    """Signal for a graceful stop, beside SIGINT."""
+    """Signal for a graceful stop, in addition to SIGINT."""
     seed: int = 1234
-    """Seed of the initial weights and of the order of samples."""
-    calculate_per_token_loss: bool = True
-    """States what is so: the loss is the mean over all unmasked tokens of the global batch, in every layout."""
+    """Seed of the initial weights and of the sample order."""
     check_for_nan_in_loss_and_grad: bool = True
-    """Stop at a loss or gradient that is not finite; off, such an iteration makes no update and is counted. Under
-    --fp16's dynamic loss scale gradients may overflow, unless the scale is at its floor."""
+    """Stop at a loss or gradient that is not finite. With --no-check-for-nan-in-loss-and-grad such an iteration is
+    skipped without an update and counted. With the dynamic loss scale of --fp16, overflowing gradients skip the update
+    and stop the run only at --min-loss-scale."""
     iterations_to_skip: tuple[int, ...] = ()
-    """Iterations, counted from 1, whose samples are passed over without training, say because a loss spiked there:
-    they count, but nothing is reported, evaluated or saved at them."""
-    rerun_mode: Literal["disabled"] = "disabled"
-    """States what is so: no iteration is run twice to compare its results."""
-    te_rng_tracker: bool = True
-    """States what is so: nothing draws random numbers while a Llama trains, so that there is nothing to track."""
-    use_cpu_initialization: bool = True
-    """States what is so in Megatron-LM with this flag: initial weights are the same in every layout (here they are
-    computed on the training device all the same)."""
+    """Iterations, counted from 1, to skip without training, for example because of a loss spike: their samples are
+    consumed, but nothing is logged, evaluated or saved."""
     deterministic_mode: bool = False
-    """Use torch's deterministic algorithms alone, an error where there is none. On CPUs a run is deterministic without
-    it; on GPUs it costs time, and CUBLAS_WORKSPACE_CONFIG is :4096:8 unless the environment has it."""
+    """Use only torch's deterministic algorithms, and fail where there is none. CPU runs are always deterministic. On
+    GPUs it costs time, and CUBLAS_WORKSPACE_CONFIG is set to :4096:8 unless the environment sets it."""
     empty_unused_memory_level: Literal[0, 1, 2] = 0
-    """Give memory that torch keeps back to the GPU, where it is short, at the price of time: before every update (1),
-    or also after it (2)."""
+    """Empty torch's cache of GPU memory before every update (1), or before and after it (2). Reduces fragmentation and
+    costs time."""
     manual_gc: bool = False
-    """Collect Python's garbage at the same iteration on every rank, instead of whenever each rank happens to."""
+    """Run Python's garbage collection at the same iterations on all ranks, instead of automatically on each."""
     manual_gc_interval: int = 0
-    """Iterations between these collections; 0 collects at evaluations and checkpoints only."""
+    """Iterations between garbage collections with --manual-gc; 0 collects only at evaluations and checkpoints."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run: GPUs when there are any, else the CPU."""
+    """Device: auto chooses GPUs if there are any, otherwise the CPU."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(
             1,
             {
@@ -79,41 +71,29 @@ class TrainingConfig:
         require_at_least(0, {"--seed": self.seed, "--manual-gc-interval": self.manual_gc_interval})
         require_positive({"--exit-duration-in-mins": self.exit_duration_in_mins})
         if self.train_iters is not None and self.train_samples is not None:
-            raise ConfigError("--train-iters and --train-samples exclude each other: give one of them.")
-        if not self.calculate_per_token_loss:
-            raise ConfigError(
-                "--no-calculate-per-token-loss is not supported, because a mean of microbatch means depends on the "
-                "layout: remove it; the loss is the mean over all unmasked tokens."
-            )
-        for flag, is_so in (
-            ("--no-te-rng-tracker", self.te_rng_tracker),
-            ("--no-use-cpu-initialization", self.use_cpu_initialization),
-        ):
-            if not is_so:
-                raise ConfigError(f"{flag} asks for another way, and there is one: remove it.")
+            raise ConfigError("--train-iters and --train-samples exclude each other: remove one of them.")
         if any(iteration < 1 for iteration in self.iterations_to_skip):
             raise ConfigError(
-                f"--iterations-to-skip {min(self.iterations_to_skip)} must be at least 1, the first iteration."
+                f"--iterations-to-skip {min(self.iterations_to_skip)} must be at least 1: iterations count from 1."
             )
         if self.manual_gc_interval and not self.manual_gc:
-            raise ConfigError("--manual-gc-interval needs --manual-gc.")
+            raise ConfigError("--manual-gc-interval needs --manual-gc: add it, or remove --manual-gc-interval.")
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """When and how much to evaluate."""
+    """Evaluation interval and size."""
 
     eval_interval: int | None = None
     """Iterations between evaluations (default: none)."""
     eval_iters: int = 100
     """Batches per evaluation."""
     eval_global_batch_size: int | None = None
-    """Sequences per evaluation batch (default: the training batch's at the end of the run)."""
+    """Sequences per evaluation batch (default: the global batch size at the end of the run)."""
     skip_train: bool = False
     """Evaluate the loaded checkpoint once and exit."""
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured."""
         require_at_least(
             1, {"--eval-interval": self.eval_interval, "--eval-global-batch-size": self.eval_global_batch_size}
         )

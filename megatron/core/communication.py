@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,10 @@ from torch import Tensor
 # torch 2.13 renamed the collectives on one contiguous tensor.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+T = TypeVar("T")
+R = TypeVar("R")
+T_co = TypeVar("T_co", covariant=True)
 
 Reduction = Literal["sum", "max"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -44,10 +48,10 @@ class CollectiveRecord:
 Observer = Callable[[CollectiveRecord], None]
 
 
-class Pending:
+class Pending(Generic[T_co]):
     """The result of a collective under way."""
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+    def __init__(self, works: Sequence[Any], finish: Callable[[], T_co]) -> None:
         self._works = works
         self._finish = finish
 
@@ -56,18 +60,18 @@ class Pending:
         """Whether :meth:`wait` would return at once."""
         return all(work.is_completed() for work in self._works)
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T_co:
         """Block (or make the current stream wait) until the result is there, and return it."""
         for work in self._works:
             work.wait()
         return self._finish()
 
-    def then(self, change: Callable[[Tensor], Tensor]) -> "Pending":
+    def then(self, change: Callable[[T_co], T]) -> "Pending[T]":
         """The result after ``change``."""
         return Pending(self._works, lambda: change(self._finish()))
 
     @staticmethod
-    def all_of(parts: Sequence["Pending"], combine: Callable[[list[Tensor]], Tensor]) -> "Pending":
+    def all_of(parts: Sequence["Pending[T]"], combine: Callable[[list[T]], R]) -> "Pending[R]":
         """What ``combine`` makes of the results of ``parts``."""
         works = [work for part in parts for work in part._works]
         return Pending(works, lambda: combine([part._finish() for part in parts]))
@@ -258,7 +262,7 @@ class Communicator:
     def _record(self, kind: str, tensor: Tensor, peer: int | None = None) -> None:
         self.record(kind, tensor.numel() * tensor.element_size(), peer)
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending:
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending[Tensor]:
         """Reduce ``tensor`` over the group, in place."""
         if self.size == 1:
             return Pending((), lambda: tensor)
@@ -269,7 +273,7 @@ class Communicator:
         """Reduce ``tensor`` over the group, in place, and return it."""
         return self.start_all_reduce(tensor, reduction).wait()
 
-    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
         """Concatenate every rank's ``tensor`` along dim 0, into ``output`` if given.
 
         ``tensor`` may be the rank's own part of ``output``.
@@ -292,7 +296,7 @@ class Communicator:
         """Concatenate every rank's ``tensor`` along dim 0."""
         return self.start_all_gather(tensor, output).wait()
 
-    def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Pending:
+    def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Pending[Tensor]:
         """Every rank sends its part to every other: measured several times faster than gloo's own all-gather."""
         parts = output.chunk(self.size)
         messages: list[Message] = []
@@ -305,7 +309,7 @@ class Communicator:
             parts[self.rank].copy_(tensor)
         return Pending(works, lambda: output)
 
-    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
         """Sum ``tensor`` over the group and keep this rank's part along dim 0, in ``output`` if given.
 
         ``output`` may be the rank's own part of ``tensor``.
@@ -324,7 +328,7 @@ class Communicator:
         """Sum ``tensor`` over the group and keep this rank's part along dim 0."""
         return self.start_reduce_scatter(tensor, output).wait()
 
-    def _start_direct_reduce_scatter(self, tensor: Tensor, output: Tensor) -> Pending:
+    def _start_direct_reduce_scatter(self, tensor: Tensor, output: Tensor) -> Pending[Tensor]:
         """Every rank receives its part from every other and adds them up in rank order, so that the sum does not
         depend on arrival; gloo's own reduce-scatter reduces the whole tensor everywhere."""
         parts = tensor.chunk(self.size)
@@ -343,7 +347,7 @@ class Communicator:
 
         return Pending(works, add_up)
 
-    def start_shift(self, tensor: Tensor) -> Pending:
+    def start_shift(self, tensor: Tensor) -> Pending[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the next rank of the ring, and receive the like from
         the one before."""
         if self.size == 1:
@@ -352,13 +356,13 @@ class Communicator:
         self._record("shift", tensor, self.ranks[following])
         return self._start_exchange(tensor, following, torch.empty_like(tensor), before)
 
-    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``, and receive into
         ``received`` from the rank ``source``. All ranks exchange at once, in the same order."""
         self._record("exchange", tensor, self.ranks[target])
         return self._start_exchange(tensor, target, received, source)
 
-    def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
+    def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending[Tensor]:
         works = self.wire.exchange(
             [
                 ("send", _sendable(tensor), self.ranks[target]),
@@ -389,13 +393,28 @@ class Communicator:
             work.wait()
         return output
 
-    def start_send(self, tensor: Tensor, target: int) -> Pending:
+    def exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send ``sent[i]`` to rank i and receive its part for this rank into ``received[i]``; parts differ in size, and
+        both ends of an empty one know that it is empty."""
+        received[self.rank].copy_(sent[self.rank])
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.record("exchange", sum(sent[other].nbytes for other in others))
+        messages: list[Message] = []
+        for source, target in zip(reversed(others), others):
+            if sent[target].numel():
+                messages.append(("send", sent[target], self.ranks[target]))
+            if received[source].numel():
+                messages.append(("receive", received[source], self.ranks[source]))
+        for work in self.wire.exchange(messages) if messages else ():
+            work.wait()
+
+    def start_send(self, tensor: Tensor, target: int) -> Pending[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
         self._record("send", tensor, self.ranks[target])
         work = self.wire.send(tensor, self.ranks[target])
         return Pending((self._watched(work) if self.wire.hides_completion else work,), lambda: tensor)
 
-    def start_receive(self, tensor: Tensor, source: int) -> Pending:
+    def start_receive(self, tensor: Tensor, source: int) -> Pending[Tensor]:
         """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""
         self._record("receive", tensor, self.ranks[source])
         return Pending((self.wire.receive(tensor, self.ranks[source]),), lambda: tensor)

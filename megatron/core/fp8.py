@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.ops.fp8 import (
     E4M3,
@@ -33,7 +33,7 @@ from megatron.core.ops.fp8 import (
     scaled_product,
     transposed,
 )
-from megatron.core.ops.matmul import Operand
+from megatron.core.ops.quantized import QuantizedTensor
 
 Fp8Role = Literal["input", "weight", "output_gradient"]
 ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)
@@ -112,18 +112,18 @@ class Fp8Scaling(Fp8Layers):
         self.multiply = product_for(device) if multiply is None else multiply
         self.multiplier = "torch._scaled_mm" if self.multiply is scaled_product else "fp32 products of the FP8 numbers"
         self._ranks, self._device = ranks, device
-        self._layers: list[Fp8Products] = []
+        self._layers: list[Fp8Gemm] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3
         self.formats: dict[Fp8Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "output_gradient": gradient}
 
-    def linear_products(
-        self, name: str, dtype: torch.dtype, tensor_parallel: Communicator, divided: Collection[Fp8Role]
-    ) -> "Fp8Products":
-        """The products of the linear layer ``name``, whose results have ``dtype``; all are made before the first step.
+    def gemm(
+        self, name: str, dtype: torch.dtype, tensor_parallel: Communicator, sharded: Collection[Fp8Role]
+    ) -> "Fp8Gemm":
+        """The GEMMs of the linear layer ``name``, with results in ``dtype``; all are made before the first step.
 
-        Of the tensors that are ``divided`` each of the ``tensor_parallel`` ranks has a part.
+        The tensors in ``sharded`` are divided over the ``tensor_parallel`` ranks, which reduce their amax.
         """
-        self._layers.append(Fp8Products(self, len(self._layers), name, dtype, tensor_parallel, divided))
+        self._layers.append(Fp8Gemm(self, len(self._layers), name, dtype, tensor_parallel, sharded))
         return self._layers[-1]
 
     @cached_property
@@ -195,8 +195,8 @@ class Fp8Scaling(Fp8Layers):
             self._note_scales()
 
 
-class Fp8Products:
-    """The three products of one linear layer (:class:`~megatron.core.ops.matmul.LinearProducts`) in FP8.
+class Fp8Gemm:
+    """The GEMMs of one linear layer (:class:`~megatron.core.ops.matmul.Gemm`) in FP8.
 
     Under delayed scaling a layer without scales, that is in its first step, takes those of the tensors themselves:
     gradients are so small that with any fixed scale the step would be lost.
@@ -211,44 +211,42 @@ class Fp8Products:
         name: str,
         dtype: torch.dtype,
         tensor_parallel: Communicator,
-        divided: Collection[Fp8Role],
+        sharded: Collection[Fp8Role],
     ) -> None:
         self.name, self.has_scales = name, False
         self._scaling, self._number, self._dtype = scaling, number, dtype
-        self._tensor_parallel, self._divided = tensor_parallel, frozenset(divided)
-        self._weight: Operand | None = None
-        self._transposed_weight: Operand | None = None
+        self._tensor_parallel, self._sharded = tensor_parallel, frozenset(sharded)
+        self._weight: QuantizedTensor | None = None
+        self._transposed_weight: QuantizedTensor | None = None
 
     def forget_weight(self) -> None:
         """The weight, or its scale, will be another."""
         self._weight = self._transposed_weight = None
 
-    def prepare_input(self, inputs: Tensor) -> Operand:
-        """``inputs`` quantised."""
+    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
         return self._quantize("input", inputs)
 
-    def prepare_gradient(self, grad_outputs: Tensor) -> Operand:
-        """``grad_outputs`` quantised."""
+    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
         return self._quantize("output_gradient", grad_outputs)
 
-    def output(self, inputs: Operand, weight: Tensor) -> Tensor:
+    def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         """``inputs @ weight^T``, ``[..., n]``; it alone may be accumulated fast, as in Transformer Engine."""
         return self._multiply_rows(inputs, self._quantized_weight(weight), fast=True)
 
-    def input_gradient(self, grad_outputs: Operand, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad_outputs: QuantizedTensor, weight: Tensor) -> Tensor:
         """``grad_outputs @ weight``, ``[..., k]``."""
         return self._multiply_rows(grad_outputs, self._quantized_transpose(weight), fast=False)
 
-    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Tensor:
+    def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Tensor:
         """``grad_outputs^T @ inputs``, ``[n, k]`` in fp32."""
         wide = torch.promote_types(self._dtype, torch.float32)
         return self._scaling.multiply(transposed(_rows(grad_outputs)), transposed(_rows(inputs)), wide)
 
-    def _multiply_rows(self, inputs: Operand, weight: Operand, fast: bool) -> Tensor:
+    def _multiply_rows(self, inputs: QuantizedTensor, weight: QuantizedTensor, fast: bool) -> Tensor:
         product = self._scaling.multiply(_rows(inputs), weight, self._dtype, fast)
         return product.view(*inputs.data.shape[:-1], -1)
 
-    def _quantized_weight(self, weight: Tensor) -> Operand:
+    def _quantized_weight(self, weight: Tensor) -> QuantizedTensor:
         """``weight`` ``[n, k]``, quantised once a step where it may be kept."""
         if self._weight is not None:
             return self._weight
@@ -257,7 +255,7 @@ class Fp8Products:
             self._weight = quantized
         return quantized
 
-    def _quantized_transpose(self, weight: Tensor) -> Operand:
+    def _quantized_transpose(self, weight: Tensor) -> QuantizedTensor:
         """``weight^T`` ``[k, n]``, likewise."""
         if self._transposed_weight is not None:
             return self._transposed_weight
@@ -266,7 +264,7 @@ class Fp8Products:
             self._transposed_weight = quantized
         return quantized
 
-    def _quantize(self, role: Fp8Role, tensor: Tensor) -> Operand:
+    def _quantize(self, role: Fp8Role, tensor: Tensor) -> QuantizedTensor:
         amax = amax_of(tensor)
         return quantize(tensor, self._scale(role, amax), amax, self._scaling.formats[role])
 
@@ -279,11 +277,11 @@ class Fp8Products:
             torch.maximum(seen, amax, out=seen)
             if self.has_scales:
                 return numbers.scale[place]
-        if role in self._divided:
+        if role in self._sharded:
             amax = self._tensor_parallel.all_reduce(amax.clone(), "max")
         return scale_from_amax(amax, largest_value(scaling.formats[role]), 1.0, scaling.config.fp8_margin)
 
 
-def _rows(operand: Operand) -> Operand:
+def _rows(operand: QuantizedTensor) -> QuantizedTensor:
     """``[..., k]`` as a matrix ``[m, k]``."""
-    return Operand(operand.data.flatten(0, -2), operand.inverse_scale)
+    return QuantizedTensor(operand.data.flatten(0, -2), operand.inverse_scale)

@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatron.core.communication import Pending
+from megatron.core.ops.quantized import QuantizedTensor
 
 _ATTRIBUTE = "gradient_slot"
 
@@ -131,8 +132,8 @@ class HeldGradient:
     """A weight gradient yet to be computed: gather what is missing, then multiply."""
 
     slot: GradientSlot
-    gather: Callable[[], Pending]
-    product: Callable[[Tensor], Gradient]
+    gather: Callable[[], Pending[QuantizedTensor]]
+    product: Callable[[QuantizedTensor], Gradient]
 
 
 class WeightGradientQueue:
@@ -159,7 +160,10 @@ class WeightGradientQueue:
         return self._held is not None
 
     def hold_back(
-        self, parameter: Tensor, gather: Callable[[], Pending], product: Callable[[Tensor], Gradient]
+        self,
+        parameter: Tensor,
+        gather: Callable[[], Pending[QuantizedTensor]],
+        product: Callable[[QuantizedTensor], Gradient],
     ) -> None:
         """Compute later: ``product`` of what ``gather`` brings is the gradient of ``parameter``."""
         slot = slot_of(parameter)

@@ -1,92 +1,82 @@
-"""Activations in the host's memory: copied there behind the forward pass, and back ahead of the backward pass.
+"""CPU offload: saved tensors of some layers are copied to host memory after the forward pass, and back before their
+backward pass.
 
-What autograd functions save goes through :func:`torch.autograd.graph.saved_tensors_hooks`. On CUDA copies have streams
-of their own and the host's side is pinned; elsewhere they are plain copies, which prove that nothing else changes.
+Saved tensors pass through :func:`torch.autograd.graph.saved_tensors_hooks`. On CUDA the copies run on streams of their
+own and host memory is pinned; elsewhere they are plain copies, which prove that nothing else changes.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Protocol
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 TensorPair = tuple[Tensor, Tensor]
 """Target and source."""
 
 
-class Arrival(Protocol):
-    """The end of copies that are under way."""
+class CopyEvent(Protocol):
+    """The end of some copies."""
 
     def wait(self) -> None:
-        """Have what is computed from now on come after it."""
+        """Make the current stream wait for it."""
 
 
 class CopyStream(Protocol):
-    """Copies one after another, beside the computation."""
+    """Copies in order, concurrently with the computation."""
 
-    def copy(self, pairs: Sequence[TensorPair]) -> Arrival | None:
-        """Start to copy, after what has been computed so far; None where that is done already."""
+    def copy(self, pairs: Sequence[TensorPair]) -> CopyEvent | None:
+        """Start copies that wait for the computation so far; None if they are complete on return."""
 
 
 class PlainCopies:
-    """Copies at once."""
+    """Copies that are complete on return."""
 
     def copy(self, pairs: Sequence[TensorPair]) -> None:
-        """Copy."""
         for target, source in pairs:
             target.copy_(source)
 
 
-class CudaArrival:
-    """An event on a stream."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def wait(self) -> None:
-        """The current stream waits."""
-        self.event.wait()
-
-
 class CudaCopyStream:
-    """A stream of its own."""
+    """Copies on a CUDA stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, pairs: Sequence[TensorPair]) -> CudaArrival:
-        """Copy without blocking the host, whose memory must be pinned."""
+    def copy(self, pairs: Sequence[TensorPair]) -> torch.cuda.Event:
+        """Host memory must be pinned."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            return CudaArrival(self._stream.record_event())
+            return self._stream.record_event()
 
 
 class HostCopies:
-    """What takes activations to the host and back; the layers of a rank share it."""
+    """The copy streams of a rank, shared by its layers."""
 
     def __init__(self, device: torch.device, out: CopyStream, back: CopyStream) -> None:
         self.device, self.out, self.back = device, out, back
-        self._leaving: OffloadedLayer | None = None
+        self._copying: SavedTensors | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> "HostCopies":
-        """As suits ``device``."""
+        """The copies for ``device``."""
         if device.type == "cuda":
             return cls(device, CudaCopyStream(device), CudaCopyStream(device))
         return cls(device, PlainCopies(), PlainCopies())
 
-    def takes_leave(self, layer: "OffloadedLayer | None") -> None:
-        """``layer`` is on its way to the host, and the one before it is off the device."""
-        before, self._leaving = self._leaving, layer
+    def started(self, saved: "SavedTensors | None") -> None:
+        """The copy of ``saved`` to the host has started: free the device memory of the one before it."""
+        before, self._copying = self._copying, saved
         if before is not None:
-            before.leave_device()
+            before.free_on_device()
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that a layer saved, perhaps several times."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -95,27 +85,27 @@ class _Kept:
         self.uses = 0
 
 
-class OffloadedLayer:
-    """What one layer saved in one forward pass."""
+class SavedTensors:
+    """The tensors that one layer saved in one forward pass."""
 
     def __init__(self, copies: HostCopies) -> None:
         self._copies = copies
-        self._tensors: dict[Hashable, _Kept] = {}
+        self._tensors: dict[Hashable, _SavedTensor] = {}
         self._is_fetched = False
-        self._on_host: Arrival | None = None
-        self._on_device: Arrival | None = None
+        self._on_host: CopyEvent | None = None
+        self._on_device: CopyEvent | None = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Take what is saved meanwhile, and at the end start it for the host."""
+        """Collect the tensors that are saved inside, then start to copy them to the host."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._send()
 
     def _pack(self, tensor: Tensor) -> Hashable:
-        # While the layer runs none of them is freed, so an address stands for one tensor.
+        # No saved tensor is freed while the layer runs, so an address identifies one tensor.
         key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        self._tensors.setdefault(key, _Kept(tensor)).uses += 1
+        self._tensors.setdefault(key, _SavedTensor(tensor)).uses += 1
         return key
 
     def _unpack(self, key: Hashable) -> Tensor:
@@ -136,64 +126,81 @@ class OffloadedLayer:
             kept.on_host = torch.empty_like(kept.on_device, device="cpu", pin_memory=self._copies.device.type == "cuda")
             pairs.append((kept.on_host, kept.on_device))
         self._on_host = self._copies.out.copy(pairs)
-        self._copies.takes_leave(self)
+        self._copies.started(self)
         if self._on_host is None:
-            self._copies.takes_leave(None)
+            self._copies.started(None)
 
-    def leave_device(self) -> None:
-        """Let go of the tensors on the device, unless the backward pass has come for them already."""
+    def free_on_device(self) -> None:
+        """Free the device memory, unless the backward pass has fetched the tensors already."""
         if self._is_fetched:
             return
         if self._on_host is not None:
-            # Whatever gets their memory next must come after the copy.
+            # Whatever is allocated in their memory next must be written after the copy.
             self._on_host.wait()
         for kept in self._tensors.values():
             kept.on_device = None
 
     def fetch(self) -> None:
-        """Start to bring back what is not on the device any more; once."""
+        """Start to copy back what is no longer on the device; once."""
         if self._is_fetched:
             return
         self._is_fetched = True
-        # Those that are off the device have waited for the copy on the host.
-        pairs = list(_places_for(self._tensors.values(), self._copies.device))
+        pairs = list(_allocate_on_device(self._tensors.values(), self._copies.device))
         if pairs:
             self._on_device = self._copies.back.copy(pairs)
 
 
-def _places_for(tensors: Iterable[_Kept], device: torch.device) -> Iterator[TensorPair]:
-    """Room on the device for those that are on the host alone, which they leave."""
+def _allocate_on_device(tensors: Iterable[_SavedTensor], device: torch.device) -> Iterator[TensorPair]:
+    """Device memory for the tensors that are only on the host, with their copies there."""
     for kept in tensors:
         if kept.on_device is None:
             assert kept.on_host is not None
-            # Made on the stream that will use it, and so free for it.
+            # Allocated on the stream that reads it.
             kept.on_device = torch.empty_like(kept.on_host, device=device)
             yield kept.on_device, kept.on_host
         kept.on_host = None
 
 
-def run_offloaded(
-    layers: Sequence[Callable[[Tensor], Tensor]], is_offloaded: Sequence[bool], hidden: Tensor, copies: HostCopies
-) -> Tensor:
-    """Run ``layers`` one after another; what those save that are offloaded is on the host until the layer behind goes
-    backward."""
-    before: OffloadedLayer | None = None
-    for layer, goes_to_host in zip(layers, is_offloaded, strict=True):
-        this = OffloadedLayer(copies) if goes_to_host else None
-        with nullcontext() if this is None else this.saving():
-            hidden = layer(hidden)
-        # Itself, too: behind it may be nothing that would have fetched it.
-        _fetch_with_gradient(hidden, [kept for kept in (this, before) if kept is not None])
-        before = this
-    return hidden
+class Offloaded(nn.Module):
+    """Runs ``module``; its saved tensors are on the host until the backward pass of the module after it starts."""
+
+    def __init__(self, module: nn.Module, copies: HostCopies) -> None:
+        super().__init__()
+        self.module, self.copies = module, copies
+        # Weak: the graph of the forward pass owns the saved tensors.
+        self._saved: weakref.ref[SavedTensors] | None = None
+
+    def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return cast(Tensor, self.module(inputs, *arguments))
+        saved = SavedTensors(self.copies)
+        with saved.saving():
+            output: Tensor = self.module(inputs, *arguments)
+        self._saved = weakref.ref(saved)
+        # There may be no module after this one that would have fetched them.
+        _fetch_with_gradient(output, saved)
+        return output
+
+    def prefetch(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        """Forward hook of the module after this one."""
+        saved = None if self._saved is None else self._saved()
+        if saved is not None and output.requires_grad:
+            _fetch_with_gradient(output, saved)
 
 
-def _fetch_with_gradient(outputs: Tensor, layers: Sequence[OffloadedLayer]) -> None:
-    """Fetch what ``layers`` saved when the gradient of ``outputs`` is there."""
+def _fetch_with_gradient(output: Tensor, saved: SavedTensors) -> None:
+    """Start to fetch ``saved`` when the gradient of ``output`` has been computed."""
 
     def fetch(gradient: Tensor) -> None:
-        for layer in layers:
-            layer.fetch()
+        saved.fetch()
 
-    if layers:
-        outputs.register_hook(fetch)
+    output.register_hook(fetch)
+
+
+def offload(modules: Sequence[nn.Module], after: nn.Module | None, copies: HostCopies) -> list[nn.Module]:
+    """``modules``, which run in this order, offloaded; ``after`` is the module that runs after the last of them."""
+    offloaded = [Offloaded(module, copies) for module in modules]
+    followers = [*offloaded[1:], *([] if after is None else [after])]
+    for before, follower in zip(offloaded, followers):
+        follower.register_forward_hook(before.prefetch)
+    return list(offloaded)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Formats by the names that flags give them."""

@@ -1,76 +1,119 @@
-"""Activation recomputation: of a piece of the model only the input is kept, and it runs again before its backward pass.
+"""Activation recomputation: a segment of the model keeps only its input, and runs again before its backward pass.
 
-Sources: Chen et al., arXiv 1604.06174; for pieces of a layer Korthikanti et al., arXiv 2205.05198, section 5.
+Sources: Chen et al., arXiv 1604.06174; for segments of a layer Korthikanti et al., arXiv 2205.05198, section 5.
 
-The second run happens inside the backward pass of an autograd function, and so does the backward pass through it.
-``torch.utils.checkpoint`` without reentrance hands weights to the backward pass as new tensors, which have lost their
-gradient slots.
+The second run and its backward pass happen inside the backward pass of one autograd function, so weight gradients are
+accumulated, or deferred, exactly as without recomputation. ``torch.utils.checkpoint`` without reentrance passes weights
+to the backward pass as new tensors, which have no main gradient.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.communication import Communicator
 
 
-class Piece(Protocol):
-    """A part of a forward pass with one input that needs a gradient, the same whenever it runs."""
+class SkippableLinear(Protocol):
+    """A linear layer that can build its graph without multiplying."""
 
-    def __call__(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
-        """The output; with ``graph_only`` it runs again on the same ``inputs`` to have a graph, and the values of its
-        output are not needed."""
+    skip_output: bool
 
 
-class _Recomputed(Function):
+class Recomputed(nn.Module):
+    """Runs ``segment``, keeps its first argument alone, and runs it again before its backward pass.
+
+    A segment ends with a linear layer, ``segment.last_linear``, which does not multiply in the second run: nothing
+    reads its output. ``shards`` are ranks that all have the same input; each keeps an equal part of it, and all gather
+    it again.
+    """
+
+    def __init__(self, segment: nn.Module, shards: Communicator | None = None) -> None:
+        super().__init__()
+        self.segment, self.shards = segment, shards
+
+    @property
+    def last_linear(self) -> SkippableLinear:
+        """The linear layer at the end of the segment."""
+        return cast(SkippableLinear, self.segment.last_linear)
+
+    def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
+        """The output of the segment; only ``inputs`` gets a gradient."""
+        if not torch.is_grad_enabled():
+            return cast(Tensor, self.segment(inputs, *arguments))
+        assert inputs.requires_grad, "without a gradient of the input, autograd does not reach the segment"
+        output: Tensor = _Recompute.apply(inputs, self, arguments)
+        return output
+
+
+class _Recompute(Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, piece: Piece, sharers: Communicator | None) -> Tensor:
-        outputs = piece(inputs)
-        # Detached: the piece may have changed them in place, which autograd allows views of products no more.
-        ctx.save_for_backward(inputs.detach() if sharers is None else _own_part(inputs, sharers))
-        ctx.piece, ctx.sharers, ctx.shape = piece, sharers, inputs.shape
-        return outputs
+    def forward(ctx: Any, inputs: Tensor, module: Recomputed, arguments: tuple[Any, ...]) -> Tensor:
+        shards = module.shards
+        # The part is a copy, so that the whole input can be freed.
+        kept = inputs if shards is None else inputs.flatten().chunk(shards.size)[shards.rank].clone()
+        ctx.save_for_backward(kept.detach())
+        ctx.module, ctx.arguments, ctx.shape = module, arguments, inputs.shape
+        return cast(Tensor, module.segment(inputs, *arguments))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
-        if ctx.sharers is not None:
-            inputs = ctx.sharers.all_gather(inputs).view(ctx.shape)
+        module: Recomputed = ctx.module
+        if module.shards is not None:
+            inputs = module.shards.all_gather(inputs).view(ctx.shape)
         inputs = inputs.detach().requires_grad_()
-        piece, ctx.piece = ctx.piece, None
-        with torch.enable_grad():
-            root = get_gradient_edge(piece(inputs, graph_only=True))
+        arguments, ctx.arguments = ctx.arguments, ()
+        with torch.enable_grad(), _skipping_output(module.last_linear):
+            root = get_gradient_edge(module.segment(inputs, *arguments))
         torch.autograd.backward(root, gradients[0])
         return inputs.grad, None, None
 
 
-def _own_part(inputs: Tensor, sharers: Communicator) -> Tensor:
-    """This rank's part of a tensor that all ``sharers`` have, in memory of its own."""
-    return inputs.flatten().chunk(sharers.size)[sharers.rank].clone()
+@contextmanager
+def _skipping_output(linear: SkippableLinear) -> Iterator[None]:
+    linear.skip_output = True
+    try:
+        yield
+    finally:
+        linear.skip_output = False
 
 
-def recompute(piece: Piece, inputs: Tensor, sharers: Communicator | None = None) -> Tensor:
-    """The output of ``piece``, which runs again in the backward pass.
-
-    ``sharers`` are ranks that all have the same ``inputs``, divide what is kept of them evenly, and gather it again.
-    """
-    if not torch.is_grad_enabled():
-        return piece(inputs)
-    assert inputs.requires_grad, "weights alone do not make autograd come back to what is recomputed"
-    outputs: Tensor = _Recomputed.apply(inputs, piece, sharers)
-    return outputs
+SEGMENTS = {
+    "layernorm": ("self_attention.norm_qkv", "mlp.norm_fc1"),
+    "core_attn": ("self_attention.attend_proj",),
+    "mlp_act": ("mlp.swiglu_fc2",),
+    "mlp": ("mlp",),
+}
+"""The submodules of a transformer layer that each choice of ``--recompute-modules`` recomputes."""
 
 
-def in_sequence(*functions: Callable[[Tensor], Tensor], last: Piece) -> Piece:
-    """``functions`` and ``last``, one after another."""
+def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:
+    """Recompute the segments of ``layer`` that ``modules`` names."""
+    paths = {path for module in modules for path in SEGMENTS[module]}
+    for path in paths:
+        if not any(path.startswith(f"{outer}.") for outer in paths):
+            layer.set_submodule(path, Recomputed(layer.get_submodule(path)))
 
-    def run(inputs: Tensor, *, graph_only: bool = False) -> Tensor:
-        for function in functions:
-            inputs = function(inputs)
-        return last(inputs, graph_only=graph_only)
 
-    return run
+class LayerGroup(nn.Module):
+    """Transformer layers that run as one."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    @property
+    def last_linear(self) -> SkippableLinear:
+        """The linear layer at the end of the last layer."""
+        return cast(SkippableLinear, self.layers[-1].last_linear)
+
+    def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, *arguments)
+        return hidden

@@ -76,6 +76,17 @@ class RankGrid:
             stride *= size
         return tuple(base + sum(steps) for steps in product(*reversed(offsets)))
 
+    def levels(self, rank: int, axis: str, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The group of ``rank`` on each level of an axis: ``sizes[0]`` neighbours, then ``sizes[1]`` such groups."""
+        ranks = self.group(rank, (axis,))
+        assert not sizes or prod(sizes) == len(ranks), (sizes, ranks)
+        place = ranks.index(rank)
+        strides = [prod(sizes[:level]) for level in range(len(sizes))]
+        starts = [place - place // stride % size * stride for stride, size in zip(strides, sizes)]
+        return tuple(
+            ranks[start : start + size * stride : stride] for start, size, stride in zip(starts, sizes, strides)
+        )
+
     def groups(self, axes: Iterable[str]) -> Iterator[tuple[int, ...]]:
         """Every group along ``axes``; together they partition the ranks."""
         names = tuple(axes)
@@ -105,7 +116,7 @@ class Topology:
         self.device = device
         self._timeout = timeout
         self.coordinates = grid.coordinates(rank)
-        self._communicators: dict[tuple[str, ...], Communicator] = {}
+        self._communicators: dict[tuple[str | int, ...], Communicator] = {}
         self._channels: dict[tuple[str, bool], Communicator] = {}
 
     has_memory = True
@@ -113,12 +124,14 @@ class Topology:
 
     def communicator(self, *axes: str) -> Communicator:
         """The communicator along ``axes`` that this rank belongs to; its process group is made on first use."""
-        if axes not in self._communicators:
-            ranks = self.grid.group(self.rank, axes)
+        return self._communicator(axes, self.grid.group(self.rank, axes), "x".join(axes))
+
+    def _communicator(self, key: tuple[str | int, ...], ranks: tuple[int, ...], name: str) -> Communicator:
+        if key not in self._communicators:
             # Two communicators of the same ranks are counted under their own names and share one process group.
             twin = next((other for other in self._communicators.values() if other.ranks == ranks), None)
-            self._communicators[axes] = self._connect(ranks, "x".join(axes), twin)
-        return self._communicators[axes]
+            self._communicators[key] = self._connect(ranks, name, twin)
+        return self._communicators[key]
 
     def _connect(
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
@@ -164,6 +177,11 @@ class Topology:
     def context_parallel(self) -> Communicator:
         """Ranks that share a sequence."""
         return self.communicator("cp")
+
+    def context_parallel_levels(self, sizes: Sequence[int]) -> tuple[Communicator, ...]:
+        """This rank's communicator on each level of the context-parallel ranks (:meth:`RankGrid.levels`)."""
+        groups = self.grid.levels(self.rank, "cp", sizes)
+        return tuple(self._communicator(("cp", *sizes, level), ranks, "cp") for level, ranks in enumerate(groups))
 
     @property
     def data_parallel(self) -> Communicator:

@@ -1,9 +1,8 @@
-"""A result on a shared file system that one process builds while the others, of this job or another, wait.
+"""Build a result on a shared file system in one process while the others, of this job or another, wait.
 
-The lock is a file that its holder creates and rewrites every few seconds; waiters see it change. It needs no more of
-a file system than that a file is created once (``O_EXCL``), which NFS and Lustre do, where ``flock`` is often switched
-off. It saves work and no more: should a holder be taken for dead that is not, both build the same bytes, and files
-appear under their names in one atomic step.
+The lock is a file that its owner creates and rewrites every few seconds; waiting processes watch it change. It only
+needs atomic creation (``O_EXCL``), which NFS and Lustre support, while ``flock`` is often disabled. The lock only saves
+work: if a live owner is taken for dead, both build the same bytes, and files appear atomically.
 """
 
 import json
@@ -29,10 +28,10 @@ _SUFFIX = ".incomplete"
 
 
 def load_or_build_once(stem: str, load: Callable[[], T | None], build: Callable[[], T]) -> T:
-    """What ``load`` finds, or what ``build`` makes and stores; at a time one process builds under a ``stem``.
+    """The result of ``load``, or of ``build``, which stores it; one process at a time builds under a ``stem``.
 
-    The others wait until ``load`` finds it, or until the one that builds has gone. Raises :class:`OSError` where
-    the directory cannot be written.
+    The others wait until ``load`` succeeds or the building process has ended. Raises :class:`OSError` if the directory
+    is not writable.
     """
     lock = f"{stem}.lock"
     watch: _Watch | None = None
@@ -49,22 +48,23 @@ def load_or_build_once(stem: str, load: Callable[[], T | None], build: Callable[
     return found
 
 
-def write_atomically(path: str, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, bring it to the disk, then give it that name."""
+def write_atomically(path: str, write: Callable[[BinaryIO], T]) -> T:
+    """Write a temporary file with ``write``, sync it, and rename it; returns the result of ``write``."""
     temporary = f"{path}.{os.getpid()}-{uuid.uuid4().hex[:8]}{_SUFFIX}"
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            result = write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        return result
     finally:
         with suppress(FileNotFoundError):
             os.remove(temporary)
 
 
 def _take(lock: str) -> bool:
-    """Create the lock; False where there is one already."""
+    """Create the lock; False if it exists."""
     try:
         with open(lock, "x", encoding="utf-8") as file:
             file.write(_sign_of_life())
@@ -74,12 +74,12 @@ def _take(lock: str) -> bool:
 
 
 def _sign_of_life() -> str:
-    """Who holds a lock, and when (which a waiter compares only with the former reading)."""
+    """Owner and time of a renewal; a waiting process compares it only with its previous value."""
     return json.dumps({"host": _host(), "process": os.getpid(), "time": time.time()})
 
 
 def _host() -> str:
-    """Where a process number means a process: containers of one host may share its name, but not their processes."""
+    """Host or container whose process ids are comparable."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
@@ -88,7 +88,7 @@ def _host() -> str:
 
 @contextmanager
 def _held(lock: str) -> Iterator[None]:
-    """Rewrite the lock now and then; remove it in the end."""
+    """Rewrite the lock periodically, and remove it at the end."""
     done = threading.Event()
 
     def beat() -> None:
@@ -110,7 +110,7 @@ def _held(lock: str) -> Iterator[None]:
 
 
 class _Watch:
-    """A waiter's view of a lock."""
+    """A lock as seen by a waiting process."""
 
     def __init__(self, lock: str) -> None:
         self._lock = lock
@@ -119,7 +119,7 @@ class _Watch:
         _logger.info("Waiting for another process to build %s", lock.removesuffix(".lock"))
 
     def holder_lives(self) -> bool:
-        """Whether the lock is free, or its holder has shown a sign of life lately."""
+        """Whether the lock is free, or was renewed recently."""
         try:
             with open(self._lock, encoding="utf-8") as file:
                 text = file.read()
@@ -130,8 +130,8 @@ class _Watch:
         return time.monotonic() - self._seen < _STALE_AFTER and not self._is_known_to_be_gone()
 
     def remove_what_it_left(self, stem: str) -> None:
-        """The lock; and the holder's temporary files, where it is certain that it has gone."""
-        _logger.warning("Whoever built %s has gone (%s): building it again", stem, self._text)
+        """Remove the lock, and its owner's temporary files if the owner has certainly ended."""
+        _logger.warning("The process that built %s has ended (%s): building it again", stem, self._text)
         leftovers = []
         if self._is_known_to_be_gone():
             leftovers = glob(f"{escape(stem)}*.{self._holder()['process']}-*{_SUFFIX}")

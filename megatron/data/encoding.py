@@ -1,4 +1,4 @@
-"""From batches of documents to arrays of tokens: what a worker of tools/preprocess_data.py does."""
+"""Tokenize batches of documents: the work of a process of tools/preprocess_data.py."""
 
 import functools
 from typing import NamedTuple
@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import DataError
 from megatron.data.text_inputs import BadDocument, Batch, parse_documents, place_of, text_bytes
 from megatron.data.tokenizers import TokenizedTexts, Tokenizer, build_tokenizer
+from megatron.errors import DataError
 
 _NAMED_BAD_DOCUMENTS = 10  # per batch; all are counted
 
@@ -18,15 +18,15 @@ class EncodedKey(NamedTuple):
     """The tokens of a batch for one key."""
 
     tokens: npt.NDArray[np.int32]
-    """All documents back to back."""
+    """All documents, concatenated."""
     lengths: npt.NDArray[np.int32]
     """Tokens of each document that is not empty."""
     empty: int
-    """Documents without a token, which are left out."""
+    """Documents without tokens, which are dropped."""
 
 
 class EncodedBatch(NamedTuple):
-    """What a worker sends back."""
+    """The result of a worker."""
 
     documents: int
     text_bytes: int
@@ -34,11 +34,11 @@ class EncodedBatch(NamedTuple):
     keys: list[EncodedKey]
     num_bad: int
     bad: list[BadDocument]
-    """The first of those that were left out."""
+    """The first skipped documents."""
 
 
 class EncodeTask(NamedTuple):
-    """How batches are encoded."""
+    """Parameters of the tokenization."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -48,14 +48,14 @@ class EncodeTask(NamedTuple):
 
 @functools.cache
 def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """One per process, however many batches it gets; forked workers inherit that of their parent, ready for use."""
+    """One tokenizer per process; forked workers inherit that of their parent."""
     tokenizer = build_tokenizer(config)
     tokenizer.tokenize_to_arrays([])
     return tokenizer
 
 
 def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
-    """Tokenize a batch. Raises :class:`DataError` that names the place of a bad document, unless they are skipped."""
+    """Tokenize a batch. Raises :class:`DataError` with the place of a bad document, unless they are skipped."""
     tokenizer = shared_tokenizer(task.tokenizer)
     good: list[tuple[int, list[str]]] = []
     bad: list[tuple[int, str]] = []
@@ -73,7 +73,7 @@ def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
         encoded = _tokenize(good, len(task.keys), tokenizer) or []
     named = [BadDocument(place_of(batch, number), reason) for number, reason in bad[:_NAMED_BAD_DOCUMENTS]]
     if bad and not task.skip_bad_documents:
-        raise DataError(f"{named[0].place} {named[0].reason}, or pass over such documents with --skip-bad-documents.")
+        raise DataError(f"{named[0].place} {named[0].reason}, or skip such documents with --skip-bad-documents.")
     keys = [_join_documents(texts, tokenizer.eod if task.append_eod else None) for texts in encoded]
     return EncodedBatch(len(good), text_bytes(batch), batch.stored_bytes, keys, len(bad), named)
 
@@ -91,7 +91,7 @@ def _tokenize(
 def _try_each(
     documents: list[tuple[int, list[str]]], tokenizer: Tokenizer
 ) -> tuple[list[tuple[int, list[str]]], list[tuple[int, str]]]:
-    """The documents that the tokenizer takes, and what it says of the others."""
+    """The documents that the tokenizer accepts, and its errors for the others."""
     good, bad = [], []
     for number, texts in documents:
         try:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset, Piece
 from megatron.data.order_cache import Arrays, Description, load_or_build
 from megatron.data.sample_order import (
@@ -30,6 +29,7 @@ from megatron.data.sample_order import (
     plan_epochs,
     split_range,
 )
+from megatron.errors import DataError
 
 Sample = dict[str, npt.NDArray[Any]]
 
@@ -47,37 +47,37 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """What all corpora of a run have in common."""
+    """Settings that all corpora of a run share."""
 
     seq_length: int
     seed: int
     split: str | None
-    """Weights of train, validation and test, as in ``--split``; None: each corpus is of one split as a whole."""
+    """Weights of train, validation and test, as in ``--split``; None: each corpus belongs to one split."""
     tokenizer: Description | None = None
     """Description of the tokenizer; part of the cache key."""
     cache_directory: str | None = None
-    """Where orders are kept; None: nowhere."""
+    """Directory of the cached sample orders; None: no cache."""
     masked_token: int | None = None
-    """No loss where the input is this token (``--eod-mask-loss``: end-of-document)."""
+    """The loss is masked at this input token (``--eod-mask-loss``: end-of-document)."""
     extendable: bool = False
-    """Every epoch is shuffled apart (``--sample-order extendable``)."""
+    """Shuffle every epoch separately (``--sample-order extendable``)."""
     document_end: int | None = None
-    """Samples say where documents begin: behind this token."""
+    """End-of-document token; if set, samples include document boundaries."""
 
 
 class GPTDataset:
     """Samples of ``seq_length`` tokens from one split (0 train, 1 validation, 2 test) of one corpus.
 
-    Documents are shuffled, laid end to end and cut, for as many epochs as ``num_samples`` needs; all samples
-    of these epochs are there, so the length may exceed ``num_samples`` (None: one epoch). Raises
-    :class:`DataError` when samples are asked of a split that has not the tokens for one.
+    Documents are shuffled, concatenated and cut, for as many epochs as ``num_samples`` needs (None: one epoch). All
+    samples of these epochs are accessible, so the length may exceed ``num_samples``. Raises :class:`DataError` if
+    samples are requested of a split that is shorter than one sample.
     """
 
     def __init__(
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
         self._arguments = corpus, split_index, num_samples, settings
-        self._corpus = corpus
+        self.corpus = corpus
         self._masked_token, self._document_end = settings.masked_token, settings.document_end
         sequences = split_range(_bounds(settings.split, split_index), len(corpus))
         tokens = int(corpus.sequence_lengths[slice(*sequences)].sum(dtype=np.int64))
@@ -86,6 +86,8 @@ class GPTDataset:
             raise DataError(_too_few_tokens(corpus.prefix, split, sequences, tokens, settings))
         plan = plan_epochs(tokens, settings.seq_length, num_samples or None)
         self.description = _describe(corpus, split_index, num_samples, plan.num_epochs, settings)
+        self.num_epochs = plan.num_epochs
+        """Epochs in the sample order."""
         self.order = self._load_or_build_order(sequences, plan, num_samples or None, settings)
 
     def _load_or_build_order(
@@ -99,8 +101,8 @@ class GPTDataset:
         build_order = build_extendable_order if settings.extendable else build_sample_order
 
         def build() -> Arrays:
-            self._corpus.check_sequences()
-            lengths, seq_length = self._corpus.sequence_lengths, settings.seq_length
+            self.corpus.check_sequences()
+            lengths, seq_length = self.corpus.sequence_lengths, settings.seq_length
             return build_order(
                 lengths, sequences, seq_length=seq_length, num_samples=num_samples, seed=settings.seed
             )._asdict()
@@ -110,13 +112,13 @@ class GPTDataset:
                 settings.cache_directory,
                 self.description,
                 shapes=shapes,
-                newer_than=self._corpus.modification_time,
+                newer_than=self.corpus.modification_time,
                 build=build,
             )
         )
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """A worker process that is not forked maps the order from the cache instead of receiving it."""
+        """A spawned worker maps the sample order from the cache instead of receiving it."""
         return (GPTDataset, self._arguments) if self._arguments[-1].cache_directory else super().__reduce__()
 
     def __len__(self) -> int:
@@ -126,24 +128,24 @@ class GPTDataset:
         return _sample(self._text(int(self.order.shuffle_index[index])), self._masked_token, self._document_end)
 
     def _text(self, row: int) -> npt.NDArray[np.int64]:
-        """The s + 1 tokens from one row of the sample index up to and including the start of the next."""
+        """The s + 1 tokens of one row of the sample index."""
         (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
         documents = self.order.document_index[first : last + 1].tolist()
         pieces: list[Piece] = [(document, 0, None) for document in documents]
         pieces[-1] = (documents[-1], 0, last_offset + 1)
         pieces[0] = (documents[0], offset, last_offset + 1 - offset if first == last else None)
-        return np.concatenate(self._corpus.pieces(pieces), dtype=np.int64, casting="unsafe")
+        return np.concatenate(self.corpus.pieces(pieces), dtype=np.int64, casting="unsafe")
 
 
 def _bounds(split: str | None, split_index: int) -> tuple[float, float] | None:
-    """The share of a corpus that a split gets."""
+    """The part of a corpus that belongs to a split."""
     return (0.0, 1.0) if split is None else parse_split(split)[split_index]
 
 
 def _describe(
     corpus: IndexedDataset, split_index: int, num_samples: int | None, num_epochs: int, settings: SampleSettings
 ) -> Description:
-    """All that an order depends on, in Megatron-LM's order and words as far as it has them."""
+    """All parameters of a sample order, in Megatron-LM's order and spelling."""
     description: Description = {
         "class": "GPTDataset",
         "dataset_path": corpus.prefix,
@@ -166,8 +168,8 @@ def _describe(
 class BlendedDataset:
     """Samples from several datasets of one split, interleaved in proportion to ``weights``.
 
-    ``size`` None takes every sample of every dataset once, with weights proportional to their lengths.
-    Raises :class:`DataError` when a dataset is shorter than its part of the blend.
+    ``size`` None uses every sample of every dataset once, with weights proportional to their lengths. Raises
+    :class:`DataError` if a dataset is shorter than its part of the blend.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class BlendedDataset:
         cache_directory: str | None = None,
     ) -> None:
         self._arguments = datasets, weights, size, split_index, cache_directory
-        self._datasets = datasets
+        self.datasets = datasets
         lengths = [len(dataset) for dataset in datasets]
         self.description: Description = {
             "class": "BlendedDataset",
@@ -214,21 +216,27 @@ class BlendedDataset:
         return {"dataset_index": datasets, "dataset_sample_index": samples}
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """As that of :class:`GPTDataset`."""
         return (BlendedDataset, self._arguments) if self._arguments[-1] else super().__reduce__()
 
     def __len__(self) -> int:
         return len(self.dataset_index)
 
     def __getitem__(self, index: int) -> Sample:
-        return self._datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+        return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
+
+
+def epochs_of(dataset: Dataset) -> dict[str, int]:
+    """Epochs in the sample order of each corpus, by prefix; empty for synthetic data."""
+    if isinstance(dataset, BlendedDataset):
+        return {child.corpus.prefix: child.num_epochs for child in dataset.datasets}
+    return {dataset.corpus.prefix: dataset.num_epochs} if isinstance(dataset, GPTDataset) else {}
 
 
 class MockDataset:
     """Synthetic samples, a pure function of (seed, split, index): noisy arithmetic progressions.
 
-    Each sample counts up modulo ``vocab_size`` from a random start by a random small stride, and every tenth
-    token or so is random: a model learns it within a few hundred steps, yet never to a loss of zero.
+    Each sample counts up modulo ``vocab_size`` from a random start with a small random stride, and about every tenth
+    token is random: a model learns this in a few hundred steps, but the loss never reaches zero.
     """
 
     def __init__(
@@ -280,7 +288,7 @@ def _sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end:
 
 
 def document_starts(tokens: npt.NDArray[np.int64], document_end: int) -> npt.NDArray[np.bool_]:
-    """Whether a document begins at each of ``tokens`` ``[s]``: at the first, and behind each end of a document."""
+    """Whether a document begins at each of ``tokens`` ``[s]``: at the first, and after each end-of-document token."""
     starts = np.ones(tokens.shape, dtype=np.bool_)
     starts[1:] = tokens[:-1] == document_end
     return starts

@@ -8,18 +8,18 @@ offsets, int64 x D sequence numbers where documents start, and optionally int8 x
 import mmap as memory_map
 import os
 import struct
-import uuid
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.errors import DataError
+from megatron.data.corpus_digests import Writable
+from megatron.data.corpus_files import NewCorpus
 from megatron.data.remote import RemoteFile
-from megatron.data.storage import is_remote
+from megatron.errors import DataError
+from megatron.urls import is_url
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -58,7 +58,7 @@ class _Index(NamedTuple):
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that Megatron-LM stores tokens of a vocabulary of this size in: uint16 or int32."""
+    """Dtype in which Megatron-LM stores tokens of a vocabulary of this size: uint16 or int32."""
     return np.dtype("<u2") if vocab_size < _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 else np.dtype("<i4")
 
 
@@ -69,10 +69,9 @@ Piece = tuple[int, int, int | None]
 class IndexedDataset:
     """Random access to the token sequences of ``prefix.bin`` and ``prefix.idx``.
 
-    Nothing is read before it is asked for: both files are memory-mapped (``mmap=False`` reads ``.bin`` with
-    ordinary file reads). A prefix such as ``s3://bucket/corpus`` is one of fsspec's: the index is copied once to the
-    local directory ``index_cache``, the tokens are read by ranges. Raises :class:`DataError` when the files are
-    missing or damaged, or when they do not fit together.
+    Both files are memory-mapped (``mmap=False`` reads ``.bin`` with ordinary file reads). For a URL such as
+    ``s3://bucket/corpus``, the index is copied once to the local directory ``index_cache`` and tokens are read by
+    ranges. Raises :class:`DataError` if the files are missing, damaged or inconsistent.
     """
 
     def __init__(self, prefix: str, mmap: bool = True, index_cache: str | None = None) -> None:
@@ -82,14 +81,16 @@ class IndexedDataset:
         self._remote: RemoteFile | None = None
         self._tokens: npt.NDArray[Any] | None = None
         self.version: str | None = None
-        """Of remote data: a text that changes with it; local data has a :attr:`modification_time` instead."""
-        if is_remote(prefix):
+        """Content version of remote data; local data has a :attr:`modification_time`."""
+        if is_url(prefix):
             self._open_remote(index_cache)
         else:
             self._open_local()
 
     def _open_local(self) -> None:
-        self._index = _read_index(f"{self.prefix}.idx")
+        self.index_path = f"{self.prefix}.idx"
+        """The ``.idx`` file, or the local copy of a remote one."""
+        self._index = _read_index(self.index_path)
         self.modification_time = os.path.getmtime(f"{self.prefix}.idx")
         self.stored_bytes = _file_size(f"{self.prefix}.bin")
         """Size of ``.bin``; what lies behind the last sequence does not matter."""
@@ -102,27 +103,27 @@ class IndexedDataset:
     def _open_remote(self, index_cache: str | None) -> None:
         if index_cache is None:
             raise DataError(
-                f"{self.prefix} is remote, and its index needs a local copy: give a directory with --data-cache-path "
-                "or --object-storage-cache-path."
+                f"{self.prefix} is remote, and its index needs a local copy: set --data-cache-path "
+                "or --object-storage-cache-path to a local directory."
             )
         index_file = RemoteFile(f"{self.prefix}.idx")
-        self._index = _read_index(index_file.copy_to(index_cache), f"{self.prefix}.idx")
+        self.index_path = index_file.copy_to(index_cache)
+        self._index = _read_index(self.index_path, f"{self.prefix}.idx")
         self.modification_time, self.version = 0.0, index_file.version
         self._remote = RemoteFile(f"{self.prefix}.bin")
         self.stored_bytes = self._remote.size
         _check_bin_size(self.prefix, self._index, self.stored_bytes)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
-        """A worker process opens the files anew instead of receiving their content."""
+        """A worker process opens the files again instead of receiving their content."""
         return IndexedDataset, (self.prefix, self._mmap, self._index_cache)
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self._index.sequence_lengths)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of stored tokens."""
+        """Dtype of the stored tokens."""
         return self._index.dtype
 
     @property
@@ -132,7 +133,7 @@ class IndexedDataset:
 
     @property
     def byte_offsets(self) -> npt.NDArray[np.int64]:
-        """Where each sequence begins in ``.bin``, [S] int64."""
+        """Start of each sequence in ``.bin``, [S] int64."""
         return self._index.byte_offsets
 
     @property
@@ -147,7 +148,6 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
         if not len(self):
             return 0
         last = int(self._index.byte_offsets[-1]) // self.dtype.itemsize
@@ -158,11 +158,11 @@ class IndexedDataset:
         return self.pieces([(index, offset, length)])[0]
 
     def pieces(self, pieces: Sequence[Piece]) -> list[npt.NDArray[Any]]:
-        """The tokens of each of ``pieces``, in :attr:`dtype`; remote ones are asked for at the same time."""
+        """Tokens of each range in ``pieces``, in :attr:`dtype`; remote ranges are requested concurrently."""
         return self.runs([self._place(*piece) for piece in pieces])
 
     def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
-        """Position in ``.bin`` and number of tokens of a piece."""
+        """Position in ``.bin`` and number of tokens of a range."""
         available = int(self._index.sequence_lengths[index])
         if length is None:
             length = available - offset
@@ -171,11 +171,11 @@ class IndexedDataset:
         return int(self._index.byte_offsets[index]) // self.dtype.itemsize + offset, length
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
-        """``length`` tokens from position ``start`` of ``.bin``, whatever sequence they belong to."""
+        """``length`` tokens from position ``start`` of ``.bin``, across sequences."""
         return self.runs([(start, length)])[0]
 
     def runs(self, places: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
-        """:meth:`tokens` of each (start, length); remote ones are asked for at the same time."""
+        """:meth:`tokens` of each (start, length); remote ranges are requested concurrently."""
         if self._tokens is not None:
             return [self._tokens[start : start + length] for start, length in places]
         size = self.dtype.itemsize
@@ -187,8 +187,17 @@ class IndexedDataset:
             contents = [self._read(*place) for place in ranges]
         return [np.frombuffer(content, self.dtype) for content in contents]
 
+    def stored(self, start: int, size: int) -> bytes | bytearray:
+        """``size`` bytes of ``.bin`` from ``start``, read from the file and not from the mapping."""
+        if self._remote is not None:
+            return self._remote.read_ranges([(start, size)])[0]
+        try:
+            return self._read(start, size)
+        except OSError as error:
+            raise DataError(_cannot_open(f"{self.prefix}.bin", error)) from error
+
     def check_sequences(self) -> None:
-        """Raise :class:`DataError` when a sequence does not lie in ``.bin``; reads the whole index."""
+        """Raise :class:`DataError` if a sequence is outside of ``.bin``; reads the whole index."""
         lengths, offsets = self._index.sequence_lengths, self._index.byte_offsets
         end = self.num_tokens * self.dtype.itemsize
         for start in range(0, len(self), _CHECKED_SEQUENCES):
@@ -203,21 +212,20 @@ class IndexedDataset:
                 )
 
     def _read(self, position: int, size: int) -> bytearray:
-        """``size`` bytes of ``.bin``; pread keeps no position, so forked workers can share the file."""
+        """``size`` bytes of ``.bin``; pread has no file position, so forked workers can share the file."""
         content = bytearray()
         while len(content) < size:
             piece = os.pread(self._bin_file.fileno(), size - len(content), position + len(content))
             if not piece:
-                raise DataError(f"{self.prefix}.bin has become shorter while it was read: {_ANEW}.")
+                raise DataError(f"{self.prefix}.bin was truncated while it was read: {_ANEW}.")
             content += piece
         return content
 
 
 def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str) -> None:
-    """Raise :class:`DataError` when a token of the data is no id of the vocabulary.
+    """Raise :class:`DataError` if a token is outside of the vocabulary.
 
-    Looks at up to a million tokens, evenly spread: enough to notice another tokenizer, cheap enough to do
-    on every start.
+    Checks up to a million tokens, evenly spread: enough to detect another tokenizer, cheap enough for every start.
     """
     total = dataset.num_tokens
     runs = min(_CHECKED_RUNS, -(-total // _CHECKED_RUN_LENGTH))
@@ -228,14 +236,14 @@ def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str) -> 
             raise DataError(
                 f"{prefix}.bin holds token id {lowest if lowest < 0 else highest}, but the vocabulary has "
                 f"ids 0..{vocab_size - 1}: the tokenizer does not match the data, so set --tokenizer-type "
-                "and --tokenizer-model (or --vocab-size) to those that the data was made with."
+                "and --tokenizer-model (or --vocab-size) to the tokenizer of the corpus."
             )
 
 
 def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
-    """Raise :class:`DataError` when no document ends with the token that ends documents.
+    """Raise :class:`DataError` if no document ends with the end-of-document token.
 
-    Looks at up to 256 of them, evenly spread. Some may lack it, since long documents are also cut in several.
+    Checks up to 256 documents, evenly spread. Some may lack it, since long documents may be split into several.
     """
     documents = len(dataset.document_indices) - 1
     looked_at = np.linspace(0, documents - 1, min(_CHECKED_RUNS, documents), dtype=np.int64)
@@ -248,16 +256,15 @@ def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
             f"None of {len(tokens)} documents of {dataset.prefix} ends with the tokenizer's end-of-document token "
             f"{document_end}, by which --reset-attention-mask, --dataloader-inter-document-masking and "
             "--reset-position-ids find where documents begin: write the data again with tools/preprocess_data.py "
-            "--append-eod, or drop these flags."
+            "--append-eod, or remove these flags."
         )
 
 
 class IndexedDatasetWriter:
-    """Writes ``prefix.bin`` and ``prefix.idx``, one sequence per document, byte-equal to Megatron-LM.
+    """Writes ``prefix.bin``, ``prefix.idx`` and their digests, one sequence per document, byte-equal to Megatron-LM.
 
-    Tokens stream to disk; memory holds four bytes per document. Both files appear under their names only
-    when :meth:`finalize` has completed them. As a context manager it finalizes on success, and removes what
-    it has written on an exception.
+    Tokens stream to disk; memory holds four bytes per document. The files appear when :meth:`finalize` has completed
+    them. As a context manager it finalizes on success and removes its files after an exception.
     """
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
@@ -265,60 +272,32 @@ class IndexedDatasetWriter:
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._lengths = array("i")
-        suffix = f".{uuid.uuid4().hex[:8]}.incomplete"
-        self._paths = {kind: (f"{prefix}{kind}{suffix}", f"{prefix}{kind}") for kind in (".bin", ".idx")}
-        try:
-            os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-            self._bin_file: BinaryIO = open(self._paths[".bin"][0], "wb", buffering=1 << 20)  # noqa: SIM115
-        except OSError as error:
-            raise self._cannot_write(error) from error
+        self._files = NewCorpus(prefix)
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Append one document of tokens."""
         array_of_tokens = np.asarray(tokens)
         self.add_documents(array_of_tokens, np.array([array_of_tokens.size]))
 
     def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Append several documents: their ``tokens`` back to back, and the ``lengths`` in tokens of each."""
+        """Append several documents: concatenated ``tokens``, and the ``lengths`` of each."""
         flat, sizes = np.asarray(tokens).reshape(-1), np.asarray(lengths, dtype=np.int32)
         if int(sizes.sum(dtype=np.int64)) != flat.size:
             raise ValueError(f"{flat.size} tokens, but documents of {int(sizes.sum(dtype=np.int64))} in all")
         if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self._vocab_size:
             raise DataError(
                 f"Token ids {int(flat.min())}..{int(flat.max())} do not fit {self.prefix}.bin, which is "
-                f"written for a vocabulary of {self._vocab_size} ids: use the tokenizer that made them."
+                f"written for a vocabulary of {self._vocab_size} ids: use the tokenizer of the corpus."
             )
-        try:
-            self._bin_file.write(flat.astype(self._dtype, copy=False).tobytes())
-        except OSError as error:
-            raise self._cannot_write(error) from error
+        self._files.write_tokens(flat.astype(self._dtype, copy=False).tobytes())
         self._lengths.frombytes(sizes.tobytes())
 
     def finalize(self) -> None:
-        """Complete both files and give them their names."""
-        try:
-            _close_on_disk(self._bin_file)
-            with open(self._paths[".idx"][0], "wb") as index_file:
-                self._write_index(index_file)
-                _close_on_disk(index_file)
-            # A reader that starts between the two renames must not pair an old index with new tokens.
-            with suppress(FileNotFoundError):
-                os.remove(self._paths[".idx"][1])
-            for temporary, final in self._paths.values():
-                os.replace(temporary, final)
-        except OSError as error:
-            raise self._cannot_write(error) from error
+        """Complete the files and rename them."""
+        self._files.commit(self._write_index)
 
     def abort(self) -> None:
-        """Remove what has been written so far."""
-        with suppress(OSError):  # a full disk refuses the last of the buffer, too
-            self._bin_file.close()
-        for temporary, _ in self._paths.values():
-            with suppress(FileNotFoundError):
-                os.remove(temporary)
-
-    def _cannot_write(self, error: OSError) -> DataError:
-        return DataError(f"{self.prefix}.bin and .idx cannot be written ({error.strerror}): choose another output.")
+        """Remove the unfinished files."""
+        self._files.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -333,7 +312,7 @@ class IndexedDatasetWriter:
             self.abort()
             raise
 
-    def _write_index(self, index_file: BinaryIO) -> None:
+    def _write_index(self, index_file: Writable) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         count = len(lengths)
         starts = range(0, count + 1, _WRITE_CHUNK)
@@ -344,7 +323,7 @@ class IndexedDatasetWriter:
 
 
 def write_index(
-    index_file: BinaryIO,
+    index_file: Writable,
     dtype: np.dtype[Any],
     lengths: Iterable[npt.NDArray[Any]],
     offsets: Iterable[npt.NDArray[Any]],
@@ -352,7 +331,7 @@ def write_index(
     num_sequences: int,
     num_documents: int,
 ) -> None:
-    """Write an ``.idx`` file, its arrays given in pieces: see :class:`IndexedDataset` for what they are."""
+    """Write an ``.idx`` file from arrays in parts; see :class:`IndexedDataset`."""
     index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1))
     for pieces, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
         for piece in pieces:
@@ -360,7 +339,7 @@ def write_index(
 
 
 def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Where each sequence starts in ``.bin``, a chunk at a time."""
+    """Start of each sequence in ``.bin``, in chunks."""
     position = 0
     for start in range(0, len(lengths), _WRITE_CHUNK):
         ends = position + np.cumsum(lengths[start : start + _WRITE_CHUNK], dtype=np.int64) * itemsize
@@ -368,19 +347,12 @@ def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt
         position = int(ends[-1])
 
 
-def _close_on_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
 def _map_file(file: BinaryIO) -> npt.NDArray[np.uint8]:
-    """The content of an open, non-empty file as bytes [size], mapped."""
     return np.frombuffer(memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_READ), dtype=np.uint8)
 
 
 def _read_index(path: str, name: str | None = None) -> _Index:
-    """Map an index and check that it is whole; errors call it ``name`` (of which ``path`` may be a copy)."""
+    """Map and check an index; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < _HEADER.size:
@@ -392,26 +364,26 @@ def _read_index(path: str, name: str | None = None) -> _Index:
     dtype, sequences, documents = _parse_header(path, content[: _HEADER.size].tobytes())
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if len(content) not in (expected, expected + sequences):
-        raise DataError(f"{path} has {len(content)} bytes where its header announces {expected}: {_ANEW}.")
+        raise DataError(f"{path} has {len(content)} bytes, but its header requires {expected}: {_ANEW}.")
     return _check_documents(path, _split_index(content, dtype, sequences, documents))
 
 
 def _cannot_open(path: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return (
-            f"{path} does not exist: give --data-path prefixes without .bin or .idx, and make the files with "
+            f"{path} does not exist: set --data-path to prefixes without .bin or .idx, and make the files with "
             "tools/preprocess_data.py."
         )
     return f"{path} cannot be opened ({error.strerror}): make it readable."
 
 
 def _parse_header(path: str, header: bytes) -> tuple[np.dtype[Any], int, int]:
-    """The dtype, the number of sequences and the length of the document array."""
+    """Dtype, number of sequences and length of the document array."""
     magic, version, code, sequences, documents = _HEADER.unpack(header)
     if magic != _MAGIC:
-        raise DataError(f"{path} is not an index of tokens, as its first bytes show: {_ANEW}.")
+        raise DataError(f"{path} is not an index of tokens (wrong magic bytes): {_ANEW}.")
     if version != _VERSION:
-        raise DataError(f"{path} has format version {version}, where only {_VERSION} is known: {_ANEW}.")
+        raise DataError(f"{path} has format version {version}, but only {_VERSION} is supported: {_ANEW}.")
     if code not in _DTYPE_OF_CODE:
         raise DataError(f"{path} has unknown token dtype code {code} (known: 1 to 8): {_ANEW}.")
     return _DTYPE_OF_CODE[code], sequences, documents
@@ -432,7 +404,7 @@ def _split_index(content: npt.NDArray[np.uint8], dtype: np.dtype[Any], sequences
 def _check_documents(path: str, index: _Index) -> _Index:
     sequences = len(index.sequence_lengths)
     if not len(index.document_indices) or int(index.document_indices[-1]) != sequences:
-        raise DataError(f"{path} has documents that do not end with its {sequences} sequences: {_ANEW}.")
+        raise DataError(f"{path} has document boundaries that do not match its {sequences} sequences: {_ANEW}.")
     return index
 
 
@@ -444,11 +416,11 @@ def _file_size(path: str) -> int:
 
 
 def _check_bin_size(prefix: str, index: _Index, size: int) -> None:
-    """``.bin``, of ``size`` bytes, must hold at least what the last sequence of the index needs."""
+    """Check that ``.bin``, of ``size`` bytes, contains the last sequence of the index."""
     needed = 0
     if len(index.sequence_lengths):
         needed = int(index.byte_offsets[-1]) + int(index.sequence_lengths[-1]) * index.dtype.itemsize
     if size < needed:
         raise DataError(
-            f"{prefix}.bin has {size} bytes where {prefix}.idx announces {needed}: copy it again, or {_ANEW}."
+            f"{prefix}.bin has {size} bytes, but {prefix}.idx requires {needed}: copy it again, or {_ANEW}."
         )

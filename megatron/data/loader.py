@@ -1,4 +1,4 @@
-"""From flags to datasets, and from datasets to microbatches of tensors."""
+"""Build datasets from flags, and microbatches of tensors from datasets."""
 
 import math
 import os
@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.config.data import DataConfig
-from megatron.config.errors import ConfigError, DataError
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     Dataset,
@@ -25,10 +24,13 @@ from megatron.data.gpt_dataset import (
     SampleSettings,
 )
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
+from megatron.data.loader_processes import POLL, UNLIMITED, LoaderProcesses, Patience
 from megatron.data.order_cache import Description
 from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
 from megatron.data.sources import Sources, read_sources
-from megatron.data.storage import is_remote
+from megatron.errors import ConfigError, DataError, LoaderError
+from megatron.operation.processes import die_with_parent
+from megatron.urls import is_url
 
 Microbatch = dict[str, torch.Tensor]
 
@@ -52,7 +54,7 @@ def build_datasets(
     process may do for all. Raises :class:`ConfigError` and :class:`DataError`.
     """
     if data.seq_length is None:
-        raise ConfigError("--seq-length is required: give the tokens per sample.")
+        raise ConfigError("--seq-length is missing: set it to the tokens per sample.")
     sources = read_sources(data)
     masked_token = eod if data.eod_mask_loss else None
     document_end = eod if data.marks_documents else None
@@ -104,15 +106,15 @@ def _cache_directory(data: DataConfig, sources: Sources) -> str:
     if data.data_cache_path is not None:
         return data.data_cache_path
     first = sources.prefixes[0]
-    if is_remote(first):
+    if is_url(first):
         raise ConfigError(
-            f"The corpus {first} is remote: give a directory for the sample order with --data-cache-path."
+            f"The corpus {first} is remote: set --data-cache-path to a local directory for the sample order."
         )
     return os.path.join(os.path.dirname(first), "cache", "GPTDataset_indices")
 
 
 def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> dict[str, IndexedDataset]:
-    """The corpora of the splits that are ``used``, by prefix."""
+    """The corpora of the ``used`` splits, by prefix."""
     for blend in sources.blends:
         if blend is not None and len(blend.prefixes) > _MAX_CORPORA:
             raise ConfigError(f"--data-path names {len(blend.prefixes)} corpora: blend at most {_MAX_CORPORA}.")
@@ -125,7 +127,7 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
 
 
 def _inspect(corpora: Iterable[IndexedDataset], vocab_size: int, document_end: int | None) -> None:
-    """Look at a part of the tokens: do they fit the vocabulary, and do documents end as they should?"""
+    """Check a part of the tokens: are they in the vocabulary, and do documents end with end-of-document?"""
     for corpus in corpora:
         check_token_range(corpus, vocab_size, corpus.prefix)
         if document_end is not None:
@@ -163,7 +165,7 @@ class _SplitBuilder:
         return GPTDataset(self.corpora[prefix], split_index, count, self.settings)
 
     def weighted(self, prefixes: list[str], weights: list[float], split_index: int, count: int) -> BlendedDataset:
-        """A blend with given, normalised weights."""
+        """A blend with normalised weights."""
         targets, counts = blend_targets(weights, count, self.surplus)
         size = sum(targets)
         children = self._each(prefixes, split_index, counts)
@@ -178,7 +180,7 @@ class _SplitBuilder:
         return BlendedDataset(children, weights, size, split_index, self.settings.cache_directory)
 
     def proportional(self, prefixes: list[str], split_index: int, count: int) -> BlendedDataset:
-        """A blend without weights: each corpus in proportion to the samples that it has."""
+        """A blend with weights proportional to the number of samples of each corpus."""
         children = self._each(prefixes, split_index, [None] * len(prefixes))
         lengths = [float(len(child)) for child in children]
         if not sum(lengths):
@@ -202,7 +204,7 @@ class _SplitBuilder:
 def microbatch_sample_indices(
     start_sample: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> list[int]:
-    """The samples of one rank in the microbatch that begins, over all ranks, with ``start_sample``."""
+    """The samples of one rank in the microbatch that begins with ``start_sample`` over all ranks."""
     if not 0 <= data_parallel_rank < data_parallel_size:
         raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
     first = start_sample + data_parallel_rank * micro_batch_size
@@ -230,10 +232,10 @@ def cyclic_microbatches(
     data_parallel_size: int,
     seed: int = 0,
 ) -> Iterator[list[int]]:
-    """Sample indices of each microbatch of a rank, without end, shuffled anew in every epoch.
+    """Sample indices of each microbatch of a rank, without end, shuffled in every epoch.
 
-    Each rank owns one contiguous bucket of samples and permutes it with a generator seeded by ``seed`` +
-    epoch; seed 0 gives Megatron-LM's order. The buckets, and so the order, depend on the data-parallel size.
+    Each rank permutes a contiguous range of samples with a generator seeded by ``seed`` + epoch; seed 0 gives
+    Megatron-LM's order. The ranges, and so the order, depend on the data-parallel size.
     """
     chunk = micro_batch_size * data_parallel_size
     epoch_samples = num_samples - num_samples % chunk
@@ -272,13 +274,14 @@ def build_loader(
     seed: int = 0,
     pin_memory: bool = False,
     positions: npt.NDArray[np.int64] | None = None,
+    patience: Patience = UNLIMITED,
 ) -> Iterator[Microbatch]:
     """This rank's microbatches: ``tokens`` and ``labels`` [mbs, s] int64, ``loss_mask`` [mbs, s] float32.
 
     With ``positions`` these hold the tokens at those places of each sample alone, as a context-parallel rank needs
     them; ``document_starts``, if the dataset has it, always speaks of the whole sample.
-    ``num_workers`` 0 reads in this process. ``seed`` matters to cyclic order only. Asking for more than the
-    dataset has raises :class:`DataError`.
+    ``num_workers`` 0 reads in this process, for which ``patience`` has no meaning. ``seed`` matters to cyclic order
+    only. Asking for more than the dataset has raises :class:`DataError`.
     """
     place = (len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
     cyclic = dataloader_type == "cyclic"
@@ -290,10 +293,11 @@ def build_loader(
         num_workers=num_workers,
         worker_init_fn=_prepare_worker,
         pin_memory=pin_memory,
+        timeout=POLL if num_workers else 0,
         # Of its own, so that a loader draws nothing from torch's global generator.
         generator=torch.Generator(),
     )
-    return _raise_when_exhausted(loader, len(dataset))
+    return _raise_when_exhausted(loader, len(dataset), patience)
 
 
 class _CheckedSamples:
@@ -318,16 +322,18 @@ class _CheckedSamples:
         if smallest < 0 or largest >= self._vocab_size:
             bad = smallest if smallest < 0 else largest
             return DataError(
-                f"Sample {index} has token id {bad}, but the tokenizer's ids end at {self._vocab_size - 1}: give "
-                "--tokenizer-type and --tokenizer-model of the tokenizer that made the data."
+                f"Sample {index} has token id {bad}, but the largest id of the tokenizer is {self._vocab_size - 1}: "
+                "set --tokenizer-type and --tokenizer-model to the tokenizer of the corpus."
             )
         if self._positions is None:
             return sample
         return {name: array if name == "document_starts" else array[self._positions] for name, array in sample.items()}
 
 
-def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterator[Microbatch]:
-    batches = iter(loader)
+def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int, patience: Patience) -> Iterator[Microbatch]:
+    batches: Iterator[Any] = iter(loader)
+    if loader.num_workers:
+        batches = LoaderProcesses(batches, patience)
     try:
         for batch in batches:
             if isinstance(batch, DataError):
@@ -336,11 +342,10 @@ def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int) -> Iterat
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
-        raise DataError(f"A loader process ended ({error}): use fewer --num-workers if memory ran out.") from error
+        raise LoaderError(f"A loader process ended ({error}): use fewer --num-workers if memory ran out.") from error
     finally:
-        # They ignore the signal by which Python would end them at exit.
-        if hasattr(batches, "_shutdown_workers"):
-            batches._shutdown_workers()
+        if isinstance(batches, LoaderProcesses):
+            batches.close()
     raise DataError(
         f"All {num_samples} samples of the dataset have been consumed: train for fewer iterations, or let "
         "the run ask for more samples when it builds its datasets."
@@ -358,6 +363,7 @@ def _stack(samples: list[Sample | DataError]) -> Microbatch | DataError:
 
 def _prepare_worker(worker: int) -> None:
     torch.set_num_threads(1)
+    die_with_parent()
     # Ctrl-C and schedulers signal all processes of a run, with whatever --exit-signal is; a graceful stop still needs
     # its microbatches. Workers end when the loader is closed, or when they notice that the training process is gone.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

@@ -1,28 +1,28 @@
-"""Several .bin/.idx pairs into one."""
+"""Merge several .bin/.idx pairs into one."""
 
 import os
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.errors import DataError
+from megatron.data.corpus_digests import Writable
+from megatron.data.corpus_files import NewCorpus
 from megatron.data.indexed_dataset import IndexedDataset, write_index
+from megatron.errors import DataError
 
 _COPIED_TOKENS = 1 << 22
 _CHUNK = 1 << 20  # numbers of an index array in memory
 
 
 def merge_datasets(prefixes: Sequence[str], output: str) -> tuple[int, int]:
-    """Write the sequences of all datasets, in their order, to one; returns sequences and tokens.
+    """Concatenate all datasets in order; returns the numbers of sequences and tokens.
 
-    Both files appear only when complete. Memory does not grow with the data. Raises :class:`DataError` when one is
-    damaged, or when they do not store tokens alike.
+    Both files appear only when complete. Memory does not depend on the size of the data. Raises :class:`DataError` for
+    a damaged dataset and for different token dtypes.
     """
     with tempfile.TemporaryDirectory() as index_cache:  # for those of remote datasets
         return _merge([IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes], output)
@@ -30,31 +30,15 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> tuple[int, int]:
 
 def _merge(datasets: Sequence[IndexedDataset], output: str) -> tuple[int, int]:
     _check_alike(datasets, output)
-    suffix = f".{uuid.uuid4().hex[:8]}.incomplete"
-    temporary = {kind: f"{output}{kind}{suffix}" for kind in (".bin", ".idx")}
+    files = NewCorpus(output)
     try:
-        os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
-        with open(temporary[".bin"], "wb") as tokens:
-            for dataset in datasets:
-                _append_tokens(dataset, tokens)
-            tokens.flush()
-            os.fsync(tokens.fileno())
-        with open(temporary[".idx"], "wb") as index:
-            _write_index(datasets, index)
-            index.flush()
-            os.fsync(index.fileno())
-        with suppress(FileNotFoundError):  # no reader may pair an old index with new tokens
-            os.remove(f"{output}.idx")
-        for kind, path in temporary.items():
-            os.replace(path, f"{output}{kind}")
-    except OSError as error:
-        raise DataError(
-            f"{output}.bin and .idx cannot be written ({error.strerror}): choose another output."
-        ) from error
-    finally:
-        for path in temporary.values():
-            with suppress(FileNotFoundError):
-                os.remove(path)
+        for dataset in datasets:
+            for tokens in _tokens_of(dataset):
+                files.write_tokens(tokens)
+        files.commit(lambda index: _write_index(datasets, index))
+    except BaseException:
+        files.abort()
+        raise
     return sum(map(len, datasets)), sum(dataset.num_tokens for dataset in datasets)
 
 
@@ -64,21 +48,21 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str) -> None:
         if dataset.dtype != first.dtype:
             raise DataError(
                 f"{first.prefix} stores tokens as {first.dtype}, {dataset.prefix} as {dataset.dtype}: datasets of "
-                "different tokenizers cannot be merged; give both to --data-path instead."
+                "different tokenizers cannot be merged; list both in --data-path instead."
             )
         if dataset.has_modes:
-            raise DataError(f"{dataset.prefix}.idx has sequence modes, which cannot be merged: leave it out.")
+            raise DataError(f"{dataset.prefix}.idx has sequence modes, which cannot be merged: remove it.")
         if os.path.abspath(dataset.prefix) == os.path.abspath(output):
-            raise DataError(f"{output} is an input, too: choose another --output-prefix.")
+            raise DataError(f"{output} is also an input: choose another --output-prefix.")
 
 
-def _append_tokens(dataset: IndexedDataset, output: BinaryIO) -> None:
-    """Copy ``.bin`` as far as the index needs it."""
+def _tokens_of(dataset: IndexedDataset) -> Iterator[bytes]:
+    """The content of ``.bin`` that the index uses, in parts."""
     for start in range(0, dataset.num_tokens, _COPIED_TOKENS):
-        output.write(dataset.tokens(start, min(_COPIED_TOKENS, dataset.num_tokens - start)).tobytes())
+        yield dataset.tokens(start, min(_COPIED_TOKENS, dataset.num_tokens - start)).tobytes()
 
 
-def _write_index(datasets: Sequence[IndexedDataset], index: BinaryIO) -> None:
+def _write_index(datasets: Sequence[IndexedDataset], index: Writable) -> None:
     bases = np.cumsum([0] + [dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets])
     firsts = np.cumsum([0] + [len(dataset) for dataset in datasets])
     write_index(

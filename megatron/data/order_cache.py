@@ -1,27 +1,39 @@
-"""Orders of samples on disk: ``.npy`` arrays under the md5 of a JSON description of all that they depend on.
+"""Sample orders on disk: ``.npy`` arrays under the md5 of a JSON description of their parameters.
 
-Keys and files are those of Megatron-LM.
+Keys and names of these files are Megatron-LM's. ``…-digests.json`` has the size and XXH3-128 of each. An entry is used
+only if every byte matches its digest; otherwise it is built again.
 """
 
 import hashlib
 import json
+import logging
 import math
+import mmap
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from megatron.config.errors import DataError
 from megatron.data.build_lock import load_or_build_once, write_atomically
+from megatron.data.sealed_text import is_sealed, seal
+from megatron.errors import DataError
+
+_logger = logging.getLogger(__name__)
+
+_READ_BYTES = 4 << 20  # digested at a time
+_FORMAT_VERSION = 1
 
 Description = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
 
 
 def description_hash(description: Description) -> str:
-    """The cache key of a description: the md5 of its JSON text, in which the order of fields counts."""
+    """Cache key of a description: the md5 of its JSON text, in which the order of fields matters."""
     return hashlib.md5(_description_text(description).encode(), usedforsecurity=False).hexdigest()
 
 
@@ -39,17 +51,26 @@ def load_or_build(
 ) -> Arrays:
     """The arrays named in ``shapes``: mapped from the cache, or built and written to it.
 
-    An entry counts only if its arrays have these shapes and are not older than the data (``newer_than``,
-    seconds since the epoch): the key names the data by path, and someone may have made them anew.
-    One process builds and the others wait for it. Without a ``directory`` nothing is kept.
+    An entry counts only if its files have the digests with which they were written, and its arrays have these shapes
+    and are not older than the data (``newer_than``, seconds since the epoch): the key names the data by path, and
+    someone may have made them anew. One process builds and the others wait for it. Without a ``directory`` nothing is
+    kept.
     """
     if directory is None:
         return build()
     split = description.get("index_split") or description["split"]
     stem = os.path.join(directory, f"{description_hash(description)}-{description['class']}-{split}")
+    named: set[str] = set()
 
     def load() -> Arrays | None:
-        return _load(stem, shapes, newer_than)
+        try:
+            return _load(stem, shapes, newer_than)
+        except _UnusableEntry as error:
+            reason = str(error)
+        if reason not in named:  # a waiting process tries again and again
+            _logger.warning("The cached sample order %s: building it again.", reason)
+            named.add(reason)
+        return None
 
     def build_and_store() -> Arrays:
         arrays = build()
@@ -60,37 +81,123 @@ def load_or_build(
         return load_or_build_once(stem, load, build_and_store)
     except OSError as error:
         raise DataError(
-            f"Cannot write the sample order to {directory} ({error.strerror or error}): give a writable "
+            f"Cannot write the sample order to {directory} ({error.strerror or error}): use a writable "
             "directory that all ranks share with --data-cache-path."
         ) from error
 
 
+class _UnusableEntry(Exception):
+    """An entry that exists but must not be used; the message begins with the file."""
+
+
+def _digests_path(stem: str) -> str:
+    return f"{stem}-digests.json"
+
+
 def _store(stem: str, description: Description, arrays: Arrays, newer_than: float) -> None:
+    # Without this file there is no entry: processes that wait do not read arrays in vain.
+    with suppress(FileNotFoundError):
+        os.remove(_digests_path(stem))
     text = _description_text(description).encode()
     write_atomically(f"{stem}-description.txt", lambda file: file.write(text))
+    records = {}
     for name, array in arrays.items():
 
-        def save(file: BinaryIO, array: npt.NDArray[Any] = array) -> None:
-            np.save(file, array, allow_pickle=False)
+        def save(file: BinaryIO, array: npt.NDArray[Any] = array) -> dict[str, int | str]:
+            writer = _DigestedFile(file)
+            np.save(writer, np.ascontiguousarray(array), allow_pickle=False)
             file.flush()
             if os.fstat(file.fileno()).st_mtime < newer_than:  # the clock that wrote the data is ahead of this one
                 os.utime(file.fileno(), (math.ceil(newer_than),) * 2)  # some file systems keep whole seconds
+            return writer.record()
 
-        write_atomically(f"{stem}-{name}.npy", save)
+        records[name] = write_atomically(f"{stem}-{name}.npy", save)
+    sealed = seal("digests", json.dumps({"format_version": _FORMAT_VERSION, "files": records})).encode()
+    write_atomically(_digests_path(stem), lambda file: file.write(sealed))
+
+
+class _DigestedFile:
+    """An output for ``np.save`` that digests the written bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
+
+    def write(self, content: bytes) -> int:
+        self._digest.update(content)
+        self._size += len(content)
+        return self._file.write(content)
+
+    def record(self) -> dict[str, int | str]:
+        """Size and digest of the written bytes."""
+        return {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
 
 
 def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -> Arrays | None:
-    """The arrays of an entry, mapped, or None when there is none or it does not fit the data."""
+    """The mapped arrays of an entry; None if there is none, or an entry of other data.
+
+    Raises :class:`_UnusableEntry` for a damaged entry, or one without digests.
+    """
+    paths = {name: f"{stem}-{name}.npy" for name in shapes}
+    records = _read_digests(stem, any(map(os.path.exists, paths.values())))
+    if records is None:
+        return None
     arrays: Arrays = {}
-    for name, shape in shapes.items():
-        path = f"{stem}-{name}.npy"
+    for name, path in paths.items():
         try:
-            if os.path.getmtime(path) < newer_than:
-                return None
-            array = np.load(path, mmap_mode=None if 0 in shape else "r", allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+            with open(path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_mtime < newer_than:
+                    return None
+                _compare(path, file, records.get(name))
+                array = _map_array(file)
+        except OSError as error:
+            raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
+        if array.shape != shapes[name]:
             return None
-        if array.shape != shape:
-            return None
-        arrays[name] = array.view(np.ndarray)  # indexing a plain array is several times faster
+        arrays[name] = array
     return arrays
+
+
+def _read_digests(stem: str, has_arrays: bool) -> dict[str, Any] | None:
+    """The records in ``…-digests.json``; None if there is no entry."""
+    path = _digests_path(stem)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        document = json.loads(text)
+        if not is_sealed("digests", text) or document["digests"]["format_version"] != _FORMAT_VERSION:
+            raise ValueError("its digest does not match its content")
+        files: dict[str, Any] = document["digests"]["files"]
+        return files
+    except FileNotFoundError:
+        if os.path.exists(f"{stem}.lock") or not has_arrays:  # it is being built, or there is none
+            return None
+        raise _UnusableEntry(f"{stem} has no digests (another program or an older version wrote it)") from None
+    except OSError as error:
+        raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _UnusableEntry(f"{path} is damaged ({type(error).__name__})") from error
+
+
+def _compare(path: str, file: BinaryIO, record: Mapping[str, int | str] | None) -> None:
+    """Raise :class:`_UnusableEntry` unless an open file has the size and the digest of its ``record``."""
+    size = os.fstat(file.fileno()).st_size
+    if record is None or size != record["bytes"]:
+        raise _UnusableEntry(f"{path} has {size} bytes, a different size than when it was written")
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
+    while length := file.readinto(buffer):  # type: ignore[attr-defined]
+        digest.update(buffer[:length])
+    if digest.hexdigest() != record["xxh3_128"]:
+        raise _UnusableEntry(f"{path} is damaged (its digest does not match)")
+
+
+def _map_array(file: BinaryIO) -> npt.NDArray[Any]:
+    """The mapped array of a verified ``.npy`` file."""
+    file.seek(0)
+    assert np.lib.format.read_magic(file) == (1, 0)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # A plain array, not np.memmap: indexing it is several times faster.
+    return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)

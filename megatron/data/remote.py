@@ -1,13 +1,13 @@
-"""Files in object stores and on remote file systems, through fsspec: read by ranges, or copied once as a whole."""
+"""Files in object stores and remote file systems, with fsspec: read by ranges, or copied once."""
 
 import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from megatron.config.errors import DataError
 from megatron.data.build_lock import load_or_build_once, write_atomically
 from megatron.data.storage import file_system
+from megatron.errors import DataError
 
 # What file systems call the property that changes with the content; the first that a file has counts.
 _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -16,7 +16,7 @@ _COPIED_PIECE = 1 << 26  # bytes
 
 
 class RemoteFile:
-    """A file at a URL. Raises :class:`DataError`, with the reason, whenever it cannot be read."""
+    """A file at a URL. Raises :class:`DataError` with the reason if it cannot be read."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -30,14 +30,14 @@ class RemoteFile:
             raise self._cannot_read(error) from error
         named = next((information[name] for name in _VERSION_FIELDS if information.get(name) is not None), "")
         self.version = f"{self.size} {named}"
-        """Another text when the content is another."""
+        """Changes with the content."""
 
     def __reduce__(self) -> tuple[type["RemoteFile"], tuple[str]]:
-        """A worker process connects for itself."""
+        """A worker process opens its own connection."""
         return RemoteFile, (self.url,)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes at each (position, size), asked for at the same time where the file system can."""
+        """The bytes at each (position, size), requested concurrently if the file system supports it."""
         wanted = [(start, start + size) for start, size in ranges if size]
         try:
             system = self._open()
@@ -47,12 +47,12 @@ class RemoteFile:
             raise self._cannot_read(error) from error
         for (start, end), content in zip(wanted, found, strict=True):
             if len(content) != end - start:
-                raise DataError(f"{self.url} has become shorter while it was read: copy it there again.")
+                raise DataError(f"{self.url} was truncated while it was read: copy it there again.")
         contents = iter(found)
         return [next(contents) if size else b"" for _, size in ranges]
 
     def copy_to(self, directory: str) -> str:
-        """A copy of this version in a local ``directory``, made by one process while others wait; its path."""
+        """Copy this version to a local ``directory``, in one process while others wait; returns the path."""
         key = hashlib.md5(f"{self.url} {self.version}".encode(), usedforsecurity=False).hexdigest()
         path = os.path.join(directory, f"{key}-{os.path.basename(self._path)}")
 
@@ -63,7 +63,7 @@ class RemoteFile:
             return load_or_build_once(path, find, lambda: self._download(path))
         except OSError as error:
             raise DataError(
-                f"Cannot write a copy of {self.url} to {directory} ({error.strerror or error}): give a writable "
+                f"Cannot write a copy of {self.url} to {directory} ({error.strerror or error}): use a writable "
                 "directory with --object-storage-cache-path or --data-cache-path."
             ) from error
 
@@ -77,7 +77,7 @@ class RemoteFile:
         return path
 
     def _open(self) -> Any:
-        """The file system, opened anew in every process: connections and their threads do not survive a fork."""
+        """The file system, opened in every process: connections and threads do not survive a fork."""
         if self._process != os.getpid():
             self._system, self._path = file_system(self.url)
             self._process = os.getpid()
@@ -88,7 +88,8 @@ class RemoteFile:
             return error
         if isinstance(error, FileNotFoundError):
             return DataError(
-                f"{self.url} does not exist: give --data-path prefixes without .bin or .idx, and copy both files there."
+                f"{self.url} does not exist: set --data-path to prefixes without .bin or .idx, and copy both files "
+                "there."
             )
         reason = " ".join(str(error).split()) or type(error).__name__
         return DataError(f"{self.url} cannot be read ({reason}): check the address, the network and your credentials.")

@@ -1,9 +1,9 @@
-"""In which order samples come out of a corpus, as Megatron-LM has it: pure functions over NumPy arrays.
+"""The sample order of a corpus, equal to Megatron-LM's: pure functions over NumPy arrays.
 
-A corpus is a list of token sequences. Its split (train, validation or test) is a range of them. The
-*document index* lists the split's sequences for all epochs, shuffled; laid end to end they make one long
-stream of tokens. The *sample index* cuts the stream every ``seq_length`` tokens. The *shuffle index* says
-which cut is sample i. A blend then says which corpus serves each sample.
+A corpus is a list of token sequences. Its split (train, validation or test) is a range of them. The *document index*
+lists the split's sequences for all epochs, shuffled; concatenated they form one stream of tokens. The *sample index*
+cuts the stream every ``seq_length`` tokens. The *shuffle index* maps sample i to a row of the sample index. A blend
+then maps each sample to a corpus.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
 SplitMatrix = list[tuple[float, float] | None]
@@ -31,14 +31,14 @@ _MAX_BLEND_STATES = 1 << 20  # ... but no more lanes x corpora than this
 
 
 class EpochPlan(NamedTuple):
-    """How many epochs serve a number of samples."""
+    """Number of epochs for a number of samples."""
 
     num_epochs: int
     num_samples: int
-    """All whole samples of these epochs; at least as many as were asked for."""
+    """All whole samples of these epochs; at least the requested number."""
     samples_before_last_epoch: int
     last_epoch_apart: bool
-    """The last epoch is shuffled by itself, after the others."""
+    """Whether the last epoch is shuffled separately, after the others."""
 
 
 class SampleOrder(NamedTuple):
@@ -53,10 +53,10 @@ class SampleOrder(NamedTuple):
 
 
 def parse_split(split: str) -> SplitMatrix:
-    """The share of a corpus that train, validation and test get: (start, end) in 0..1, None for an empty one.
+    """The part of a corpus for train, validation and test: (start, end) in 0..1, None for an empty one.
 
-    ``969, 30, 1`` gives (0, .969), (.969, .999), (.999, 1). Missing weights are 0. Raises
-    :class:`ConfigError` on anything but one to three non-negative numbers.
+    ``969, 30, 1`` gives (0, .969), (.969, .999), (.999, 1). Missing weights are 0. Raises :class:`ConfigError` for
+    anything but one to three non-negative numbers.
     """
     # Recipes quote it twice, '"--split \'99,1,0\'"', and Megatron-LM reads the digits alone.
     parts = re.split(r"[\s,;:/]+", split.strip(" '\""))
@@ -77,7 +77,6 @@ def parse_split(split: str) -> SplitMatrix:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """``weights`` divided by their sum."""
     array = np.array(weights, dtype=np.float64)
     return [float(share) for share in array / np.sum(array)]
 
@@ -138,10 +137,10 @@ def build_extendable_order(
     num_samples: int | None,
     seed: int,
 ) -> SampleOrder:
-    """As :func:`build_sample_order`, but every epoch is shuffled apart, so that the order of more samples begins with
-    the order of fewer. The first epoch is Megatron-LM's for a run that needs no second.
+    """Like :func:`build_sample_order`, but every epoch is shuffled separately, so that a longer order begins with the
+    shorter one.
 
-    A sample at the seam of two epochs belongs to the later one.
+    The first epoch is Megatron-LM's for a run of one epoch. A sample across two epochs belongs to the later one.
     """
     first, end = sequences
     sequence_lengths = _aligned(sequence_lengths)
@@ -168,7 +167,7 @@ def _aligned(sequence_lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 def build_document_index(
     sequences: tuple[int, int], num_epochs: int, last_epoch_apart: bool, generator: np.random.RandomState
 ) -> npt.NDArray[np.int32]:
-    """The sequences [first, end), once per epoch, shuffled together; or the last epoch apart."""
+    """The sequences [first, end), once per epoch, shuffled together; or the last epoch separately."""
     if last_epoch_apart and num_epochs > 1:
         before = build_document_index(sequences, num_epochs - 1, False, generator)
         return np.concatenate((before, build_document_index(sequences, 1, False, generator)))
@@ -183,9 +182,9 @@ def build_sample_index(
     seq_length: int,
     num_samples: int,
 ) -> npt.NDArray[Any]:
-    """Where token ``k * seq_length`` of the stream lies, for k in 0..num_samples: [num_samples + 1, 2].
+    """Position of token ``k * seq_length`` in the stream, for k in 0..num_samples: [num_samples + 1, 2].
 
-    int32, or int64 when the document index is too long for it.
+    int32, or int64 if the document index is too long for it.
     """
     dtype = np.int64 if len(document_index) > np.iinfo(np.int32).max else np.int32
     rows = np.zeros((num_samples + 1, 2), dtype=dtype)
@@ -221,26 +220,24 @@ def _shuffle_dtype(total: int) -> type[np.uint32] | type[np.int64]:
 def blend_targets(
     weights: Sequence[float], size: int, surplus: float = MID_LEVEL_SURPLUS
 ) -> tuple[list[int], list[int]]:
-    """Samples that each corpus of a blend should serve, and the slightly more, by ``surplus``, that it should build.
+    """Samples that each corpus of a blend serves, and the number to build, larger by ``surplus``.
 
-    ``weights`` are normalised. Targets are rounded up, so their sum may exceed ``size``, by less than one per
-    corpus.
+    ``weights`` are normalised. Targets are rounded up, so their sum may exceed ``size`` by less than one per corpus.
     """
     targets = [math.ceil(size * weight) for weight in weights]
     return targets, [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """Which corpus serves each of ``size`` samples, and with which of its own samples: [size] each.
+    """The corpus of each of ``size`` samples, and the sample in it: [size] each.
 
-    At step k the corpus that is furthest behind its share, by weight * max(k, 1) - samples so far, is next;
-    ties go to the lowest.
+    Step k takes the corpus with the largest weight * max(k, 1) - samples so far; ties take the lowest index.
     """
     return _greedy_order(np.array(weights, dtype=np.float64), size, None)
 
 
 def exhaustive_blend_order(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """As :func:`blend_order`, with weights proportional to ``sizes``, until every sample has served once."""
+    """Like :func:`blend_order`, with weights proportional to ``sizes``, until every sample was used once."""
     limits = np.array(sizes, dtype=np.float64)
     return _greedy_order(limits / max(float(sum(sizes)), 1.0), sum(sizes), limits)
 
@@ -248,12 +245,12 @@ def exhaustive_blend_order(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16],
 def _greedy_order(
     weights: npt.NDArray[np.float64], size: int, limits: npt.NDArray[np.float64] | None
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """The greedy order, computed in many places at once.
+    """The greedy order, computed in segments in parallel.
 
-    Each step depends on the one before, but the past is soon forgotten. So the order is cut in segments that
-    are walked side by side, each from a guess of its starting counts; then every segment whose guess differs
-    from the end of its predecessor is walked again from there, until none differs. The result is exactly
-    that of walking step by step: the first segment is right, and each one is consistent with the one before.
+    Each step depends on the previous one, but the influence of the past is short. The order is divided into segments
+    that start from estimated counts; each segment whose estimate differs from the end of its predecessor is computed
+    again, until none differs. The result equals the sequential order: the first segment is right, and each one is
+    consistent with its predecessor.
     """
     corpora = np.zeros(size, dtype=np.int16)
     corpus_samples = np.zeros(size, dtype=np.int64)
@@ -292,7 +289,7 @@ def _walk_until_consistent(
 
 
 def _guess_counts(weights: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Probable counts [steps, corpora]: shares rounded down, and the rest to the largest fractions."""
+    """Estimated counts [steps, corpora]: shares rounded down, and the remainder to the largest fractions."""
     shares = steps[:, None] * weights
     counts = np.floor(shares)
     rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1, kind="stable")

@@ -1,4 +1,4 @@
-"""Which corpora serve which split, from the flags and from the files that they name."""
+"""Corpora of each split, from the flags and the files that they name."""
 
 import json
 import math
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron.config.data import DataConfig
-from megatron.config.errors import ConfigError
 from megatron.data.sample_order import SPLIT_NAMES, parse_split
+from megatron.errors import ConfigError
+from megatron.urls import check_place
 
 
 class Blend(NamedTuple):
@@ -15,18 +16,18 @@ class Blend(NamedTuple):
 
     prefixes: list[str]
     weights: list[float] | None
-    """None: each in proportion to the samples that it has."""
+    """None: in proportion to the number of samples of each corpus."""
 
 
 class Sources(NamedTuple):
-    """What train, validation and test read."""
+    """Corpora of train, validation and test."""
 
     blends: tuple[Blend | None, ...]
     split: str | None
-    """Weights by which every corpus is split; None: each split has corpora of its own, as a whole."""
+    """Weights by which every corpus is split; None: each split has separate corpora."""
 
     def has(self, split_index: int) -> bool:
-        """Whether there is data for a split."""
+        """Whether a split has data."""
         if self.split is not None and parse_split(self.split)[split_index] is None:
             return False
         return self.blends[split_index] is not None
@@ -38,12 +39,10 @@ class Sources(NamedTuple):
 
 
 def read_sources(data: DataConfig) -> Sources:
-    """The corpora that the flags name, in one of their forms; none with ``--mock-data``.
-
-    Raises :class:`ConfigError` for weights that cannot be, and for files that cannot be read.
-    """
+    """The corpora of the flags; none with ``--mock-data``. Raises :class:`ConfigError` for invalid weights and
+    unreadable files."""
     if not data.sources:
-        raise ConfigError("There is no data: give --data-path, or --mock-data for synthetic samples.")
+        raise ConfigError("There is no corpus: set --data-path, or add --mock-data for synthetic samples.")
     if data.mock_data:
         return Sources((Blend([], None),) * len(SPLIT_NAMES), data.split)
     if data.is_per_split:
@@ -53,15 +52,15 @@ def read_sources(data: DataConfig) -> Sources:
         return Sources(tuple(_without_lone_weight(blend) for blend in blends), None)
     path = tuple(_read_file(data.data_args_path).split()) if data.data_args_path else data.data_path
     if not path:
-        raise ConfigError(f"--data-args-path {data.data_args_path} names no corpus: write prefixes into it.")
+        raise ConfigError(f"--data-args-path {data.data_args_path} lists no corpus: add prefixes to it.")
     return Sources((_blend(path, "--data-args-path" if data.data_args_path else "--data-path"),) * 3, data.split)
 
 
 def parse_data_path(data_path: Sequence[str], source: str = "--data-path") -> tuple[list[str], list[float] | None]:
-    """Prefixes and their weights from ``--data-path``; weights None when only prefixes are given.
+    """Prefixes and weights of ``--data-path``; weights None if there are only prefixes.
 
-    As in Megatron-LM, an even list whose every other word is a number is one of pairs. A corpus of weight 0
-    is left out. Errors name the ``source``.
+    As in Megatron-LM, an even list whose every other word is a number is a list of pairs. A corpus of weight 0 is
+    dropped. Errors name the ``source``.
     """
     if len(data_path) % 2:
         return list(data_path), None
@@ -70,13 +69,16 @@ def parse_data_path(data_path: Sequence[str], source: str = "--data-path") -> tu
     except ValueError:
         return list(data_path), None
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
-        raise ConfigError(f"{source} has weights {weights}: they must not be negative, nor all zero.")
+        raise ConfigError(f"{source} has weights {weights}: they must not be negative or all zero.")
     pairs = [(prefix, weight) for prefix, weight in zip(data_path[1::2], weights, strict=True) if weight > 0]
     return [prefix for prefix, _ in pairs], [weight for _, weight in pairs]
 
 
 def _blend(words: Sequence[str], source: str) -> Blend:
-    return Blend(*parse_data_path(words, source))
+    blend = Blend(*parse_data_path(words, source))
+    for prefix in blend.prefixes:
+        check_place(source, prefix)
+    return blend
 
 
 def _without_lone_weight(blend: Blend | None) -> Blend | None:
@@ -86,16 +88,16 @@ def _without_lone_weight(blend: Blend | None) -> Blend | None:
 
 
 def _read_split_words(path: str) -> dict[str, list[str]]:
-    """The words of each split from a JSON object; a text is split at spaces, and a split may be missing or null."""
+    """The corpora of each split from a JSON object; a string is split at spaces, and a split may be missing or null."""
     try:
         content: Any = json.loads(_read_file(path))
     except ValueError as error:
-        raise ConfigError(f"--per-split-data-args-path {path} is not JSON ({error}): mend it.") from error
+        raise ConfigError(f"--per-split-data-args-path {path} is not JSON ({error}): correct it.") from error
     known = isinstance(content, dict) and content.get("train") and not content.keys() - set(SPLIT_NAMES)
     if not known or not all(isinstance(words, list | str | None) for words in content.values()):
         raise ConfigError(
-            f"--per-split-data-args-path {path} must hold one object with the keys train and, if wanted, valid and "
-            "test, each with a list of words as --data-path takes them."
+            f"--per-split-data-args-path {path} must contain one object with the key train and optionally valid and "
+            "test, each with a list in the format of --data-path."
         )
     return {name: _words(content.get(name)) for name in SPLIT_NAMES}
 
@@ -109,6 +111,8 @@ def _read_file(path: str) -> str:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except OSError as error:
-        raise ConfigError(f"The file of data arguments {path} cannot be read ({error.strerror}): mend it.") from error
+        raise ConfigError(
+            f"The file of data arguments {path} cannot be read ({error.strerror}): correct it."
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"The file of data arguments {path} is no text ({error.reason}): name another.") from error
+        raise ConfigError(f"The file of data arguments {path} is not text ({error.reason}): use another.") from error

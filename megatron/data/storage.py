@@ -1,6 +1,6 @@
-"""Reading files wherever they are: local paths, or URLs (s3://, gs://, https://, memory:// ...) through fsspec.
+"""Read files at local paths or URLs (s3://, gs://, https://, memory:// ...) with fsspec.
 
-Names tell the compression: .gz and .zst are read as what they hold.
+Files ending in .gz and .zst are decompressed.
 """
 
 import glob
@@ -9,7 +9,8 @@ import io
 import os
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from megatron.config.errors import DataError
+from megatron.errors import DataError
+from megatron.urls import is_url
 
 _PACKAGE_OF_SCHEME = {
     "s3": "s3fs",
@@ -33,13 +34,7 @@ class SourceFile(NamedTuple):
     size: int
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL."""
-    return "://" in path
-
-
 def is_compressed(path: str) -> bool:
-    """Whether the name says that the content is compressed."""
     return path.endswith(_COMPRESSIONS)
 
 
@@ -51,8 +46,8 @@ def without_compression(path: str) -> str:
 
 
 def find_files(pattern: str) -> list[SourceFile]:
-    """The files that a path, glob or folder (searched in all depths) means, in the order of their names."""
-    if is_remote(pattern):
+    """The files of a path, glob or directory (recursive), sorted by name."""
+    if is_url(pattern):
         return _find_remote_files(pattern)
     if os.path.isfile(pattern):
         return [SourceFile(pattern, os.path.getsize(pattern))]
@@ -64,15 +59,15 @@ def find_files(pattern: str) -> list[SourceFile]:
 
 
 def open_stored(path: str) -> BinaryIO:
-    """The stored bytes of a file, for reading and seeking; OSError or :class:`DataError` if there is none."""
-    if not is_remote(path):
+    """Open the stored bytes of a file for reading and seeking; raises OSError or :class:`DataError`."""
+    if not is_url(path):
         return open(path, "rb")
     system, place = file_system(path)
     return cast(BinaryIO, system.open(place, "rb"))
 
 
 def decompressed(path: str, stored: BinaryIO) -> IO[bytes]:
-    """The content of an open file: itself, or what its name says that it holds."""
+    """The decompressed content of an open file, by its name."""
     if path.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=stored))
     if path.endswith(".zst"):
@@ -102,7 +97,7 @@ def _find_remote_files(pattern: str) -> list[SourceFile]:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path on it."""
+    """fsspec's file system for a URL, and the path in it."""
     scheme = url.split("://", 1)[0]
     try:
         import fsspec

@@ -1,6 +1,6 @@
-"""Documents out of files: jsonl, plain text, parquet, and Hugging Face datasets, in batches small enough to travel.
+"""Documents from files: jsonl, plain text, parquet and Hugging Face datasets, in small batches.
 
-Reading is cheap and in order; what costs time, parsing among it, is left to whoever gets a :class:`Batch`.
+Reading is cheap and sequential; parsing and other expensive work is done by the receiver of a :class:`Batch`.
 """
 
 import gzip
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
-from megatron.config.errors import DataError
 from megatron.data.storage import (
     SourceFile,
     decompressed,
     find_files,
     is_compressed,
-    is_remote,
     open_stored,
     without_compression,
 )
+from megatron.errors import DataError
+from megatron.urls import is_url
 
 Separation = Literal["file", "paragraph", "line"]
 
@@ -34,42 +34,42 @@ _KNOWN_ENDINGS = (*_TEXT_ENDINGS, *_JSON_ENDINGS, ".parquet")
 
 
 class InputFormat(NamedTuple):
-    """What the flags say of the inputs."""
+    """Input flags."""
 
     keys: tuple[str, ...] = ("text",)
-    """Keys of JSON objects, or columns, that hold text."""
+    """JSON keys or columns with text."""
     separation: Separation = "file"
-    """What a document of a plain-text file is."""
+    """How plain-text files are divided into documents."""
     dataset_config: str | None = None
     dataset_split: str = "train"
 
 
 class Piece(NamedTuple):
-    """A source, or the lines of it that begin at bytes ``start`` to ``stop``."""
+    """A source, or its lines that begin at bytes ``start`` to ``stop``."""
 
     path: str
     start: int
     stop: int
-    """The size of the source where it is read as a whole."""
+    """The size of the source if it is read whole."""
 
 
 class Batch(NamedTuple):
-    """Some consecutive documents of one source, not parsed yet."""
+    """Consecutive documents of one source, not parsed yet."""
 
     path: str
     kind: Literal["json", "line", "row", "document"]
     first: int
-    """Number of the first line (row, document), counted from 1 where the piece begins."""
+    """Number of the first line (row, document), counted from 1 at the start of the piece."""
     piece_start: int
-    """Byte of the source where the piece begins."""
+    """Byte of the source at which the piece begins."""
     stored_bytes: int
-    """How much of the source was read for it, as stored."""
+    """Stored bytes that were read for the batch."""
     records: bytes | list[tuple[Any, ...]]
-    """Whole lines; or the texts of each document, one for each key."""
+    """Whole lines; or the texts of each document, one per key."""
 
 
 class BadDocument(NamedTuple):
-    """A document that cannot be used, and why."""
+    """An unusable document and the reason."""
 
     place: str
     reason: str
@@ -79,7 +79,7 @@ class BadDocument(NamedTuple):
 
 
 def list_sources(inputs: Iterable[str]) -> list[SourceFile]:
-    """The files and datasets that --input means; files of a folder or glob in the order of their names."""
+    """The files and datasets of --input; files of a directory or glob are sorted by name."""
     sources: list[SourceFile] = []
     for name in inputs:
         if name.startswith(DATASET_PREFIX):
@@ -101,24 +101,23 @@ def _is_known(path: str) -> bool:
 def _no_input(name: str, files: list[SourceFile]) -> str:
     if files:
         return f"{name} holds no file named {', '.join(_KNOWN_ENDINGS)} (or these with .gz or .zst): check --input."
-    remote = " or is empty" if is_remote(name) else ""
+    remote = " or is empty" if is_url(name) else ""
     return f"{name} does not exist or is not a file{remote}: check --input."
 
 
 def is_plain_text(path: str) -> bool:
-    """Whether a source is read as plain text, which has no keys."""
+    """Whether a source is read as plain text, without keys."""
     return not path.startswith(DATASET_PREFIX) and without_compression(path).endswith(_TEXT_ENDINGS)
 
 
 def whole_pieces(sources: Iterable[SourceFile]) -> list[Piece]:
-    """Every source as a whole."""
     return [Piece(source.path, 0, source.size) for source in sources]
 
 
 def cut_in_partitions(sources: list[SourceFile], count: int, separation: Separation) -> list[list[Piece]]:
-    """The sources in ``count`` parts of about as many bytes, which in their order hold all documents in theirs.
+    """Divide the sources into ``count`` partitions of about equally many bytes, keeping the order of documents.
 
-    Uncompressed files of lines are cut; others belong as a whole to the part in which they begin.
+    Uncompressed files of lines are cut; other files belong to the partition in which they begin.
     """
     total = sum(source.size for source in sources)
     edges = [total * number // count for number in range(count)] + [total + 1]
@@ -147,7 +146,7 @@ def _can_be_cut(path: str, separation: Separation) -> bool:
 
 
 def read_batches(pieces: Iterable[Piece], form: InputFormat) -> Iterator[Batch]:
-    """The documents of all pieces, in order. Memory: a batch, or one document where that is more."""
+    """The documents of all pieces, in order. Memory: one batch, or one document if it is larger."""
     for piece in pieces:
         if piece.path.startswith(DATASET_PREFIX):
             yield from _read_dataset(piece, form)
@@ -169,17 +168,17 @@ def _read_piece(piece: Piece, form: InputFormat) -> Iterator[Batch]:
                 whole = form.separation == "file"
                 yield from _read_whole(piece, stored) if whole else _read_paragraphs(piece, stored)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is not a whole gzip file ({error}): copy it again.") from error
+        raise DataError(f"{path} is not a complete gzip file ({error}): copy it again.") from error
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist: check --input.") from error
     except OSError as error:
         if path.endswith(".zst") and not error.errno:
-            raise DataError(f"{path} is not a whole zstd file ({error}): copy it again.") from error
+            raise DataError(f"{path} is not a complete zstd file ({error}): copy it again.") from error
         raise DataError(f"{path} cannot be read ({error.strerror or error}): check --input.") from error
 
 
 def _read_lines(piece: Piece, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
-    """Blocks of whole lines, of those that begin inside the piece."""
+    """Blocks of whole lines that begin inside the piece."""
     content = decompressed(piece.path, stored)
     position, number, told = piece.start, 1, piece.start
     if piece.start:  # whoever has the byte before has the line that it belongs to
@@ -203,7 +202,7 @@ def _rest_of_line(content: IO[bytes], piece: Piece) -> bytes:
     if len(rest) == MAX_DOCUMENT_BYTES:
         raise DataError(
             f"{piece.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their names' "
-            f"endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or mend it."
+            f"endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or correct it."
         )
     return rest
 
@@ -219,7 +218,7 @@ def _read_whole(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
 
 
 def _read_paragraphs(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
-    """Runs of lines that are not blank."""
+    """Paragraphs, separated by blank lines."""
     content = decompressed(piece.path, stored)
     documents: list[tuple[bytes]] = []
     lines: list[bytes] = []
@@ -245,7 +244,7 @@ def _read_paragraphs(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
 
 
 def _read_parquet(piece: Piece, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
-    """Rows; memory holds the text of a row group at most."""
+    """Rows; memory holds the text of at most one row group."""
     import pyarrow
     from pyarrow import parquet
 
@@ -263,7 +262,7 @@ def _read_parquet(piece: Piece, stored: BinaryIO, form: InputFormat) -> Iterator
         records = (row for batch in columns for row in zip(*batch))
         yield from _batch_rows(piece.path, records, piece.stop / rows)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{piece.path} is not a whole parquet file ({error}): copy it again.") from error
+        raise DataError(f"{piece.path} is not a complete parquet file ({error}): copy it again.") from error
 
 
 def _read_dataset(piece: Piece, form: InputFormat) -> Iterator[Batch]:
@@ -272,7 +271,7 @@ def _read_dataset(piece: Piece, form: InputFormat) -> Iterator[Batch]:
 
 
 def _open_dataset(name: str, form: InputFormat) -> Any:
-    """A Hugging Face dataset, whose rows come one after the other; a saved one from its folder."""
+    """A Hugging Face dataset as a stream of rows; a saved one is opened from its directory."""
     try:
         import datasets
     except ImportError as error:
@@ -315,7 +314,7 @@ def _batch_rows(path: str, rows: Iterable[tuple[Any, ...]], stored_bytes_per_row
 
 
 def parse_documents(batch: Batch, keys: tuple[str, ...], key_flag: str) -> Iterator[tuple[int, list[str] | str]]:
-    """The number in the batch and the texts of every document, one for each key; or what is wrong with it."""
+    """The number in the batch and the texts (one per key) of every document, or its error."""
     if isinstance(batch.records, bytes):
         for place, line in enumerate(batch.records.split(b"\n")):
             if line and not line.isspace():
@@ -334,7 +333,7 @@ def parse_documents(batch: Batch, keys: tuple[str, ...], key_flag: str) -> Itera
 
 
 def place_of(batch: Batch, number: int) -> str:
-    """Where a document is, for a person who looks for it."""
+    """File and line of a document, for messages."""
     number += batch.first
     if batch.piece_start:
         number += _count_lines(batch.path, batch.piece_start)
@@ -344,14 +343,14 @@ def place_of(batch: Batch, number: int) -> str:
 
 
 def text_bytes(batch: Batch) -> int:
-    """Bytes of text (or JSON) in a batch; characters, where it holds no bytes."""
+    """Bytes of text (or JSON) in a batch; characters if it has no bytes."""
     if isinstance(batch.records, bytes):
         return len(batch.records)
     return sum(len(text) for texts in batch.records for text in texts if text is not None and hasattr(text, "__len__"))
 
 
 def _count_lines(path: str, start: int) -> int:
-    """Number of lines that begin before the piece that starts at byte ``start``."""
+    """Number of lines that begin before byte ``start``."""
     lines, position = 0, 0
     with open_stored(path) as file:
         while block := file.read(min(1 << 20, start - 1 - position)):

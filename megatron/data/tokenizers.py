@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-No special token is ever parsed out of text: what looks like one in a document is ordinary text. Tokenizer
-files are read as data; nothing in them is unpickled or executed, and nothing is fetched.
+Special tokens are never parsed from text: they are ordinary text in a document. Tokenizer files are read as data;
+nothing in them is unpickled or executed, and nothing is downloaded.
 """
 
 import base64
@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import ConfigError, DataError
 from megatron.data.verified_encoder import (
     AWKWARD_TEXTS,
     Encode,
@@ -30,6 +29,7 @@ from megatron.data.verified_encoder import (
     fast_tokenizer_json,
     is_panic,
 )
+from megatron.errors import ConfigError, DataError
 
 # Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
 LLAMA3_SPLIT = (
@@ -64,7 +64,7 @@ class TokenizedTexts(NamedTuple):
     """The ids of several texts as arrays."""
 
     tokens: npt.NDArray[np.int32]
-    """All texts back to back."""
+    """All texts, concatenated."""
     lengths: npt.NDArray[np.int32]
     """Tokens of each text, [texts]."""
 
@@ -73,59 +73,58 @@ class Tokenizer(ABC):
     """Maps text to ids in 0..vocab_size-1 and back."""
 
     vocab_size: int
-    """Number of ids, special ones included."""
+    """Number of ids, including special ones."""
     eod: int
-    """Id that ends a document."""
+    """End-of-document id."""
     bos: int | None
-    """Id that begins a text, where the vocabulary has one. Never added by :meth:`tokenize`."""
+    """Beginning-of-text id, if any. Never added by :meth:`tokenize`."""
 
     @property
     def encoded_by(self) -> str:
-        """What makes the ids of :meth:`tokenize_to_arrays`."""
+        """The library behind :meth:`tokenize_to_arrays`."""
         return type(self).__name__
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, without any special ones around it."""
+        """Ids of a text, without special ids."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts."""
         return [self.tokenize(text) for text in texts]
 
     def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
-        """The same ids as :meth:`tokenize_batch`, the fastest way there is on one core."""
+        """The ids of :meth:`tokenize_batch`, as fast as possible on one core."""
         ids = self.tokenize_batch(texts)
         lengths = np.fromiter(map(len, ids), np.int32, len(ids))
         tokens = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum(dtype=np.int64)))
         return TokenizedTexts(tokens, lengths)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids. Raises :class:`DataError` on an id outside the vocabulary."""
+        """The text of ids. Raises :class:`DataError` for an id outside of the vocabulary."""
         ids = [int(token) for token in ids]
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                raise DataError(f"Token id {token} has no text: the vocabulary is 0..{self.vocab_size - 1}.")
+                raise DataError(f"Token id {token} has no text: valid ids are 0..{self.vocab_size - 1}.")
         return self._decode(ids)
 
     @abstractmethod
-    def _decode(self, ids: list[int]) -> str:
-        """The text of ids within the vocabulary."""
+    def _decode(self, ids: list[int]) -> str: ...
 
 
 class _LibraryTokenizer(Tokenizer):
-    """A tokenizer of a library. Arrays of ids come from a faster one, which is compared with it, where there is one."""
+    """A tokenizer of a library. Arrays of ids come from a faster library, if available, which is verified against
+    it."""
 
     _library: str
     _path: str
-    """Of the file."""
 
     @abstractmethod
     def _fast_encode(self, content: bytes) -> Encode | None:
-        """The faster encoder, if there is one for this file."""
+        """The faster encoder for this file; None if there is none."""
 
     @cached_property
     def _encoder(self) -> VerifiedEncoder | None:
-        """Made when it is first used, which is never in training."""
+        """Created on first use, which never happens in training."""
         fast = self._fast_encode(_read_file(self._path))
         if fast is None:
             return None
@@ -170,7 +169,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         self.vocab_size = int(self._processor.get_piece_size())
         self.eod = int(self._processor.eos_id())
         if self.eod < 0:
-            raise DataError(f"{path} has no end-of-sentence token to end documents with: use another model.")
+            raise DataError(f"{path} has no end-of-sentence token, which ends documents: use another model.")
         bos = int(self._processor.bos_id())
         self.bos = bos if bos >= 0 else None
         self._path = path
@@ -195,7 +194,7 @@ Llama2Tokenizer = SentencePieceTokenizer
 
 
 class TikTokenizer(_LibraryTokenizer):
-    """Llama 3's ``tokenizer.model``: lines of a token in base64 and its rank, followed by special tokens."""
+    """Llama 3's ``tokenizer.model``: one token in base64 and its rank per line; special tokens follow."""
 
     _library = "tiktoken"
 
@@ -225,10 +224,10 @@ class TikTokenizer(_LibraryTokenizer):
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """A ``tokenizer.json``, or a directory that holds one.
+    """A ``tokenizer.json``, or a directory with one.
 
-    The end of a document is the ``eos_token`` of tokenizer_config.json or special_tokens_map.json beside it,
-    else one of the usual names.
+    The end-of-document token is the ``eos_token`` of tokenizer_config.json or special_tokens_map.json in the same
+    directory, otherwise one of the usual names.
     """
 
     _library = "tokenizers"
@@ -236,7 +235,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     def __init__(self, path: str) -> None:
         from tokenizers import Tokenizer as FastTokenizer
 
-        path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        path = _tokenizer_json(path)
         content = _read_file(path)
         try:
             self._tokenizer = FastTokenizer.from_buffer(content)
@@ -253,7 +252,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         eod = _first_known(vocabulary, named.get("eos_token"), _END_OF_DOCUMENT_NAMES)
         if eod is None:
             raise DataError(
-                f"{path} names no end-of-document token: put eos_token into tokenizer_config.json beside it."
+                f"{path} has no end-of-document token: add eos_token to tokenizer_config.json in the same directory."
             )
         self.eod = eod
         self.bos = _first_known(vocabulary, named.get("bos_token"), _BEGIN_OF_DOCUMENT_NAMES)
@@ -273,7 +272,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is ids 0..size-1 separated by blanks; one more id, ``size``, ends a document."""
+    """Text is ids 0..size-1 separated by spaces; the additional id ``size`` is end-of-document."""
 
     def __init__(self, size: int) -> None:
         self.vocab_size = size + 1
@@ -285,14 +284,14 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataError(
-                f"NullTokenizer reads ids separated by blanks, but the text is {_excerpt(text)}: use another "
+                f"NullTokenizer reads ids separated by spaces, but the text is {_excerpt(text)}: use another "
                 "--tokenizer-type."
             ) from error
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise DataError(
                     f"Token id {token} in the text is outside 0..{self.vocab_size - 1}: raise --vocab-size, "
-                    "or mend the text."
+                    "or correct the text."
                 )
         return ids
 
@@ -301,7 +300,7 @@ class NullTokenizer(Tokenizer):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the flags describe; :class:`ConfigError` or :class:`DataError` if there is none."""
+    """The tokenizer of the flags; raises :class:`ConfigError` or :class:`DataError`."""
     config.check()
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None  # check() has seen to it
@@ -312,9 +311,21 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"--vocab-size {config.vocab_size} differs from the {tokenizer.vocab_size} ids of "
-            f"{config.tokenizer_model}: drop the flag."
+            f"{config.tokenizer_model}: remove the flag."
         )
     return tokenizer
+
+
+def tokenizer_file(config: TokenizerConfig) -> str | None:
+    """The file that determines the ids; None without a tokenizer, or for one without a file."""
+    path = config.tokenizer_model
+    if config.tokenizer_type in (None, "NullTokenizer") or path is None:
+        return None
+    return _tokenizer_json(path) if config.tokenizer_type == "HuggingFaceTokenizer" else path
+
+
+def _tokenizer_json(path: str) -> str:
+    return os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
 
 
 def _build_from_file(config: TokenizerConfig) -> Tokenizer:
@@ -326,11 +337,11 @@ def _build_from_file(config: TokenizerConfig) -> Tokenizer:
             return TikTokenizer(path, config.tiktoken_num_special_tokens)
         case "HuggingFaceTokenizer":
             return HuggingFaceTokenizer(path)
-    raise ConfigError("A tokenizer is needed: give --tokenizer-type, and --tokenizer-model with its file.")
+    raise ConfigError("A tokenizer is required: set --tokenizer-type, and --tokenizer-model to its file.")
 
 
 def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
-    """What the keys of cached sample orders say of a tokenizer: as Megatron-LM does for the same flags."""
+    """The tokenizer in the keys of cached sample orders, equal to Megatron-LM with the same flags."""
     description: dict[str, str | None] = {
         "class": _MEGATRON_TOKENIZER_CLASS,
         "tokenizer_path": config.tokenizer_model,
@@ -360,9 +371,9 @@ def _read_file(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist: give the tokenizer's file as --tokenizer-model.") from error
+        raise DataError(f"{path} does not exist: set --tokenizer-model to the tokenizer file.") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): give the tokenizer's file.") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}): use another tokenizer file.") from error
 
 
 def _not_a(path: str, kind: str) -> str:
@@ -374,7 +385,7 @@ def _excerpt(text: str) -> str:
 
 
 def _parse_ranks(path: str) -> dict[bytes, int]:
-    """Token bytes and ranks; the ranks must be 0..n-1."""
+    """Token bytes and ranks; ranks must be 0..n-1."""
     ranks: dict[bytes, int] = {}
     try:
         for line in _read_file(path).splitlines():
@@ -392,7 +403,7 @@ def _llama3_special_tokens(first_id: int, count: int) -> dict[str, int]:
     """Names and ids of ``count`` special tokens from ``first_id``."""
     if count <= max(_LLAMA3_SPECIAL_TOKENS):
         raise ConfigError(
-            f"--tiktoken-num-special-tokens {count} leaves no room for Llama 3's: use 256, or at least "
+            f"--tiktoken-num-special-tokens {count} is too small for Llama 3: use 256, or at least "
             f"{max(_LLAMA3_SPECIAL_TOKENS) + 1}."
         )
     reserved = (f"<|reserved_special_token_{number}|>" for number in range(count))
@@ -400,7 +411,7 @@ def _llama3_special_tokens(first_id: int, count: int) -> dict[str, int]:
 
 
 def _cut_blank_runs(text: str) -> Iterator[str]:
-    """``text`` in parts, cut only inside very long runs of blanks."""
+    """``text`` in parts, cut only inside very long runs of whitespace."""
     if len(text) <= _MAX_BLANK_RUN:
         yield text
         return
@@ -413,7 +424,7 @@ def _cut_blank_runs(text: str) -> Iterator[str]:
 
 
 def _named_special_tokens(directory: str) -> dict[str, str]:
-    """Special tokens by role (``eos_token`` ...), from the files beside a tokenizer.json."""
+    """Special tokens by role (``eos_token`` ...), from the files next to a tokenizer.json."""
     named: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = os.path.join(directory, name)
@@ -422,7 +433,7 @@ def _named_special_tokens(directory: str) -> dict[str, str]:
         try:
             content: Any = json.loads(_read_file(path))
         except ValueError as error:
-            raise DataError(f"{path} is not JSON: mend it, or remove it.") from error
+            raise DataError(f"{path} is not JSON: correct it, or remove it.") from error
         for role, token in content.items() if isinstance(content, dict) else ():
             if isinstance(token, dict):
                 token = token.get("content")
@@ -432,7 +443,7 @@ def _named_special_tokens(directory: str) -> dict[str, str]:
 
 
 def _first_known(vocabulary: dict[str, int], named: str | None, usual: Sequence[str]) -> int | None:
-    """The id of the named token, or else of the first of the usual ones that exists."""
+    """The id of the named token, otherwise of the first usual one that exists."""
     for token in usual if named is None else (named, *usual):
         if token in vocabulary:
             return vocabulary[token]

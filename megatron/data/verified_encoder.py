@@ -1,8 +1,8 @@
-"""Byte-pair encoding by a fast library, compared with those that the field trusts.
+"""Byte-pair encoding by a fast library, verified against the reference libraries.
 
-splintr gives the ids of tiktoken, SentencePiece and Hugging Face's tokenizers several times as fast. Wrong ids would
-spoil a corpus without a sign, so it is compared with the trusted library before it is used, and goes on being compared
-while it is. What is not known to be equal is left to the trusted library.
+splintr returns the ids of tiktoken, SentencePiece and Hugging Face's tokenizers several times as fast. Wrong ids would
+silently damage a corpus, so splintr is compared with the reference library before its first use and during use.
+Vocabularies that are not known to be equal use the reference library.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.errors import TokenizerMismatchError
 from megatron.data.sentencepiece_ranks import BLANK, SentencePieceRanks
+from megatron.errors import TokenizerMismatchError
 
 Encode = Callable[[str], bytes]
 """The ids of a text as int32 bytes."""
@@ -30,14 +30,14 @@ AWKWARD_TEXTS = (
     "nul \0 bell \a \x7f \x85 \u2028",
     "</s> <s> <unk> <0x0A> <|end_of_text|> <|begin_of_text|> <|endoftext|>",
 )
-"""What tokenizers take in different ways."""
+"""Texts that tokenizers often handle differently."""
 
 _COMPARED_CHARACTERS = 1000  # of one text per batch: a percent of the time
 _STRIDE = 7919  # a prime, so that all parts of texts of like lengths have their turn
 
 
 class VerifiedEncoder:
-    """Ids by ``fast``; for a part of one text per batch by ``trusted``, the encoder of ``library``, too."""
+    """Ids from ``fast``; a part of one text per batch is also encoded by ``trusted``, the encoder of ``library``."""
 
     def __init__(self, fast: Encode, trusted: Encode, library: str) -> None:
         self._fast = fast
@@ -46,7 +46,7 @@ class VerifiedEncoder:
         self._batches = 0
 
     def agree_on(self, texts: Iterable[str]) -> bool:
-        """Whether both give each of the texts the same ids."""
+        """Whether both encoders return the same ids for each text."""
         return all(self._encode(text) == self._trusted(text) for text in texts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
@@ -62,7 +62,7 @@ class VerifiedEncoder:
         if not self.agree_on([part]):
             raise TokenizerMismatchError(
                 f"splintr and {self._library} give different ids for the text {part[:80]!r}...: install the versions "
-                f"in requirements.txt, or uninstall splintr-rs to use {self._library} alone, and start anew."
+                f"in requirements.txt, or uninstall splintr-rs to use {self._library} alone, and start again."
             )
 
     def _encode(self, text: str) -> bytes:
@@ -76,21 +76,19 @@ class VerifiedEncoder:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust has failed; such errors are no :class:`Exception`, and cannot be imported."""
+    """Whether a Rust library panicked; such errors are no :class:`Exception` and cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def fast_tiktoken(model: bytes, split: str) -> Encode | None:
-    """splintr's encoder for a file of base64 tokens and ranks, with all bytes among its tokens."""
+    """splintr's encoder for a file of base64 tokens and ranks that includes all bytes."""
     return _build(lambda splintr: splintr.Tokenizer.from_bytes(model, split, {}).encode_flat)
 
 
 def fast_tokenizer_json(content: bytes, split: str) -> Encode | None:
-    """splintr's encoder for a tokenizer.json; None for other than byte-level BPE that cuts texts by ``split`` or as
-    GPT-2: regular expressions of other libraries are not always splintr's.
-
-    What would add special tokens, or look for them in a text, is taken out of the file.
-    """
+    """splintr's encoder for a tokenizer.json; None unless it is byte-level BPE that splits texts by ``split`` or like
+    GPT-2, since splintr's regular expressions differ from other libraries'. Entries that add or parse special tokens
+    are removed."""
     description = json.loads(content)
     if not _is_plain_byte_level(description, split):
         return None
@@ -99,7 +97,7 @@ def fast_tokenizer_json(content: bytes, split: str) -> Encode | None:
 
 
 def fast_sentencepiece(model: bytes, trusted: Encode) -> Encode | None:
-    """splintr's encoder for a SentencePiece model; None for other than BPE of the text as it is."""
+    """splintr's encoder for a SentencePiece model; None unless it is BPE without normalisation."""
     ranks = SentencePieceRanks.of(model)
     if ranks is None:
         return None
@@ -118,7 +116,7 @@ def fast_sentencepiece(model: bytes, trusted: Encode) -> Encode | None:
 
 
 def _build(build: Callable[[ModuleType], Encode]) -> Encode | None:
-    """None where splintr is not installed, or refuses a vocabulary."""
+    """None if splintr is not installed or refuses the vocabulary."""
     try:
         import splintr
 
@@ -151,7 +149,7 @@ def _has_all_bytes(vocabulary: dict[str, int]) -> bool:
 
 
 def _merges_by_id(model: dict[str, Any]) -> bool:
-    """Whether merges stand in the order of the ids that they lead to, as those of a training do."""
+    """Whether merges are in the order of the resulting ids, as after training."""
     merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
     ids = [model["vocab"].get("".join(merge), -1) for merge in merges]
     return all(left <= right for left, right in pairwise(ids))

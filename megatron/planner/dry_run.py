@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.config.errors import ConfigError
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 from megatron.planner.plan import Plan, Run, make_plan, planned_vocabulary_size
 from megatron.planner.remedies import find_remedies
 from megatron.planner.report import as_json, print_report
-from megatron.training.data import Vocabulary, load_vocabulary
+from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 
 WIDTH = 150
 """Columns that the tables take."""
@@ -20,14 +20,14 @@ WIDTH = 150
 def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
     """Rehearse the run of checked flags, and say what it needs; ``--dry-run-json`` is written first.
 
-    Raises :class:`~megatron.config.errors.UserError` as the run itself would.
+    Raises :class:`~megatron.errors.UserError` as the run itself would.
     """
     started = time.monotonic()
     assert config.dry_run.num_gpus is not None
     run = Run.of(config, config.dry_run.num_gpus, find_vocabulary(config))
     rank = config.dry_run.dry_run_rank
     if run.config is not config:
-        print("layers of Transformer Engine are planned as this project's, which keep much the same")
+        print("layers of Transformer Engine are simulated with the local layers, whose memory is similar")
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
     remedies = [] if plan.fits else find_remedies(plan, config)
     if config.dry_run.dry_run_json is not None:
@@ -56,5 +56,5 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--dry-run-json {path} cannot be written ({error.strerror}): name another file, or make it writable."
+            f"--dry-run-json {path} cannot be written ({error.strerror}): use another file, or make it writable."
         ) from error

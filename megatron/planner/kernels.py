@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.kernels.selection import Kernels, LayerKernels, OptimizerKernels
+from megatron.core.models.kernels import build_kernels, needs_log_sum_exp
 from megatron.core.ops.attention_kernels import AttentionKernel, ReferenceAttention, choose_attention_kernel
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
 from megatron.core.ops.fp8 import product_for
@@ -17,8 +18,6 @@ from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
 from megatron.planner.memory import MemoryTracker
-from megatron.training.data import Vocabulary
-from megatron.training.parallel_model import build_kernels, needs_log_sum_exp
 
 
 class _InOneKernel:
@@ -62,12 +61,12 @@ class _AddsInPlace:
 
 
 def rehearsed_kernels(
-    config: RunConfig, topology: Topology, device: torch.device, vocabulary: Vocabulary, tracker: MemoryTracker
+    config: RunConfig, topology: Topology, device: torch.device, vocab_size: int, tracker: MemoryTracker
 ) -> Kernels:
     """For a run on CPUs the run's own; for one on GPUs (``device``) stand-ins, since which packages and compilers are
     there is not known here. Third-party kernels hold what ours hold."""
     if device.type == "cpu":
-        return build_kernels(config, topology, vocabulary)
+        return build_kernels(config, topology, vocab_size)
 
     def is_eager(operation: str) -> bool:
         wanted = config.kernels.wanted(operation)

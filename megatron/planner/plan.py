@@ -14,27 +14,24 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
-from megatron.config.errors import ConfigError
-from megatron.config.model import LlamaConfig
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
-from megatron.config.stages import VirtualStage
 from megatron.core.communication import CollectiveRecord
-from megatron.core.model.pipeline import stage_chunks
-from megatron.core.pipeline_parallel.schedule import Placement, Schedule
-from megatron.core.pipeline_parallel.schedules import placement_of
-from megatron.core.pipeline_parallel.simulator import Durations, simulate
+from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
 from megatron.core.topology import RankGrid
+from megatron.errors import ConfigError
 from megatron.planner.memory import CUDA_BLOCK, Kind, Moment
 from megatron.planner.pretence import RehearsalTopology, ShapeTracker
 from megatron.planner.rehearsal import build_rank, run_step
 from megatron.planner.traffic import Link, Traffic, is_in_node
-from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.data import Vocabulary
-from megatron.training.flops import model_flops_per_token
-from megatron.training.launch import rank_grid
-from megatron.training.parallel_model import pipeline_schedule
-from megatron.training.setup import build_batches
-from megatron.training.state import Progress
+from megatron.schedules.registry import placement_of
+from megatron.schedules.schedule import Placement, Schedule
+from megatron.schedules.simulator import Durations, simulate
+from megatron.schedules.stages import VirtualStage
+from megatron.training.build.plan import build_batches
+from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.initialize import rank_grid
+from megatron.training.loop.batch_schedule import BatchSchedule
 
 _MANY = 4
 """Ranks for which it pays to start processes."""
@@ -94,7 +91,7 @@ class Run:
         return cls(config, rank_grid(config.parallel, num_gpus), vocabulary, device)
 
     @cached_property
-    def architecture(self) -> LlamaConfig:
+    def architecture(self) -> TransformerConfig:
         """The model."""
         return self.config.model.resolve(self.vocabulary.size, self.grid.tp, self.config.seq_length)
 
@@ -110,7 +107,7 @@ class Run:
 
     @cached_property
     def _batches(self) -> BatchSchedule:
-        return build_batches(self.config, self.topology(0, ShapeTracker(), Traffic(0)), Progress())
+        return build_batches(self.config, self.topology(0, ShapeTracker(), Traffic(0)))
 
     def topology(self, rank: int, tracker: ShapeTracker, traffic: Traffic) -> RehearsalTopology:
         """The place of ``rank``, alone."""
@@ -152,17 +149,18 @@ class Run:
             live_peaks(self.schedule(self.num_microbatches), stage),
             tuple(is_in_node((rank, other)) for other in neighbours),
             tuple(is_in_node(grid.group(rank, (axis,))) for axis in ("tp", "cp", "dp")),
+            tuple(map(is_in_node, grid.levels(rank, "cp", config.parallel.hierarchical_context_parallel_sizes))),
         )
 
     def _virtual_stages(self, stage: int) -> list[VirtualStage]:
         """The chunks of a stage."""
         stages = self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp)
-        return stage_chunks(stages, self.placement, stage)
+        return chunks_of_stage(stages, self.placement, stage)
 
     @cached_property
     def flops_per_token(self) -> float:
         """Model FLOPs, forward and backward."""
-        return _flops(self.architecture, self.architecture.num_layers, self.architecture.vocab_size, self.config)
+        return self.architecture.flops_per_token(self.config.seq_length)
 
     @cached_property
     def flops_per_step(self) -> float:
@@ -174,28 +172,14 @@ class Run:
         backward twice as long as forward, and messages take no time."""
         stages = self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp)
         times = tuple(
-            _flops(
+            replace(
                 self.architecture,
-                len(stage.layers),
-                self.architecture.vocab_size if stage.has_head else 0,
-                self.config,
-            )
+                num_layers=len(stage.layers),
+                vocab_size=self.architecture.vocab_size if stage.has_head else 0,
+            ).flops_per_token(self.config.seq_length)
             for stage in stages
         )
         return simulate(self.schedule(self.num_microbatches), Durations(times, times, times)).bubble_fraction
-
-
-def _flops(model: LlamaConfig, num_layers: int, vocab_size: int, config: RunConfig) -> float:
-    return model_flops_per_token(
-        num_layers=num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        kv_channels=model.kv_channels,
-        num_query_groups=model.num_query_groups,
-        vocab_size=vocab_size,
-        seq_length=config.seq_length,
-    )
 
 
 @dataclass(frozen=True)
@@ -360,11 +344,9 @@ def planned_vocabulary_size(config: RunConfig) -> int:
     tokenizer = config.tokenizer
     if tokenizer.vocab_size is not None:
         return tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
-    name = config.model.model or ""
-    for family, size in (("llama3", 128256), ("llama2", 32000)):
-        if name.startswith(family):
-            return size
+    if config.model.preset_vocab_size is not None:
+        return config.model.preset_vocab_size
     raise ConfigError(
-        f"--dry-run finds no vocabulary: {tokenizer.tokenizer_model} is not here, and --model names none of Llama's: "
-        "add --vocab-size."
+        f"--dry-run has no vocabulary size: {tokenizer.tokenizer_model} does not exist, and no --model preset sets "
+        "one: add --vocab-size."
     )

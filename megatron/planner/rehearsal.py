@@ -6,37 +6,26 @@ with a real topology and real tensors the same code measures a real step.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
-from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import shards_weights
-from megatron.core.model.llama import LlamaModel
+from megatron.core.models.parallelize import parallelize
+from megatron.core.models.transformer import TransformerModel
+from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
-from megatron.core.pipeline_parallel.schedule import Action
 from megatron.core.topology import Topology
+from megatron.metrics.timers import Timers
 from megatron.planner.kernels import rehearsed_kernels
 from megatron.planner.memory import MemoryTracker
-from megatron.training.data import Vocabulary
-from megatron.training.parallel_model import build_parallel_model, build_pipeline, wrap_model
-from megatron.training.step import train_step
-from megatron.training.timers import Timers
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One rank, ready for a step."""
-
-    model: LlamaModel
-    executor: PipelineExecutor
-    data_parallel: DataParallel
-    optimizer: Optimizer
+from megatron.schedules.schedule import Action
+from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
 
 
 class _PassWatch(ActionRecorder):
@@ -62,17 +51,16 @@ def build_rank(
     vocabulary: Vocabulary,
     tracker: MemoryTracker,
     device: torch.device | None = None,
-) -> Rank:
+) -> TrainModule:
     """Model, pipeline, data parallelism and optimizer, in the order of a run; weights are not initialised.
 
     ``device`` is that of the real run, by default the one on which this runs.
     """
     tracker.during = "set-up"
-    kernels = rehearsed_kernels(config, topology, device or topology.device, vocabulary, tracker)
+    kernels = rehearsed_kernels(config, topology, device or topology.device, vocabulary.size, tracker)
     with tracker.making("weights"):
-        model = build_parallel_model(config, topology, vocabulary, kernels)
-        executor = build_pipeline(config, topology, model)
-        data_parallel = wrap_model(config, topology, model)
+        parallel = parallelize(config, topology, vocabulary.size, kernels)
+    data_parallel = parallel.data_parallel
     for piece in data_parallel.pieces:
         tracker.mark(piece.gradient, "gradients")
     with tracker.making("moments"):
@@ -82,26 +70,25 @@ def build_rank(
     if shards_weights(config.parallel, topology):
         # The real set-up never has whole weights, the rehearsed one does.
         tracker.peak = tracker.now
-    _watch_units(model, tracker)
-    executor.recorder = _PassWatch(tracker)
-    return Rank(model, executor, data_parallel, optimizer)
+    _watch_units(parallel.model, tracker)
+    parallel.executor.recorder = _PassWatch(tracker)
+    scaler = build_loss_scaler(config.precision)
+    fp8 = parallel.model.context.fp8
+    return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology.loss_ranks, fp8)
 
 
-def run_step(config: RunConfig, topology: Topology, rank: Rank, num_microbatches: int, tracker: MemoryTracker) -> None:
+def run_step(
+    config: RunConfig, topology: Topology, module: TrainModule, num_microbatches: int, tracker: MemoryTracker
+) -> None:
     """One training step of as many microbatches."""
     tracker.during = "start of the step"
     train_step(
-        rank.executor,
-        rank.data_parallel,
-        rank.optimizer,
+        module,
         _microbatches(config, topology),
+        Hyperparameters(learning_rate=0.0),
         num_microbatches=num_microbatches,
         expected_tokens=num_microbatches * config.micro_batch_size * config.seq_length,
-        learning_rate=0.0,
-        loss_scaler=build_loss_scaler(config.precision),
-        ranks=topology.loss_ranks,
         timers=Timers(0),
-        fp8=rank.model.context.fp8,
     )
     tracker.during = "after the step"
 
@@ -120,7 +107,7 @@ def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, T
         yield microbatch
 
 
-def _watch_units(model: LlamaModel, tracker: MemoryTracker) -> None:
+def _watch_units(model: TransformerModel, tracker: MemoryTracker) -> None:
     """What outlives an embedding or a layer is kept, or handed on; what comes of the head is its own kind."""
 
     def keep(module: nn.Module, inputs: object, output: object) -> None:

@@ -5,8 +5,8 @@ from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
 from megatron.config.activations import RecomputeMethod, RecomputeModule
-from megatron.config.errors import ConfigError
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 from megatron.planner.plan import Plan, Run, rehearse
 
 Change = Callable[[RunConfig], RunConfig | None]

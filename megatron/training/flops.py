@@ -15,38 +15,6 @@ from megatron.core.ops.matmul import linear
 _LARGEST_PROBE = 4096
 
 
-def model_flops_per_token(
-    *,
-    num_layers: int,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    num_attention_heads: int,
-    kv_channels: int,
-    num_query_groups: int,
-    vocab_size: int,
-    seq_length: int,
-) -> float:
-    """FLOPs of forward and backward per token of a Llama model.
-
-    Six per matmul parameter (two forward, four backward), counting the output head but neither the embedding
-    lookup nor the norms, plus ``6 L q s`` for causal attention, where q is the total query width: scores and
-    values take ``2 * 2 q s`` forward over the full square, half of it under the causal mask, three times that
-    with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the causal half.
-
-    Args:
-        kv_channels: width of one head.
-        num_query_groups: key/value heads.
-        vocab_size: rows of the output head.
-        seq_length: tokens per sequence.
-    """
-    query_width = num_attention_heads * kv_channels
-    key_value_width = num_query_groups * kv_channels
-    attention_parameters = hidden_size * (2 * query_width + 2 * key_value_width)
-    mlp_parameters = 3 * hidden_size * ffn_hidden_size
-    matmul_parameters = num_layers * (attention_parameters + mlp_parameters) + hidden_size * vocab_size
-    return 6.0 * matmul_parameters + 6.0 * num_layers * query_width * seq_length
-
-
 def achieved_tflops(tokens_per_s_per_gpu: float, flops_per_token: float) -> float:
     """Model TFLOP/s of one device at a rate of tokens per second and device."""
     return tokens_per_s_per_gpu * flops_per_token / 1e12
@@ -88,9 +56,7 @@ sheets (half of the figures they quote with sparsity). ``fp32`` is without tenso
 def device_peak_tflops(device_name: str, dtype: str) -> float | None:
     """Dense peak of a GPU in TFLOP/s, or None where it is not known.
 
-    Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: ``bf16``, ``fp16``, ``fp8``, ``tf32`` or ``fp32``.
+    ``device_name`` is from ``torch.cuda.get_device_name``; ``dtype`` is bf16, fp16, fp8, tf32 or fp32.
     """
     if "MIG" in device_name:
         return None  # a slice of a GPU: the whole one's peak would make MFU look absurdly low
@@ -114,12 +80,9 @@ _PROBE_DTYPES = {
 def measured_peak_tflops(dtype: str, seconds: float = 0.25) -> float:
     """Best rate in TFLOP/s of a square matrix product on this process's CPU threads.
 
-    The size doubles from 64 until one product takes a fair share of the time allowed, because the same
-    product takes microseconds in one precision and seconds in another; the fastest product counts.
-
-    Args:
-        dtype: precision of the run, as in :func:`device_peak_tflops`, or ``fp64``.
-        seconds: time allowed, kept to within one product.
+    The size doubles from 64 until one product takes a fair share of ``seconds``, because the same product takes
+    microseconds in one precision and seconds in another; the fastest product counts. ``dtype`` as in
+    :func:`device_peak_tflops`, or ``fp64``.
     """
     deadline = time.perf_counter() + seconds
     best, size = 0.0, 64
@@ -144,10 +107,7 @@ def resolve_peak(
 ) -> tuple[float | None, str]:
     """The peak that MFU is measured against, and a sentence for the log that says where it comes from.
 
-    Args:
-        device_name: GPU name, or None on a CPU, whose peak is measured.
-        dtype: precision of the run: ``bf16``, ``fp16``, ``fp8``, ``tf32``, ``fp32`` or ``fp64``.
-        peak_tflops: value of ``--peak-tflops``, which outranks everything.
+    ``device_name`` is None on a CPU, whose peak is measured. ``peak_tflops`` (``--peak-tflops``) overrides everything.
     """
     if peak_tflops is not None:
         return peak_tflops, f"MFU is relative to {peak_tflops:g} TFLOP/s, given by --peak-tflops."

@@ -3,43 +3,48 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
 from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
-from megatron.core.topology import Topology
-from megatron.training.architecture import FlagsOver, settle_architecture
-from megatron.training.description import Say
-from megatron.training.launch import Process, choose_device, joined, prepare_cpu
-from megatron.training.listeners import Evaluation
-from megatron.training.setup import build_trainer, save_directories_locked
-from megatron.training.stop import SignalWatch, watch_signals
-from megatron.training.trainer import Trainer
+from megatron.errors import ExitCode
+from megatron.training.attempts import attempt_counted
+from megatron.training.build.architecture import FlagsOver, resolve_architecture
+from megatron.training.build.run import build_trainer
+from megatron.training.checkpoints.locks import save_directories_locked
+from megatron.training.context import RunContext
+from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
+from megatron.training.signals import StopRequested, watch_signals
 
 
-def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> None:
-    """Run this process's part of the training that ``config`` describes.
+def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> ExitCode:
+    """Run this process's part of the training that ``config`` describes: complete, or stopped on request.
 
-    ``flags_over`` reads the same flags once more, for an architecture that only a checkpoint tells.
-    Raises :class:`~megatron.config.errors.UserError` for what the user can mend.
+    ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). Raises
+    :class:`~megatron.errors.UserError` for what the user can mend.
     """
 
-    def say(text: str) -> None:
+    def log_rank0(text: str) -> None:
         if process.rank == 0:
             print(f"> {text}", flush=True)
 
     device = choose_device(config.training.device, process)
     if device.type == "cpu":
         prepare_cpu(process)
-    with (
-        deterministic_algorithms(config.training.deterministic_mode),
-        watch_signals(config.training) as signals,
-        joined(config.parallel, process, device) as topology,
-        save_directories_locked(config.checkpoint, topology.world) as locks,
-    ):
-        config = settle_architecture(config, flags_over, topology.world, say)
-        train(config, topology, locks, signals, say)
+    try:
+        with (
+            deterministic_algorithms(config.training.deterministic_mode),
+            watch_signals(config.training) as signals,
+            init_distributed(config.parallel, process, device) as topology,
+        ):
+            context = RunContext(config, topology, signals, log_rank0)
+            with save_directories_locked(context) as locks, attempt_counted(context):
+                return train(replace(context, config=resolve_architecture(context, flags_over)), locks)
+    except StopRequested as stop:
+        log_rank0(f"stopped: {stop}")
+        return stop.exit_code
 
 
 @contextmanager
@@ -55,22 +60,16 @@ def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def train(config: RunConfig, topology: Topology, locks: Sequence[RunLock], signals: SignalWatch, say: Say) -> None:
-    """Build the trainer and run it; it must be gone when the ranks part."""
+def train(context: RunContext, locks: Sequence[RunLock]) -> ExitCode:
+    """Build the trainer and run it; it must be freed before the process groups are destroyed."""
     with ExitStack() as at_end:
-        trainer = build_trainer(config, topology, locks, signals, say, at_end)
+        trainer = build_trainer(context, locks, at_end)
         try:
-            if config.validation.skip_train:
-                evaluate_only(trainer)
-            else:
-                say(f"stopped: {trainer.run()}")
+            if context.config.validation.skip_train:
+                trainer.evaluate_only()
+                return ExitCode.COMPLETE
+            context.log_rank0(f"stopped: {trainer.run()}")
+            is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
+            return ExitCode.COMPLETE if is_complete else ExitCode.STOPPED
         finally:
             trainer.close()
-
-
-def evaluate_only(trainer: Trainer) -> None:
-    """Evaluate the loaded weights on the validation and test splits (``--skip-train``)."""
-    for listener in trainer.listeners:
-        if isinstance(listener, Evaluation):
-            listener.evaluate(trainer, "validation")
-            listener.evaluate(trainer, "test")

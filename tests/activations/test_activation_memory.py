@@ -10,21 +10,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
-from megatron.config.model import LlamaConfig
-from megatron.config.optimizer import PrecisionConfig
-from megatron.config.stages import VirtualStage
+from megatron.config.precision import PrecisionConfig
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import HeldGradient, compute_held
-from megatron.core.model.layer import TransformerLayer
-from megatron.core.model.llama import LlamaChunk, LlamaModel, build_model
-from megatron.core.offload import HostCopies, PlainCopies, TensorPair
+from megatron.core.models.layer import TransformerLayer
+from megatron.core.models.parallelize import build_model
+from megatron.core.models.transformer import TransformerChunk, TransformerModel
+from megatron.core.offload import HostCopies, Offloaded, PlainCopies, TensorPair
 from megatron.core.topology import single_process
+from megatron.schedules.stages import VirtualStage
 from tests.parallel.layout_run import CPU, Layout, context
 from tests.storage_watch import PeakWatch, StorageWatch
 
 LAYERS, LENGTH, ROWS, ITEM = 4, 32, 2, 8
-MODEL = LlamaConfig(
+MODEL = TransformerConfig(
     num_layers=LAYERS,
     hidden_size=32,
     ffn_hidden_size=80,
@@ -71,17 +72,23 @@ FP8 = PrecisionConfig(bf16=True, fp8_format="hybrid")
 
 def build(
     activations: ActivationConfig, fp8: PrecisionConfig | None = None
-) -> tuple[LlamaModel, LlamaChunk, ParameterBuffer]:
+) -> tuple[TransformerModel, TransformerChunk, ParameterBuffer]:
     """The layers between embedding and head, with a gradient buffer."""
     middle = VirtualStage(range(LAYERS), has_embedding=False, has_head=False)
-    built_in = context(single_process(), Layout(activations=activations), precision=fp8)
-    model = build_model(MODEL, built_in, 1, [middle])
+    model = build_model(MODEL, context(single_process(), Layout(), precision=fp8), 1, [middle], activations)
     (chunk,) = model.chunks
-    assert isinstance(chunk, LlamaChunk)
+    assert isinstance(chunk, TransformerChunk)
     with torch.no_grad():
         # The rotations, which stay, as quantised weights do.
         chunk(torch.zeros(LENGTH, ROWS, H, dtype=torch.float64))
     return model, chunk, ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
+
+
+def copy_with(chunk: TransformerChunk, copies: HostCopies) -> None:
+    """Let the offloaded layers of ``chunk`` copy with ``copies``."""
+    for layer in chunk.layers:
+        if isinstance(layer, Offloaded):
+            layer.copies = copies
 
 
 def received() -> Tensor:
@@ -89,7 +96,7 @@ def received() -> Tensor:
     return torch.randn(LENGTH, ROWS, H, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-def forward(chunk: LlamaChunk, hidden: Tensor) -> tuple[GradientEdge, Tensor]:
+def forward(chunk: TransformerChunk, hidden: Tensor) -> tuple[GradientEdge, Tensor]:
     """The root of the graph, and a gradient for it."""
     outputs = chunk(hidden)
     return get_gradient_edge(outputs), torch.ones_like(outputs)
@@ -105,7 +112,7 @@ KEPT = {
     "core_attn": (selective("core_attn"), LAYERS * (ALL - Q - N)),
     "layernorm": (selective("layernorm"), LAYERS * (ALL - 2 * H - 2)),
     "mlp_act": (selective("mlp_act"), LAYERS * (ALL - F)),
-    "mlp": (selective("mlp"), LAYERS * (ALL - 3 * F)),
+    "mlp": (selective("mlp"), LAYERS * (ALL - 3 * F - H - 1)),
     "mlp and layernorm": (selective("mlp", "layernorm"), LAYERS * (ALL - 3 * F - 2 * H - 2)),
     "three": (selective("core_attn", "layernorm", "mlp_act"), LAYERS * (2 * H + Q + 2 * G + 2 * F)),
     "uniform 1": (full("uniform", 1), LAYERS * H),
@@ -150,7 +157,7 @@ def test_in_fp8_the_inputs_of_linear_layers_are_bytes(mode: str) -> None:
     assert watch.live_bytes() - gradient.nbytes == expected + LAYERS * scales * 4
     _, chunk, _ = build(replace(activations, cpu_offloading_num_layers=LAYERS), FP8)
     sent: list[int] = []
-    chunk.copies = HostCopies(CPU, WatchedCopies(sent.append), PlainCopies())
+    copy_with(chunk, HostCopies(CPU, WatchedCopies(sent.append), PlainCopies()))
     forward(chunk, hidden)
     assert sum(sent) == expected + hidden.nbytes
 
@@ -268,7 +275,7 @@ def test_what_is_on_the_host_is_not_on_the_device(activations: ActivationConfig,
     _, chunk, _ = build(activations)
     sent: list[int] = []
     fetched: list[int] = []
-    chunk.copies = HostCopies(CPU, WatchedCopies(sent.append), WatchedCopies(fetched.append))
+    copy_with(chunk, HostCopies(CPU, WatchedCopies(sent.append), WatchedCopies(fetched.append)))
     hidden = received()
     with StorageWatch() as watch:
         edge, gradient = forward(chunk, hidden)
@@ -287,11 +294,12 @@ def test_a_layer_comes_back_while_the_one_behind_it_goes_backward(count: int) ->
     _, chunk, _ = build(on_host(count))
     events: list[str] = []
     sizes: list[int] = []
-    chunk.copies = HostCopies(CPU, WatchedCopies(sizes.append), WatchedCopies(lambda size: events.append("fetch")))
-    for number, layer in enumerate(chunk.layers):
+    copy_with(chunk, HostCopies(CPU, WatchedCopies(sizes.append), WatchedCopies(lambda size: events.append("fetch"))))
+    for number, unit in enumerate(chunk.layers):
+        layer = unit.module if isinstance(unit, Offloaded) else unit
         assert isinstance(layer, TransformerLayer)
         # The first product to go backward, and what is last.
-        for part, word in ((layer.mlp.linear_fc2, "begin"), (layer.input_layernorm, "end")):
+        for part, word in ((layer.last_linear, "begin"), (layer.get_submodule("self_attention.norm_qkv.norm"), "end")):
             part.register_full_backward_pre_hook(lambda *_, event=f"{word} {number}": events.append(event))
     edge, gradient = forward(chunk, received())
     torch.autograd.backward(edge, gradient)
@@ -337,7 +345,7 @@ def gradients(activations: ActivationConfig, copies: HostCopies | None) -> Tenso
     """Of all weights and the input, over two passes that overlap."""
     _, chunk, buffer = build(activations)
     if copies is not None:
-        chunk.copies = copies
+        copy_with(chunk, copies)
     inputs = [received() for _ in range(2)]
     graphs = [forward(chunk, hidden) for hidden in inputs]
     for edge, gradient in graphs:

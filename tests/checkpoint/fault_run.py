@@ -4,6 +4,7 @@ What it saves is a function of the iteration and of the *life*: the number of th
 checkpoint can be compared bit for bit with what was meant, and one that is patched together from two is noticed.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -18,25 +19,26 @@ from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.background import BackgroundProcess, BackgroundSaving
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
 from megatron.checkpoint.directory import TRACKER, iteration_directory, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import JSON
 from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import CheckpointError
 from megatron.core.communication import Communicator
-from megatron.training.launch import on_first_rank, together
-from megatron.training.state import find_saved_run
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.saved_run import find_saved_run, state_of_weights
 from tests.forked import fork_context
 
 PATIENCE = 60.0
@@ -69,18 +71,30 @@ def tensors_of(saved: Saved, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
             dim = ("rows", "columns").index(name)
             offset[dim] = rank * shape[dim] // size
             whole = whole.chunk(size, dim)[rank]
-        tensors[name] = BoxedTensor.from_pieces(shape, whole.dtype, [(offset, whole)])
+        tensors[name] = BoxedTensor.from_boxes(shape, whole.dtype, [(offset, whole)])
     return tensors
 
 
 def state_of(saved: Saved) -> dict[str, JSON]:
     """What a checkpoint holds beside tensors."""
-    return {"iteration": saved.iteration, "life": saved.life}
+    architecture = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        num_attention_heads=1,
+        num_query_groups=1,
+        kv_channels=8,
+        vocab_size=8,
+        padded_vocab_size=8,
+        max_position_embeddings=8,
+    )
+    state = state_of_weights(saved.iteration, architecture, {"life": saved.life}).to_json()
+    return cast(dict[str, JSON], json.loads(json.dumps(state)))
 
 
 def content_of(root: Path, iteration: int, rank: int = 0, size: int = 1) -> Saved:
     """Load a checkpoint and compare every bit with what was meant; all ranks call it."""
-    saved = Saved(iteration, read_state(root, iteration)["life"])
+    saved = Saved(iteration, read_state(root, iteration)["flags"]["life"])
     expected, loaded = (tensors_of(saved, rank, size) for _ in range(2))
     for tensor in _pieces(loaded):
         tensor.fill_(-1)
@@ -91,7 +105,7 @@ def content_of(root: Path, iteration: int, rank: int = 0, size: int = 1) -> Save
 
 
 def _pieces(tensors: dict[str, Tensor]) -> list[Tensor]:
-    return [piece for tensor in tensors.values() if isinstance(tensor, BoxedTensor) for _, piece in tensor.pieces]
+    return [piece for tensor in tensors.values() if isinstance(tensor, BoxedTensor) for _, piece in tensor.boxes]
 
 
 def load_newest(root: Path, world: Communicator, fall_back: bool = True) -> Saved | None:
@@ -131,7 +145,7 @@ class Saving(Protocol):
         """End what runs beside this process."""
 
 
-class DirectSaving:
+class SyncSaveBackend:
     """Nothing else is done until the checkpoint is there."""
 
     def __init__(self, world: Communicator) -> None:
@@ -157,13 +171,13 @@ class SavingBehind:
 
     def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
         """Copy it aside."""
-        self._saving = BackgroundSaving(root, iteration, self._process, read_back=True)
+        self._saving = AsyncSaveBackend(root, iteration, self._process, read_back=True)
         save_checkpoint(root, iteration, tensors, state, saving=self._saving)
 
     def finish(self) -> None:
         """As a run that cannot go on without it."""
         failures = self._world.all_gather_object(self._saving.finish_own())
-        failure = next(filter(None, failures), None) or on_first_rank(self._world, self._saving.finish)
+        failure = next(filter(None, failures), None) or run_on_rank0(self._world, self._saving.finish)
         if failure is not None:
             self._saving.abandon()
             raise CheckpointError(failure)
@@ -173,7 +187,7 @@ class SavingBehind:
         self._process.close()
 
 
-KINDS: dict[str, Callable[[Communicator], Saving]] = {"sync": DirectSaving, "async": SavingBehind}
+KINDS: dict[str, Callable[[Communicator], Saving]] = {"sync": SyncSaveBackend, "async": SavingBehind}
 
 
 def save(kind: str, root: Path, saved: Saved, world: Communicator) -> None:
@@ -235,7 +249,7 @@ def run(seat: Seat, life: Life) -> None:
     world, root = seat.world, life.root
     with ExitStack() as stack:
         if world.rank == 0:
-            stack.callback(RunLock(root).release)
+            stack.callback(acquire(root).release)
         inherited = leftovers(root)
         found = load_newest(root, world)
         seat.tell(Started(found))
@@ -245,13 +259,13 @@ def run(seat: Seat, life: Life) -> None:
         for iteration in count(first) if life.saves is None else range(first, first + life.saves):
             save_with(saving, root, Saved(iteration, life.number), world)
             seat.tell(Committed(Saved(iteration, life.number), inherited & leftovers(root)))
-            for old in retention.superfluous(on_first_rank(world, partial(list_checkpoints, root))):
+            for old in retention.superfluous(run_on_rank0(world, partial(list_checkpoints, root))):
                 if world.rank == 0:
                     remove_checkpoint(locate_checkpoint(root, old))
 
 
 def _verify(root: Path, world: Communicator, iteration: int) -> None:
-    together(world, partial(verify_share, root, iteration, world.rank, world.size))
+    run_on_all_ranks(world, partial(verify_share, root, iteration, world.rank, world.size))
 
 
 # --- processes -----------------------------------------------------------------------------------------------

@@ -177,9 +177,9 @@ ALL = -1
 """As many as there are."""
 
 
-def small_disk(place: Path) -> Room:
+def small_disk(place: Path, size: int = 1 << 20) -> Room:
     """A file system of its own at ``place``, filled as far as is wanted."""
-    mount_small(place, 1 << 20)
+    mount_small(place, size)
     ballast = place / "ballast"
 
     def leave(size: int) -> None:

@@ -21,14 +21,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.background import BackgroundCopy, BackgroundProcess, BackgroundSaving
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.lock import acquire
 from megatron.checkpoint.manifest import ChunkLocation, Manifest, read_manifest
 from megatron.checkpoint.storage import file_of_rank
 from tests.end_to_end.run_process import REPOSITORY, wait_until
+
+pytestmark = pytest.mark.processes
 
 TIMEOUT = 60.0
 
@@ -53,13 +56,13 @@ def process() -> Iterator[BackgroundProcess]:
     process.close()
 
 
-def save(root: Path, iteration: int, process: BackgroundProcess, content: dict[str, Tensor]) -> BackgroundSaving:
-    saving = BackgroundSaving(root, iteration, process, read_back=True)
+def save(root: Path, iteration: int, process: BackgroundProcess, content: dict[str, Tensor]) -> AsyncSaveBackend:
+    saving = AsyncSaveBackend(root, iteration, process, read_back=True)
     save_checkpoint(root, iteration, content, {"iteration": iteration}, saving=saving)
     return saving
 
 
-def finish(saving: BackgroundSaving) -> str | None:
+def finish(saving: AsyncSaveBackend) -> str | None:
     return saving.finish_own() or saving.finish()
 
 
@@ -135,7 +138,7 @@ def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
 
 
 def test_an_error_of_the_file_system_is_told_with_the_file(tmp_path: Path, process: BackgroundProcess) -> None:
-    saving = BackgroundSaving(tmp_path, 1, process)
+    saving = AsyncSaveBackend(tmp_path, 1, process)
     directory = saving.begin()
     (directory / file_of_rank(0)).mkdir()
     saving.write(directory / file_of_rank(0), tensors())
@@ -173,10 +176,10 @@ def test_a_writer_dies_with_its_rank_even_while_it_is_stopped(tmp_path: Path) ->
 class Ranks:
     """Two ranks that save one tensor each, without collectives."""
 
-    def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
+    def __init__(self, root: Path, timeout: float = TIMEOUT, lock_token: str | None = None) -> None:
         self.root = root
         self.processes = [BackgroundProcess(timeout) for _ in range(2)]
-        self.savings = [BackgroundSaving(root, 1, process) for process in self.processes]
+        self.savings = [AsyncSaveBackend(root, 1, process, lock_token) for process in self.processes]
         self.directory = self.savings[0].begin()
 
     def write(self, rank: int) -> WrittenFile:
@@ -194,7 +197,7 @@ class Ranks:
         }
         places = {
             MetadataIndex(f"of_{rank}", torch.Size([0])): ChunkLocation(
-                WrittenFile(file_of_rank(rank), 0, ""), self.key(rank)
+                WrittenFile(file_of_rank(rank), 0, ()), self.key(rank)
             )
             for rank in range(2)
         }
@@ -233,11 +236,32 @@ def test_what_another_rank_never_writes_is_given_up_without_a_trace(tmp_path: Pa
     ranks.close()
 
 
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_the_process_that_commits_reads_the_lock_again_before_it_renames(tmp_path: Path, is_taken_over: bool) -> None:
+    lock = acquire(tmp_path)
+    ranks = Ranks(tmp_path, lock_token=lock.token)
+    ranks.write(0)
+    ranks.commit()
+    if is_taken_over:
+        lock.release()
+        lock = acquire(tmp_path)
+    ranks.write(1)
+    assert ranks.savings[1].finish_own() is None
+    failure = ranks.savings[0].finish()
+    if is_taken_over:
+        assert failure is not None and f"taken over by process {os.getpid()}" in failure
+        assert list_checkpoints(tmp_path) == []
+    else:
+        assert failure is None and list_checkpoints(tmp_path) == [1]
+    ranks.close()
+    lock.release()
+
+
 # --- copies ------------------------------------------------------------------------------------------------
 
 
-def copy(source: Path, target: Path, process: BackgroundProcess) -> BackgroundCopy:
-    copying = BackgroundCopy(target, 1, process)
+def copy(source: Path, target: Path, process: BackgroundProcess) -> CopyTask:
+    copying = CopyTask(target, 1, process)
     copying.start(source, file_of_rank(0), copying.begin())
     return copying
 
@@ -265,7 +289,7 @@ def test_what_has_changed_since_it_was_written_is_not_copied(tmp_path: Path, pro
     copying = copy(source, tmp_path / "second", process)
     assert copying.finish_own() is None
     failure = copying.finish()
-    assert failure is not None and "rank_00000.safetensors has changed since it was written" in failure
+    assert failure is not None and "rank_00000.safetensors was modified after it was written" in failure
     copying.abandon()
     assert list((tmp_path / "second").iterdir()) == []
     assert read_manifest(source).files()

@@ -67,7 +67,7 @@ def test_pieces_of_a_flat_range_are_views_at_their_global_place(kind: str) -> No
     flat = local.flatten()[2:-1].clone()
     boxed = BoxedTensor.from_flat_range(info, flat, start=2)
     whole = numbered(info.global_shape)
-    for offset, piece in boxed.pieces:
+    for offset, piece in boxed.boxes:
         place = tuple(slice(first, first + size) for first, size in zip(offset, piece.shape))
         assert torch.equal(piece, whole[place])
         piece.fill_(-1)
@@ -79,17 +79,17 @@ def test_a_parameter_keeps_its_memory_and_its_gradient_flag(kind: str) -> None:
     info, local = rank_part(kind, 0)
     parameter = torch.nn.Parameter(local.clone())
     boxed = BoxedTensor.from_flat_range(info, parameter.view(-1), 0)
-    for _, piece in boxed.pieces:
+    for _, piece in boxed.boxes:
         piece.zero_()
     assert parameter.requires_grad
     assert not parameter.any()
 
 
 def test_it_looks_like_the_global_tensor_but_does_not_compute() -> None:
-    boxed = BoxedTensor.from_pieces((4, 6), torch.bfloat16, [((0, 2), torch.zeros(4, 2, dtype=torch.bfloat16))])
+    boxed = BoxedTensor.from_boxes((4, 6), torch.bfloat16, [((0, 2), torch.zeros(4, 2, dtype=torch.bfloat16))])
     assert (boxed.size(), boxed.dtype, boxed.device.type) == (torch.Size([4, 6]), torch.bfloat16, "cpu")
-    assert repr(boxed) == "BoxedTensor([4, 6], torch.bfloat16, pieces: [4, 2] at [0, 2])"
-    with pytest.raises(TypeError, match="compute with the pieces"):
+    assert repr(boxed) == "BoxedTensor([4, 6], torch.bfloat16, boxes: [4, 2] at [0, 2])"
+    with pytest.raises(TypeError, match="compute with the boxes"):
         boxed.sum()
 
 
@@ -97,14 +97,14 @@ def test_a_rank_may_hold_nothing() -> None:
     info, local = rank_part("rows", 0)
     boxed = BoxedTensor.from_flat_range(info, local.flatten()[:0], start=4)
     assert boxed.size() == torch.Size([6, 5])
-    assert boxed.pieces == []
+    assert boxed.boxes == []
     assert boxed.__create_write_items__("weight", boxed) == []
     assert boxed.__create_chunk_list__() == []
 
 
 def test_a_piece_is_found_by_its_offset_whatever_the_hint() -> None:
     pieces = [((0, 0), torch.zeros(1, 2)), ((1, 0), torch.ones(1, 2))]
-    boxed = BoxedTensor.from_pieces((2, 2), torch.float32, pieces)
+    boxed = BoxedTensor.from_boxes((2, 2), torch.float32, pieces)
     for hint in (None, 0, 1, 17):
         assert boxed.__get_tensor_shard__(MetadataIndex("weight", (1, 0), hint)).sum() == 2
 
@@ -121,9 +121,9 @@ def test_a_piece_is_found_by_its_offset_whatever_the_hint() -> None:
 )
 def test_pieces_that_are_not_of_this_tensor_are_refused(offset: tuple[int, ...], piece: Tensor) -> None:
     with pytest.raises(AssertionError):
-        BoxedTensor.from_pieces((4, 2), torch.float32, [(offset, piece)])
+        BoxedTensor.from_boxes((4, 2), torch.float32, [(offset, piece)])
 
 
 def test_two_pieces_at_one_place_are_refused() -> None:
     with pytest.raises(AssertionError):
-        BoxedTensor.from_pieces((4,), torch.float32, [((0,), torch.zeros(1)), ((0,), torch.zeros(2))])
+        BoxedTensor.from_boxes((4,), torch.float32, [((0,), torch.zeros(1)), ((0,), torch.zeros(2))])

@@ -1,5 +1,6 @@
 """Files are not what they were: a run starts from the newest checkpoint that is whole, or says that there is none."""
 
+import json
 import os
 import random
 import re
@@ -12,12 +13,13 @@ import pytest
 
 from megatron.checkpoint.checkpointing import verify_share
 from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
+from megatron.checkpoint.files import seal
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.retention import Retention
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import CheckpointError
-from megatron.training.state import find_saved_run
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.saved_run import find_saved_run
 from tests.checkpoint.fault_run import ALONE, Life, Saved, World, load_newest, run, save
 
 FILES = [MANIFEST, "rank_00000.safetensors", "rank_00001.safetensors"]
@@ -91,7 +93,7 @@ def test_a_damaged_file_is_named_and_its_checkpoint_passed_over(
     victim = iteration_directory(root, 3) / file
     DAMAGES[damage](victim, chance)
     assert load_newest(root, ALONE) == Saved(2, 0)
-    assert "Passing over the checkpoint of iteration 3" in caplog.text
+    assert "Skipping the checkpoint of iteration 3" in caplog.text
     # One without a manifest is no checkpoint, and by another's manifest it is the other files that are damaged.
     name = victim.parent if file == MANIFEST else victim
     with pytest.raises(CheckpointError, match=re.escape(str(name))):
@@ -146,7 +148,7 @@ def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) ->
     for directory in (root, copies):
         os.utime(iteration_directory(directory, 3) / MANIFEST, (1, 1))
     save("sync", root, Saved(2, 1), ALONE)
-    config = CheckpointConfig(save=str(root), load=str(root), redundant_save=str(copies))
+    config = CheckpointConfig(save=str(root), load=str(root), redundant_save=(str(copies),))
     found = find_saved_run(config, ALONE)
     assert found is not None and (found.root, found.iteration) == (root, 2)
     shutil.rmtree(iteration_directory(root, 2))
@@ -158,23 +160,32 @@ def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) ->
 @pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
 def test_a_tracker_without_checkpoints_is_not_a_fresh_start(tmp_path: Path, tracker: bytes) -> None:
     (tmp_path / TRACKER).write_bytes(tracker)
-    with pytest.raises(CheckpointError, match="holds no readable checkpoint"):
+    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
         load_newest(tmp_path, ALONE)
 
 
 def test_a_damaged_lock_keeps_nobody_out(root: Path, chance: random.Random) -> None:
-    lock = RunLock(root)
+    lock = acquire(root)
     content = (root / LOCK).read_bytes()
     lock.release()
     for size in (0, len(content) // 2, len(content) - 1):
         (root / LOCK).write_bytes(content[:size])
-        RunLock(root).release()
+        acquire(root).release()
     assert LOCK not in os.listdir(root)
+
+
+def copy_as(root: Path, iteration: int, number: int) -> None:
+    """Copy a checkpoint as that of another iteration, with the state to match."""
+    shutil.copytree(iteration_directory(root, iteration), iteration_directory(root, number))
+    manifest = iteration_directory(root, number) / MANIFEST
+    content = json.loads(manifest.read_text())["manifest"]
+    content["state"]["iteration"] = number
+    manifest.write_text(seal(json.dumps(content)))
 
 
 def test_two_broken_newer_checkpoints_do_not_cost_the_two_good_ones(root: Path, chance: random.Random) -> None:
     for number in (4, 5):
-        shutil.copytree(iteration_directory(root, 3), iteration_directory(root, number))
+        copy_as(root, 3, number)
         flip_a_bit(iteration_directory(root, number) / FILES[1 + chance.randrange(2)], chance)
     retention = Retention(2, None, lambda iteration: verify_share(root, iteration, 0, 1))
     assert list_checkpoints(root) == [1, 2, 3, 4, 5]

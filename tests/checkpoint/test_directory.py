@@ -19,7 +19,7 @@ from megatron.checkpoint.directory import (
 )
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.checkpoint.manifest import Manifest, encode_manifest, read_manifest
-from megatron.config.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 
 def write(root: Path, iteration: int, label: str = "") -> None:
@@ -133,7 +133,7 @@ def test_the_loss_of_all_checkpoints_is_not_a_fresh_start(tmp_path: Path, spoil:
         manifest.unlink()
     if spoil == "no directory":
         (tmp_path / "iter_0000001").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="holds no readable checkpoint"):
+    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
         find_checkpoint(tmp_path)
 
 

@@ -22,9 +22,9 @@ import pytest
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.lock import LOCK, RunLock
-from megatron.config.errors import CheckpointError
-from megatron.training.launch import on_first_rank
+from megatron.checkpoint.lock import LOCK, acquire
+from megatron.core.run_on_ranks import run_on_rank0
+from megatron.errors import CheckpointError
 from tests.checkpoint.fault_run import (
     ALONE,
     KINDS,
@@ -54,6 +54,8 @@ from tests.checkpoint.file_faults import (
     small_disk,
     small_files,
 )
+
+pytestmark = pytest.mark.slow(reason="kills and errors at every step of a save")
 
 
 @pytest.fixture
@@ -189,8 +191,8 @@ def wreck(root: Path) -> None:
     half.mkdir()
     (half / "rank_00000.safetensors").touch()
     (root / f".{TRACKER}.saving-0123abcd").touch()
-    lock = RunLock(root)
-    text = (root / LOCK).read_text().replace('"process": "', '"process": "another boot')
+    lock = acquire(root)
+    text = (root / LOCK).read_text().replace("/", "/9", 1)  # the start of the process
     lock.release()
     for name, content in {LOCK: text, f"{LOCK}.0123abcd": text, f"{LOCK}.4567cdef": ""}.items():
         (root / name).write_text(content)
@@ -250,7 +252,7 @@ def test_a_run_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new(m
     _, _, (old, new) = BEGINNINGS[case.beginning]
     found = []
     for root, step, told in kill_at_every_step(case, memory_path):
-        lock = RunLock(root)
+        lock = acquire(root)
         found.append(load_newest(root, ALONE))
         assert found[-1] in (old, new), f"killed at {step}"
         if any(isinstance(words, Committed) for words in told):
@@ -298,9 +300,9 @@ def meet_error(seat: Seat, root: Path, kind: str, new: Saved, mend: Callable[[],
     world = seat.world
     sentences = world.all_gather_object(sentence(lambda: save(kind, root, new, world)))
     mend()
-    there, at_once = all_saved(root), on_first_rank(world, lambda: leftovers(root))
+    there, at_once = all_saved(root), run_on_rank0(world, lambda: leftovers(root))
     save("sync", root, Saved(new.iteration + 1, 9), world)
-    return Refused(sentences, there, (at_once, on_first_rank(world, lambda: leftovers(root))))
+    return Refused(sentences, there, (at_once, run_on_rank0(world, lambda: leftovers(root))))
 
 
 def fail_at_every_step(seat: Seat, directory: Path, kind: str, victim: int, new: Saved) -> None:
@@ -312,7 +314,7 @@ def fail_at_every_step(seat: Seat, directory: Path, kind: str, victim: int, new:
         if world.rank == victim:
             struck.arm(Blow(step, report, is_deadly=False))
         refused = meet_error(seat, root, kind, new, struck.disarm)
-        if not on_first_rank(world, report.exists):
+        if not run_on_rank0(world, report.exists):
             return
         seat.tell((report.read_text(), refused))
 
@@ -407,7 +409,7 @@ def lock_without_room(seat: Seat, place: Path) -> None:
     """Try to lock a directory whose disk is full."""
     leave = small_files(place)
     leave(0)
-    words = sentence(lambda: RunLock(place))
+    words = sentence(lambda: acquire(place))
     leave(ALL)
     seat.tell((words, os.listdir(place)))
 
@@ -432,7 +434,7 @@ def save_where_it_is_forbidden(seat: Seat, place: Path, how: Callable[[Path], tu
     refusals = [
         sentence(lambda: save(kind, root, Saved(2, 0), seat.world)),
         sentence(lambda: save(kind, root, Saved(1, 1), seat.world)),
-        sentence(lambda: RunLock(root)),
+        sentence(lambda: acquire(root)),
     ]
     seat.tell((refusals, load_newest(root, seat.world), all_saved(root), leftovers(root)))
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.hugging_face import Copy, LlamaMapping, copies_of_section
-from megatron.checkpoint.hugging_face_config import architecture_of, config_fields
+from megatron.architectures.registry import PRESETS
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face import Copy, HuggingFaceMapping, copies_of_section
+from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
 from megatron.checkpoint.hugging_face_files import (
     INDEX,
     SINGLE,
@@ -27,10 +29,10 @@ from megatron.checkpoint.hugging_face_files import (
 )
 from megatron.checkpoint.places import overlap
 from megatron.checkpoint.safetensors_file import Entry
-from megatron.config.errors import CheckpointError
-from megatron.config.model import PRESETS, LlamaConfig, ModelConfig, preset
+from megatron.config.model import ModelConfig, preset
+from megatron.errors import CheckpointError
 
-CONFIG = LlamaConfig(
+CONFIG = TransformerConfig(
     num_layers=2,
     hidden_size=12,
     ffn_hidden_size=10,
@@ -63,7 +65,7 @@ def assembled(copies: Iterable[Copy], sources: Mapping[str, Tensor], shape: tupl
 
 
 def theirs() -> dict[str, Tensor]:
-    return numbered({name: section.shape for name, section in LlamaMapping(CONFIG).theirs.items()})
+    return numbered({name: section.shape for name, section in HuggingFaceMapping.of(CONFIG).theirs.items()})
 
 
 def ours() -> dict[str, Tensor]:
@@ -99,7 +101,7 @@ def part(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Ten
 
 
 def test_whole_tensors_are_what_plain_operations_make_of_them() -> None:
-    mapping, wanted = LlamaMapping(CONFIG), ours()
+    mapping, wanted = HuggingFaceMapping.of(CONFIG), ours()
     assert mapping.ours.keys() == wanted.keys()
     for name, tensor in mapping.ours.items():
         found = assembled(tensor.copies((0,) * len(tensor.shape), tensor.shape), theirs(), tensor.shape)
@@ -109,7 +111,7 @@ def test_whole_tensors_are_what_plain_operations_make_of_them() -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_any_rectangle_comes_from_the_other_side(data: st.DataObject) -> None:
-    mapping = LlamaMapping(CONFIG)
+    mapping = HuggingFaceMapping.of(CONFIG)
     to_ours = data.draw(st.booleans())
     name = data.draw(st.sampled_from(sorted(mapping.ours if to_ours else mapping.theirs)))
     whole = mapping.ours[name].shape if to_ours else mapping.theirs[name].shape
@@ -134,14 +136,14 @@ def test_overlap_is_what_two_ranges_share(start: int, length: int, step: int, fi
 
 
 def test_a_tied_model_has_no_head_on_either_side() -> None:
-    mapping = LlamaMapping(replace(CONFIG, untie_embeddings_and_output_weights=False))
+    mapping = HuggingFaceMapping.of(replace(CONFIG, untie_embeddings_and_output_weights=False))
     assert "output_layer.weight" not in mapping.ours
     assert "lm_head.weight" not in mapping.theirs
 
 
 def test_the_parameters_of_llama3_8b_are_all_there() -> None:
     config = preset("llama3-8b").resolve(128256, 1, 8192)
-    sections = LlamaMapping(config).theirs.values()
+    sections = HuggingFaceMapping.of(config).theirs.values()
     assert sum(torch.Size(section.shape).numel() for section in sections) == config.num_parameters()
 
 
@@ -149,23 +151,23 @@ def test_the_parameters_of_llama3_8b_are_all_there() -> None:
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    return {name: section.shape for name, section in LlamaMapping(CONFIG).theirs.items()}
+    return {name: section.shape for name, section in HuggingFaceMapping.of(CONFIG).theirs.items()}
 
 
 def test_missing_surplus_and_misshapen_tensors_are_named() -> None:
-    mapping = LlamaMapping(CONFIG)
+    mapping = HuggingFaceMapping.of(CONFIG)
     mapping.check(shapes() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,)}, "DIR")
     lacking = {name: shape for name, shape in shapes().items() if name != "model.norm.weight"}
     with pytest.raises(CheckpointError, match=r"DIR lacks model\.norm\.weight"):
         mapping.check(lacking, "DIR")
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias, for which a Llama has no place"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias, which a Llama model does not have"):
         mapping.check(shapes() | {"model.layers.0.self_attn.q_proj.bias": (24,)}, "DIR")
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight in DIR has shape \[13\].* \[12\]"):
         mapping.check(shapes() | {"model.norm.weight": (13,)}, "DIR")
 
 
 def test_a_head_beside_a_tie_is_no_surplus() -> None:
-    LlamaMapping(replace(CONFIG, untie_embeddings_and_output_weights=False)).check(shapes(), "DIR")
+    HuggingFaceMapping.of(replace(CONFIG, untie_embeddings_and_output_weights=False)).check(shapes(), "DIR")
 
 
 # --- config.json ---------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def test_every_preset_survives_config_json(name: str) -> None:
     config = preset(name).resolve(128256, 1, 1)
     config = replace(config, padded_vocab_size=config.vocab_size)
     fields = json.loads(json.dumps(config_fields(config, "bfloat16", 1, 2)))
-    assert architecture_of(fields, "config.json") == config
+    assert transformer_config_of(fields, "config.json") == config
     assert (fields["bos_token_id"], fields["eos_token_id"], fields["torch_dtype"]) == (1, 2, "bfloat16")
 
 
@@ -204,7 +206,7 @@ def fields_with(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_both_spellings_of_rotary_embeddings(spelling: dict[str, Any], base: float, factor: float | None) -> None:
-    config = architecture_of(fields_with(**spelling), "config.json")
+    config = transformer_config_of(fields_with(**spelling), "config.json")
     assert (config.rotary_base, config.use_rope_scaling) == (base, factor is not None)
     if factor is not None:
         assert (config.rope_scaling_factor, config.rope_scaling_original_length) == (factor, 512)
@@ -212,7 +214,7 @@ def test_both_spellings_of_rotary_embeddings(spelling: dict[str, Any], base: flo
 
 def test_absent_fields_have_the_defaults_of_transformers() -> None:
     given = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = architecture_of({**given, "num_attention_heads": 4, "vocab_size": 9}, "config.json")
+    config = transformer_config_of({**given, "num_attention_heads": 4, "vocab_size": 9}, "config.json")
     assert (config.num_query_groups, config.kv_channels, config.rotary_base) == (4, 4, 10000.0)
     assert (config.norm_epsilon, config.max_position_embeddings) == (1e-6, 2048)
     assert config.untie_embeddings_and_output_weights
@@ -243,7 +245,7 @@ def test_absent_fields_have_the_defaults_of_transformers() -> None:
 )
 def test_what_would_be_another_model_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
-        architecture_of(fields_with(**changes), "DIR/config.json")
+        transformer_config_of(fields_with(**changes), "DIR/config.json")
     assert words in str(refusal.value) and str(refusal.value).startswith("DIR/config.json: ")
 
 
@@ -277,7 +279,7 @@ def test_a_pickle_named_as_a_shard_is_never_opened(tmp_path: Path) -> None:
     shard = "model-00001-of-00001.safetensors"
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
     (tmp_path / shard).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
-    with pytest.raises(CheckpointError, match=f"{shard} is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{shard} is not a complete safetensors file"):
         HuggingFaceWeights(tmp_path)
     assert not (tmp_path / "mark").exists()
 
@@ -295,7 +297,7 @@ def test_a_shard_cut_short_or_without_its_tensor_is_refused_by_name(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"part\.safetensors is damaged"):
         HuggingFaceWeights(tmp_path)
     os.truncate(tmp_path / "part.safetensors", 200)
-    with pytest.raises(CheckpointError, match=r"part\.safetensors is no whole"):
+    with pytest.raises(CheckpointError, match=r"part\.safetensors is not a complete"):
         HuggingFaceWeights(tmp_path)
 
 
@@ -327,7 +329,7 @@ def test_a_directory_appears_only_when_it_is_complete(tmp_path: Path) -> None:
         (saving / "whole").write_text("whole")
         assert list(target.iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    with pytest.raises(CheckpointError, match="is there already and is not overwritten"), fresh_directory(target):
+    with pytest.raises(CheckpointError, match="already exists and is not overwritten"), fresh_directory(target):
         pass
     assert (target / "whole").read_text() == "whole"
 

@@ -5,24 +5,33 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.checkpoint import lock as lock_module
-from megatron.checkpoint.lock import LEASE, LOCK, RunLock
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.directory import commit
+from megatron.checkpoint.lock import LEASE, LOCK, RENEWAL, LockAttempt, LockLostError, RunLock, acquire, check_token
+from megatron.errors import CheckpointError
+from tests.checkpoint.file_faults import NotAllowed, small_disk
+from tests.end_to_end.run_process import REPOSITORY, wait_until
 from tests.forked import fork_context
+
+pytestmark = pytest.mark.processes
 
 
 def hold(root: Path, pipe: Connection) -> None:
-    """Try to take the lock, tell, and keep it until told to go."""
+    """Try to take the lock, report, and keep it until told to go."""
     try:
-        lock = RunLock(root)
+        lock = acquire(root)
     except CheckpointError as error:
         pipe.send(str(error))
         return
@@ -59,16 +68,64 @@ def owner(tmp_path: Path) -> Iterator[Other]:
     other.process.join()
 
 
+class Clock:
+    """A monotonic clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def content(root: Path) -> dict[str, Any]:
+    """What the lock file says."""
+    parsed: dict[str, Any] = json.loads((root / LOCK).read_text())
+    return parsed
+
+
+def write(root: Path, **changes: object) -> dict[str, Any]:
+    """The lock of this very process, with other values for some fields; None removes one."""
+    lock = acquire(root)
+    fields = content(root) | changes
+    lock.release()
+    fields = {name: value for name, value in fields.items() if value is not None}
+    (root / LOCK).write_text(json.dumps(fields))
+    return fields
+
+
+def gone(root: Path) -> str:
+    """The value of ``process`` for one on this host that has ended, with a number that is used again."""
+    lock = acquire(root)
+    process: str = content(root)["process"]
+    lock.release()
+    return f"{process}9"
+
+
+ELSEWHERE = {"host": "elsewhere", "process": "another boot/12345"}
+
+# --- the owner can be looked up -------------------------------------------------------------------------------
+
+
 def test_a_second_run_is_refused_at_once_with_the_owner_named(owner: Other, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(CheckpointError) as refused:
-        RunLock(tmp_path)
+        acquire(tmp_path)
     assert time.monotonic() - started < 2
-    assert f"process {owner.process.pid} on {socket.gethostname()}" in str(refused.value)
-    assert "choose another --save" in str(refused.value)
+    assert f"process {owner.process.pid} on {socket.gethostname()}, which is running" in str(refused.value)
+    assert "use another --save" in str(refused.value)
     owner.go()
-    RunLock(tmp_path).release()
+    acquire(tmp_path).release()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_process_that_is_stopped_keeps_its_lock(owner: Other, tmp_path: Path) -> None:
+    assert owner.process.pid is not None
+    os.kill(owner.process.pid, signal.SIGSTOP)
+    old = content(tmp_path) | {"renewed": time.time() - 10 * LEASE}
+    (tmp_path / LOCK).write_text(json.dumps(old))
+    with pytest.raises(CheckpointError, match="which is running"):
+        LockAttempt(tmp_path).poll()
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner: Other, tmp_path: Path) -> None:
@@ -76,101 +133,31 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner: Other, tmp_pa
     os.kill(owner.process.pid, signal.SIGKILL)
     owner.process.join()
     started = time.monotonic()
-    RunLock(tmp_path).release()
+    acquire(tmp_path).release()
     assert time.monotonic() - started < 2
     assert os.listdir(tmp_path) == []
 
 
-def write(root: Path, **changes: object) -> None:
-    """A lock of a live process, changed."""
-    lock = RunLock(root)
-    content = json.loads((root / LOCK).read_text())
-    lock.release()
-    (root / LOCK).write_text(json.dumps(content | changes))
-
-
-def test_a_process_that_has_ended_does_not_keep_the_lock_until_its_parent_takes_notice(
-    tmp_path: Path,
-) -> None:
+def test_a_process_that_has_ended_does_not_keep_the_lock_until_its_parent_has_waited_for_it(tmp_path: Path) -> None:
     # A child of this very process, which leaves it a zombie.
     child = Other(tmp_path, mp.get_context("spawn"))
     assert child.says() == "held" and child.process.pid is not None
     os.kill(child.process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
-    RunLock(tmp_path).release()
-
-
-def test_a_lock_of_another_host_holds_for_its_lease(tmp_path: Path) -> None:
-    write(tmp_path, host="elsewhere", renewed=time.time() - LEASE / 2)
-    with pytest.raises(CheckpointError, match="on elsewhere"):
-        RunLock(tmp_path)
-    write_over = json.loads((tmp_path / LOCK).read_text()) | {"renewed": time.time() - LEASE - 1}
-    (tmp_path / LOCK).write_text(json.dumps(write_over))
-    RunLock(tmp_path).release()
+    lock = LockAttempt(tmp_path).poll()
+    assert lock is not None
+    lock.release()
 
 
 def test_a_process_number_that_is_used_again_does_not_keep_the_lock(tmp_path: Path) -> None:
-    write(tmp_path, process="another boot/12345")
-    RunLock(tmp_path).release()
-
-
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"host": 1}', "\x00" * 50])
-def test_a_garbled_lock_keeps_nobody_out(tmp_path: Path, content: str) -> None:
-    (tmp_path / LOCK).write_text(content)
-    RunLock(tmp_path).release()
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_next_owner_clears_the_drafts_of_the_dead_and_leaves_those_of_the_living(tmp_path: Path) -> None:
-    write(tmp_path)
-    alive = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).unlink()
-    drafts = {
-        "0123abcd": json.dumps(alive | {"process": "another boot/12345"}),
-        "4567abcd": json.dumps(alive | {"host": "elsewhere", "renewed": time.time() - LEASE - 1}),
-        "89ababcd": "",
-        "cdefabcd": json.dumps(alive),
-        "notes": "",
-    }
-    for suffix, content in drafts.items():
-        (tmp_path / f"{LOCK}.{suffix}").write_text(content)
-    RunLock(tmp_path).release()
-    assert sorted(os.listdir(tmp_path)) == [f"{LOCK}.cdefabcd", f"{LOCK}.notes"]
-
-
-def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = RunLock(tmp_path)
-    link = os.link
-
-    def link_too_late(source: Path, target: Path) -> None:
-        source.unlink()
-        link(source, target)
-
-    monkeypatch.setattr(os, "link", link_too_late)
-    with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
-        RunLock(tmp_path)
-    owner.release()
-
-
-def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "LEASE", 0.6)
-    lock = RunLock(tmp_path)
-    first = json.loads((tmp_path / LOCK).read_text())
-    deadline = time.monotonic() + 30
-    while json.loads((tmp_path / LOCK).read_text())["renewed"] == first["renewed"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    lock.check()
-    stranger = first | {"token": "another", "host": "elsewhere", "pid": 7}
-    (tmp_path / LOCK).write_text(json.dumps(stranger))
-    with pytest.raises(CheckpointError, match="taken over by process 7 on elsewhere"):
-        lock.check()
+    write(tmp_path, process=gone(tmp_path))
+    lock = LockAttempt(tmp_path).poll()
+    assert lock is not None
     lock.release()
-    assert json.loads((tmp_path / LOCK).read_text()) == stranger, "it is not ours to remove"
 
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
-    write(tmp_path, process="another boot/12345")
+    write(tmp_path, process=gone(tmp_path))
     others = [Other(tmp_path, fork_context()) for _ in range(6)]
     words = [other.says() for other in others]
     assert words.count("held") == 1
@@ -179,3 +166,278 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
             other.go()
         other.process.join(30)
     assert os.listdir(tmp_path) == []
+
+
+# --- the owner cannot be looked up ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ELSEWHERE,
+        {"namespace": "pid:[1]", "pid": 99999999},
+        # The host was started anew, or it is another one with the same name.
+        {"process": "another boot/12345"},
+        # An older version wrote no namespace: the number may be that of a process in another container.
+        {"namespace": None, "renewals": None, "pid": 99999999},
+    ],
+    ids=["another host", "another namespace", "another boot", "older version"],
+)
+@pytest.mark.parametrize("skew", [-3600, 0, 3600], ids=["slow", "same clock", "fast"])
+def test_a_lock_is_taken_over_when_it_has_not_changed_for_a_lease_whatever_the_clocks_say(
+    tmp_path: Path, changes: dict[str, Any], skew: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, **changes, renewed=time.time() + skew)
+    clock, wall = Clock(), time.time()
+    attempt = LockAttempt(tmp_path, clock)
+    assert attempt.poll() is None
+    assert f"waiting at most {LEASE + RENEWAL:.0f} s" in attempt.reason_to_wait
+    # While the run waits, the wall clock of this host jumps.
+    monkeypatch.setattr(time, "time", lambda: wall - 2 * skew)
+    clock.now += LEASE + RENEWAL
+    assert attempt.poll() is None
+    clock.now += 0.1
+    lock = attempt.poll()
+    assert lock is not None and content(tmp_path)["token"] == lock.token
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("skew", [-3600, 0, 3600], ids=["slow", "same clock", "fast"])
+def test_a_lock_that_changes_is_held_whatever_the_clocks_say(tmp_path: Path, skew: float) -> None:
+    fields = write(tmp_path, **ELSEWHERE, renewed=time.time() + skew)
+    attempt = LockAttempt(tmp_path, Clock())
+    assert attempt.poll() is None
+    (tmp_path / LOCK).write_text(json.dumps(fields | {"renewals": 1}))
+    with pytest.raises(CheckpointError, match="on elsewhere, which renewed its lock while this run was waiting"):
+        attempt.poll()
+
+
+def test_a_lock_that_is_released_is_free_at_once(tmp_path: Path) -> None:
+    write(tmp_path, **ELSEWHERE)
+    attempt = LockAttempt(tmp_path, Clock())
+    assert attempt.poll() is None
+    (tmp_path / LOCK).unlink()
+    lock = attempt.poll()
+    assert lock is not None
+    lock.release()
+
+
+def in_another_namespace(program: str, root: Path) -> "subprocess.Popen[str]":
+    """A program in a PID namespace of its own, on the same host under the same name."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    try:
+        allowed = subprocess.run([*unshare, "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if allowed.returncode != 0:
+        pytest.skip(f"this process may not make a PID namespace: {allowed.stderr.strip()}")
+    return subprocess.Popen(
+        [*unshare, sys.executable, "-c", program, str(root)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+
+
+SECOND_RUN = """
+import sys
+from pathlib import Path
+from megatron.checkpoint.lock import acquire
+try:
+    lock = acquire(Path(sys.argv[1]))
+except Exception as error:
+    print(error, flush=True)
+else:
+    print("TAKEN", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_run_in_another_pid_namespace_is_refused_while_the_owner_lives(tmp_path: Path) -> None:
+    lock = acquire(tmp_path)
+    second = in_another_namespace(SECOND_RUN, tmp_path)
+    words, _ = second.communicate(timeout=6 * RENEWAL + 30)
+    assert f"in use by process {os.getpid()}" in words and "renewed its lock while this run was waiting" in words
+    lock.check()
+    lock.release()
+
+
+def test_the_owner_in_another_pid_namespace_keeps_its_lock_until_its_lease_is_over(tmp_path: Path) -> None:
+    owner = in_another_namespace(SECOND_RUN, tmp_path)
+    assert owner.stdout is not None and owner.stdout.readline() == "TAKEN\n"
+    # There it is number 1 or so, which is somebody else's here.
+    clock = Clock()
+    assert LockAttempt(tmp_path, clock).poll() is None
+    owner.kill()
+    owner.wait()
+    attempt = LockAttempt(tmp_path, clock)
+    assert attempt.poll() is None
+    clock.now += LEASE + RENEWAL + 1
+    lock = attempt.poll()
+    assert lock is not None
+    lock.release()
+
+
+# --- what the file system leaves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("garbage", ["", "{}", "[]", '{"host": 1}', "\x00" * 50])
+def test_a_garbled_lock_keeps_nobody_out(tmp_path: Path, garbage: str) -> None:
+    (tmp_path / LOCK).write_text(garbage)
+    acquire(tmp_path).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_cannot_be_read_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(CheckpointError, match="Cannot lock"):
+        acquire(tmp_path)
+    assert (tmp_path / LOCK).is_dir()
+
+
+def test_the_next_owner_clears_the_drafts_of_others_but_of_the_living_on_this_host(tmp_path: Path) -> None:
+    dead, alive = gone(tmp_path), write(tmp_path)
+    (tmp_path / LOCK).unlink()
+    drafts = {
+        "0123abcd": json.dumps(alive | {"process": dead}),
+        "4567abcd": json.dumps(alive | ELSEWHERE),
+        "89ababcd": "",
+        "cdefabcd": json.dumps(alive),
+        "notes": "",
+    }
+    for suffix, text in drafts.items():
+        (tmp_path / f"{LOCK}.{suffix}").write_text(text)
+    acquire(tmp_path).release()
+    assert sorted(os.listdir(tmp_path)) == [f"{LOCK}.cdefabcd", f"{LOCK}.notes"]
+
+
+def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_too_late(source: Path, target: Path) -> None:
+        source.unlink()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_too_late)
+    with pytest.raises(CheckpointError, match="Another run is taking over"):
+        acquire(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+# --- the owner ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks that are renewed often."""
+    monkeypatch.setattr(lock_module, "RENEWAL", 0.05)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) -> None:
+    lock = acquire(tmp_path)
+    wait_until(lambda: content(tmp_path)["renewals"] >= 2, 30)
+    lock.check()
+    stranger = content(tmp_path) | {"token": "another", "host": "elsewhere", "pid": 7}
+
+    def is_noticed() -> bool:
+        # A renewal that is under way may still replace the stranger's lock.
+        (tmp_path / "new").write_text(json.dumps(stranger))
+        os.replace(tmp_path / "new", tmp_path / LOCK)
+        return not lock._renewing.is_alive()
+
+    wait_until(is_noticed, 30)
+    with pytest.raises(LockLostError, match="taken over by"):
+        lock.check()
+    lock.release()
+    assert content(tmp_path) == stranger, "it is not ours to remove"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
+    lock = acquire(tmp_path)
+    wait_until(lambda: content(tmp_path)["renewals"] >= 1, 30)
+    (tmp_path / LOCK).unlink()
+    wait_until((tmp_path / LOCK).exists, 30)
+    lock.check()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_owner_that_was_suspended_for_a_lease_does_not_put_its_lock_back(tmp_path: Path) -> None:
+    clock, owner = Clock(), lock_module.Owner.this_process()
+    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    lock = RunLock(tmp_path / LOCK, owner, clock)
+    wait_until(lambda: content(tmp_path)["renewals"] >= 1, 30)
+    # Meanwhile another run has taken the lock, saved, and released it.
+    clock.now += LEASE + 1
+    (tmp_path / LOCK).unlink()
+
+    def is_lost() -> bool:
+        try:
+            lock.check()
+        except LockLostError:
+            return True
+        except CheckpointError:
+            pass
+        return False
+
+    wait_until(is_lost, 30)
+    assert not (tmp_path / LOCK).exists()
+    lock.release()
+
+
+def renew_on_a_full_disk(place: Path, pipe: Connection) -> None:
+    """Hold a lock while the disk is full, and report that it changes."""
+    try:
+        leave = small_disk(place)
+    except NotAllowed as error:
+        pipe.send(str(error))
+        return
+    lock = acquire(place)
+    leave(0)
+    before = (place / LOCK).stat().st_mtime_ns
+    renewals = content(place)["renewals"]
+    wait_until(lambda: (place / LOCK).stat().st_mtime_ns != before, 30)
+    before = (place / LOCK).stat().st_mtime_ns
+    wait_until(lambda: (place / LOCK).stat().st_mtime_ns != before, 30)
+    lock.check()
+    assert content(place)["renewals"] <= renewals + 1, "the disk is not full"
+    pipe.send("renewed")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_full_disk_does_not_keep_a_lock_from_being_renewed(tmp_path: Path) -> None:
+    ours, theirs = mp.Pipe()
+    process = mp.get_context("fork").Process(target=renew_on_a_full_disk, args=(tmp_path, theirs), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    words = ours.recv()
+    process.join(30)
+    if words != "renewed":
+        pytest.skip(words)
+
+
+# --- the fencing token ----------------------------------------------------------------------------------------
+
+
+def test_a_rename_needs_the_token_of_the_lock(tmp_path: Path) -> None:
+    lock = acquire(tmp_path)
+    saving = tmp_path / ".iter_0000001.saving-0123abcd"
+    saving.mkdir()
+    with pytest.raises(LockLostError, match=f"taken over by process {os.getpid()}"):
+        commit(saving, tmp_path, 1, "{}", "another token")
+    lock.release()
+    saving.joinpath("manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="names no run"):
+        commit(saving, tmp_path, 1, "{}", lock.token)
+    assert not list(tmp_path.glob("iter_*"))
+    lock = acquire(tmp_path)
+    check_token(tmp_path, lock.token)
+    saving.joinpath("manifest.json").unlink()
+    commit(saving, tmp_path, 1, "{}", lock.token)
+    assert list(tmp_path.glob("iter_*"))
+    lock.release()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.retention import Retention
-from megatron.config.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 
 class Disk:

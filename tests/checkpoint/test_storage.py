@@ -21,10 +21,11 @@ from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_
 from megatron.checkpoint.directory import MANIFEST, TRACKER
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.finding import find_checkpoint
-from megatron.checkpoint.lock import LOCK, RunLock
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
-from megatron.config.errors import CheckpointError
+from megatron.checkpoint.schema import FORMAT_VERSION
+from megatron.errors import CheckpointError
 
 
 def tensors_of_every_dtype() -> dict[str, Tensor]:
@@ -149,8 +150,12 @@ def test_a_missing_file_is_refused_by_name(saved: Path) -> None:
 
 
 def test_a_file_with_other_entries_is_refused_by_name(saved: Path) -> None:
-    content = only_file(saved).read_bytes()
-    only_file(saved).write_bytes(content.replace(b'"F32"', b'"I32"'))
+    """As a faulty writer would leave it: the digests are right."""
+    content = only_file(saved).read_bytes().replace(b'"F32"', b'"I32"')
+    only_file(saved).write_bytes(content)
+    digests = [xxhash.xxh3_128_hexdigest(content)]
+    change = partial(edit, lambda d: d["files"][only_file(saved).name].update(xxh3_128=digests))
+    manifest_file(saved).write_text(change(manifest_file(saved).read_text()))
     with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged .*not what the manifest"):
         load(saved)
     only_file(saved).write_bytes(content.replace(b'"weight@0"', b'"height@0"'))
@@ -177,16 +182,34 @@ def chunk(document: Any) -> Any:
     return document["tensors"]["weight"]["chunks"][0]
 
 
+def record(document: Any) -> Any:
+    return document["files"]["rank_00000.safetensors"]
+
+
+def in_two(document: Any, *ranges: tuple[int, int]) -> None:
+    """Cut the only chunk in two of such offsets and lengths."""
+    chunks = document["tensors"]["weight"]["chunks"]
+    chunks[:] = [{**chunks[0], "offset": [start], "shape": [length]} for start, length in ranges]
+
+
+def test_chunks_that_are_disjoint_and_fill_a_tensor_are_accepted(saved: Path) -> None:
+    decode_manifest(edit(lambda d: in_two(d, (60, 40), (0, 60)), manifest_file(saved).read_text()))
+
+
 DAMAGES: dict[str, Callable[[str], str]] = {
     "empty": lambda text: "",
     "half": lambda text: text[: len(text) // 2],
     "not an object": lambda text: "[1, 2]",
     "no tensors": partial(edit, lambda d: d.pop("tensors")),
-    "a newer format": partial(edit, lambda d: d.update(format_version=3)),
+    "a newer format": partial(edit, lambda d: d.update(format_version=FORMAT_VERSION + 1)),
     "another digest": lambda text: text.replace(text[14:46], "0" * 32),
     "another number": lambda text: text.replace('"bytes": ', '"bytes": 1'),
     "state is a list": partial(edit, lambda d: d.update(state=[])),
     "unknown dtype": partial(edit, lambda d: d["tensors"]["weight"].update(dtype="F31")),
+    "a chunk twice": partial(edit, lambda d: in_two(d, (0, 50), (0, 50))),
+    "chunks that overlap": partial(edit, lambda d: in_two(d, (0, 60), (40, 40))),
+    "a digest too few": partial(edit, lambda d: record(d).update(xxh3_128=[])),
+    "no block size": partial(edit, lambda d: record(d).update(block_bytes=0)),
     "a hole": partial(edit, lambda d: chunk(d).update(shape=[99])),
     "out of bounds": partial(edit, lambda d: chunk(d).update(offset=[1])),
     "negative": partial(edit, lambda d: chunk(d).update(offset=[-1])),
@@ -258,7 +281,7 @@ def test_a_pickle_in_place_of_a_file_is_never_executed(
 def test_a_pickle_in_place_of_a_tracker_or_a_lock_is_never_executed(saved: Path, name: str) -> None:
     trace = saved / "executed"
     (saved / name).write_bytes(pickle.dumps(Malicious(trace)))
-    RunLock(saved).release()
+    acquire(saved).release()
     assert find_checkpoint(saved) == 5
     assert not trace.exists()
 

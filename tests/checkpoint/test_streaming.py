@@ -15,7 +15,7 @@ from megatron.checkpoint.directory import iteration_directory
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.streaming import SavedTensors, save_streaming
-from megatron.config.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 WEIGHT = torch.arange(7 * 10, dtype=torch.float64).view(7, 10)
 # As tensor parallelism by columns and a distributed optimizer cut it: columns, then ranges within rows.
@@ -30,7 +30,7 @@ def piece(offset: Sequence[int], shape: Sequence[int]) -> Tensor:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedTensors:
     """A checkpoint of a tensor in several chunks."""
     root = tmp_path_factory.mktemp("checkpoint")
-    boxed = BoxedTensor.from_pieces(WEIGHT.shape, WEIGHT.dtype, [(at, piece(at, shape)) for at, shape in CUTS])
+    boxed = BoxedTensor.from_boxes(WEIGHT.shape, WEIGHT.dtype, [(at, piece(at, shape)) for at, shape in CUTS])
     save_checkpoint(root, 1, {"weight": boxed}, {})
     return SavedTensors(root, 1)
 
@@ -87,5 +87,5 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 1, {"weight": WEIGHT}, {})
     path = tmp_path / "iter_0000001" / "rank_00000.safetensors"
     path.write_bytes(path.read_bytes().replace(b'"F64"', b'"I64"'))
-    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged .*not what the manifest"):
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged"):
         SavedTensors(tmp_path, 1).read_into(torch.zeros_like(WEIGHT), "weight", (slice(0, 7), slice(0, 10)))

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.architectures.registry import PRESETS
 from megatron.config.command_line import flag_names, parse_command_line
-from megatron.config.errors import ConfigError
 from megatron.config.megatron_flags import NOT_SUPPORTED
-from megatron.config.model import PRESETS, ModelConfig, preset
+from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 from pretrain_llama import main
 
 SCRIPT = Path(__file__).parents[2] / "pretrain_llama.py"
@@ -49,6 +50,7 @@ def refusal(*arguments: str) -> str:
 # Help
 
 
+@pytest.mark.processes
 def test_help_is_quick() -> None:
     """The faster of two, since other processes may hold the cores."""
     seconds = []
@@ -59,8 +61,9 @@ def test_help_is_quick() -> None:
     assert min(seconds) < 4.0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("arguments", "exit_code"), [(["--help"], 0), (["--model", "tiny"], 1)], ids=["help", "a refused combination"]
+    ("arguments", "exit_code"), [(["--help"], 0), (["--model", "tiny"], 2)], ids=["help", "a refused combination"]
 )
 def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_code: int) -> None:
     finished = run_script(*arguments, trace_imports=True)
@@ -87,6 +90,7 @@ def test_every_flag_has_a_docstring() -> None:
     assert not silent, f"these flags have no help: {silent}"
 
 
+@pytest.mark.processes
 def test_help_shows_every_flag_with_its_docstring() -> None:
     shown = re.sub(r"[│─╭╮╰╯\s]+", " ", run_script("--help").stdout)
     parts = re.split(r" (?=--[a-z])", shown)
@@ -130,7 +134,7 @@ def test_an_unknown_flag_like_no_other_points_to_the_help() -> None:
 
 @pytest.mark.parametrize("arguments", [["--seq-length", "8", "9"], ["--swiglu", "True"], ["--swiglu=True"], ["stray"]])
 def test_a_value_too_many_is_named(arguments: list[str]) -> None:
-    assert refusal(*arguments).startswith(f"{arguments[-1].rpartition('=')[2]!r} belongs to no flag")
+    assert refusal(*arguments).startswith(f"{arguments[-1].rpartition('=')[2]!r} is not a value of any flag")
 
 
 ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
@@ -139,7 +143,7 @@ ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
 @pytest.mark.parametrize("remedy", ONE_FLAG_PER_REMEDY)
 def test_a_megatron_flag_that_is_not_supported_says_so_and_what_to_do(remedy: str) -> None:
     flag = ONE_FLAG_PER_REMEDY[remedy]
-    expected = f"{flag} is a flag of Megatron-LM that is not supported here: {remedy}"
+    expected = f"{flag} of Megatron-LM is not supported: {remedy}"
     assert refusal("--model", "tiny", flag) == expected
     assert refusal(flag.replace("-", "_").replace("__", "--", 1), "7") == expected
     assert refusal(f"{flag}=7") == expected
@@ -171,7 +175,7 @@ def test_only_one_rank_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: py
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         for arguments in (["--frobnicate"], ["--lr", "fast"], ["--model", "llama9"]):
-            assert main(arguments) == 1
+            assert main(arguments) == 2
             assert capfd.readouterr().err.startswith("ERROR: ") is (rank == "0")
         with pytest.raises(SystemExit):
             main(["--help"])
@@ -179,9 +183,10 @@ def test_only_one_rank_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: py
         assert bool(output.out + output.err) is (rank == "0")
 
 
+@pytest.mark.processes
 def test_a_mistake_is_one_sentence_without_a_traceback() -> None:
     finished = run_script("--model", "tiny", "--micro-batch", "2")
-    assert finished.returncode == 1
+    assert finished.returncode == 2
     assert finished.stderr.startswith("ERROR: --micro-batch is not a flag")
     assert len(finished.stderr.splitlines()) == 1
     assert not finished.stdout
@@ -264,6 +269,12 @@ PARAMETERS = [
     ("llama3.1-405b", 128256, 405_853_388_800),
     ("llama3.2-1b", 128256, 1_235_814_400),
     ("llama3.2-3b", 128256, 3_212_749_824),
+    ("qwen3-0.6b", 151936, 596_049_920),
+    ("qwen3-1.7b", 151936, 1_720_574_976),
+    ("qwen3-4b", 151936, 4_022_468_096),
+    ("qwen3-8b", 151936, 8_190_735_360),
+    ("qwen3-14b", 151936, 14_768_307_200),
+    ("qwen3-32b", 151936, 32_762_123_264),
 ]
 
 
@@ -272,6 +283,13 @@ def test_a_preset_has_the_published_number_of_parameters(name: str, vocab_size: 
     config = preset(name).resolve(vocab_size, tensor_parallel_size=1, seq_length=4096)
     assert config.num_parameters() == parameters
     assert config.padded_vocab_size == vocab_size, "the published sizes have no padding"
+
+
+def test_mock_data_takes_the_vocabulary_of_the_preset_unless_a_size_is_given() -> None:
+    for name, vocab_size, _ in PARAMETERS:
+        assert parse_command_line(["--mock-data", "--model", name]).mock_vocab_size == vocab_size
+        assert parse_command_line(["--mock-data", "--model", name, "--vocab-size", "500"]).mock_vocab_size == 500
+    assert parse_command_line(["--mock-data", "--model", "tiny"]).mock_vocab_size is None
 
 
 def test_every_published_preset_is_counted() -> None:

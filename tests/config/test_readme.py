@@ -25,5 +25,5 @@ def test_the_flags_by_purpose_exist() -> None:
 
 
 def test_every_place_that_the_readme_names_is_there() -> None:
-    for path in re.findall(r"`((?:tools|examples|megatron|docs|tests)/[\w./-]*)`", README):
+    for path in re.findall(r"`((?:tools|benchmarks|examples|megatron|docs|tests)/[\w./-]*)`", README):
         assert (Path(__file__).parents[2] / path).exists(), path

@@ -10,9 +10,11 @@ from typing import get_args
 
 import pytest
 
-from megatron.config.errors import ConfigError
-from megatron.config.pipeline import PipelineConfig, ScheduleName
-from megatron.config.stages import (
+from megatron.config.pipeline import PipelineConfig
+from megatron.errors import ConfigError
+from megatron.schedules.registry import ScheduleName
+from megatron.schedules.schedule import Placement
+from megatron.schedules.stages import (
     PlacementShape,
     VirtualStage,
     check_that_no_rank_idles,
@@ -23,7 +25,6 @@ from megatron.config.stages import (
     split_evenly,
     split_nearly_evenly,
 )
-from megatron.core.pipeline_parallel.schedule import Placement
 
 FLAGS = (False, True)
 
@@ -205,7 +206,7 @@ def test_a_layout_must_give_every_rank_something_to_hold(
         if idle is None:
             check_that_no_rank_idles(layout, stages, 4, shape)
         else:
-            with pytest.raises(ConfigError, match=f"pipeline rank {idle} nothing to do"):
+            with pytest.raises(ConfigError, match=f"pipeline rank {idle} has no layers"):
                 check_that_no_rank_idles(layout, stages, 4, shape)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.config.parallel import ContextParallelType
+from megatron.config.context_parallel import ContextParallelType, Exchange
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.context_parallel.attention import (
     ContextParallel,
@@ -33,6 +33,7 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
 )
 from megatron.core.ops.documents import Documents
+from megatron.core.topology import RankGrid, Topology
 from tests.rank_pool import RankPool
 
 KERNELS = [ReferenceAttention(), CpuFlashAttention()]
@@ -151,16 +152,18 @@ def test_documents_do_not_see_each_other(kernel: AttentionKernel, shape: Shape, 
 
 
 def on_ranks(
-    kind: ContextParallelType, shape: Shape, starts: Tensor | None, dtype: torch.dtype
+    kind: ContextParallelType, sizes: tuple[int, ...], shape: Shape, starts: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Gradients, list[str]]:
     """This rank's part of the output and of the gradients, and the collectives that it took."""
     size = dist.get_world_size()
-    ranks = Communicator(range(size), dist.get_rank(), "cp")
+    topology = Topology(RankGrid(cp=size), dist.get_rank(), torch.device("cpu"))
+    ranks, levels = topology.context_parallel, topology.context_parallel_levels(sizes)
     records: list[CollectiveRecord] = []
-    ranks.observer = records.append
+    for communicator in (ranks, *levels):
+        communicator.observer = records.append
     positions = ContextSplit(ranks.rank, size).positions(shape[3])
     query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(shape))
-    attention = ContextParallel(ranks, (kind,)).attention(0, CpuFlashAttention())
+    attention = ContextParallel(ranks, (kind,), levels).attention(0, CpuFlashAttention())
     output, kept = attention.forward(query, key, value, marked(starts))
     assert output.dtype == dtype
     grads = attention.backward(grad, query, key, value, output, marked(starts), kept)
@@ -179,15 +182,17 @@ CASES: list[tuple[Shape, tuple[int, ...] | None]] = [
 
 
 @pytest.mark.parametrize(("shape", "places"), CASES, ids=str)
-@pytest.mark.parametrize("kind", get_args(ContextParallelType))
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [*((kind, (ranks,)) for ranks in (2, 4) for kind in get_args(Exchange)), ("a2a+p2p", (2, 2))]
+)
 def test_ranks_that_share_a_sequence_attend_as_one(
-    four_ranks: RankPool, ranks: int, kind: ContextParallelType, shape: Shape, places: tuple[int, ...] | None
+    four_ranks: RankPool, kind: str, sizes: tuple[int, ...], shape: Shape, places: tuple[int, ...] | None
 ) -> None:
+    ranks = math.prod(sizes)
     starts = None if places is None else begins(shape, *places)
     for dtype in (torch.float64, torch.bfloat16):
         expected, expected_grads = definition(shape, starts, dtype)
-        results = four_ranks.run(on_ranks, kind, shape, starts, dtype, world_size=ranks)
+        results = four_ranks.run(on_ranks, kind, sizes, shape, starts, dtype, world_size=ranks)
         for rank, (output, grads, _) in enumerate(results):
             positions = ContextSplit(rank, ranks).positions(shape[3])
             assert_close(output, expected[:, :, positions], dtype)
@@ -202,10 +207,11 @@ def test_ranks_that_share_a_sequence_attend_as_one(
         ("p2p", ["shift"] * 3 + ["shift"] * 3 + ["shift"] * 4),
         ("allgather", ["all_gather", "all_gather", "reduce_scatter"]),
         ("a2a", ["all_to_all"] * 4),
+        ("a2a+p2p", ["all_to_all"] * 4 + ["shift"] + ["shift"] + ["shift"] * 2),
     ],
 )
 def test_what_is_sent(four_ranks: RankPool, kind: ContextParallelType, expected: list[str]) -> None:
-    for _, _, kinds in four_ranks.run(on_ranks, kind, (1, 4, 4, 16, 2), None, torch.float64):
+    for _, _, kinds in four_ranks.run(on_ranks, kind, (2, 2), (1, 4, 4, 16, 2), None, torch.float64):
         assert sorted(kinds) == sorted(expected)
 
 

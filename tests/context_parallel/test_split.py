@@ -131,6 +131,18 @@ def test_parts_come_together_in_the_order_of_the_sequence_and_go_back(size: int)
         assert torch.equal(split.by_rank(sequence), parts)
 
 
+@pytest.mark.parametrize(("group_size", "groups"), [(2, 2), (2, 4), (4, 2), (3, 3), (8, 2)])
+def test_neighbouring_ranks_together_hold_the_part_of_a_rank_among_fewer(group_size: int, groups: int) -> None:
+    """What the levels of a2a+p2p rely on: the ring over groups is split and balanced as one over single ranks."""
+    size = group_size * groups
+    length = 6 * size
+    for group in range(groups):
+        members = range(group * group_size, (group + 1) * group_size)
+        parts = torch.stack([ContextSplit(rank, size).positions(length) for rank in members])
+        together = ContextSplit(0, group_size).natural(parts)
+        assert torch.equal(together, ContextSplit(group, groups).positions(length))
+
+
 def test_a_rank_holds_a_chunk_from_either_side() -> None:
     assert ContextSplit(1, 4).positions(16).tolist() == [2, 3, 12, 13]
 

@@ -24,7 +24,7 @@ class Noting(Communicator):
         super().__init__((0, 1), 0)
         self.events = events
 
-    def _noted(self, kind: str, finish: Callable[[], Tensor]) -> Pending:
+    def _noted(self, kind: str, finish: Callable[[], Tensor]) -> Pending[Tensor]:
         self.events.append(f"start {kind}")
 
         def end() -> Tensor:
@@ -33,12 +33,12 @@ class Noting(Communicator):
 
         return Pending((), end)
 
-    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
         """Keep the first half."""
         part = tensor.chunk(2)[0]
         return self._noted("reduce", lambda: part.clone() if output is None else output.copy_(part))
 
-    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending:
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
         """Leave the second half as it is."""
         assert output is not None
         return self._noted("gather", lambda: output)

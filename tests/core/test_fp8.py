@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
 from megatron.core.ops.fp8 import (
@@ -28,8 +28,8 @@ from megatron.core.ops.fp8 import (
     scaled_product_reference,
     widened_product,
 )
-from megatron.core.ops.matmul import Operand
-from megatron.core.recompute import recompute
+from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
@@ -40,12 +40,12 @@ TENSORWISE = replace(HYBRID, fp8_recipe="tensorwise")
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
-def own_scale(tensor: Tensor, dtype: torch.dtype) -> Operand:
+def own_scale(tensor: Tensor, dtype: torch.dtype) -> QuantizedTensor:
     amax = amax_of(tensor)
     return quantize(tensor, scale_from_amax(amax, largest_value(dtype), 1.0), amax, dtype)
 
 
-def with_scale(tensor: Tensor, scale: float, dtype: torch.dtype) -> Operand:
+def with_scale(tensor: Tensor, scale: float, dtype: torch.dtype) -> QuantizedTensor:
     return quantize(tensor, torch.tensor(scale), amax_of(tensor), dtype)
 
 
@@ -142,10 +142,10 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
     """torch checks layouts and sizes for a GPU also where there is none."""
     device = torch.device("cuda")
     with FakeTensorMode():
-        layer = Fp8Scaling(TENSORWISE, ALONE, device).linear_products("layer", torch.bfloat16, ALONE, ())
+        layer = Fp8Scaling(TENSORWISE, ALONE, device).gemm("layer", torch.bfloat16, ALONE, ())
         weight = torch.empty(32, 48, dtype=torch.bfloat16, device=device)
-        inputs = layer.prepare_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device))
-        gradient = layer.prepare_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device))
+        inputs = layer.quantize_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device))
+        gradient = layer.quantize_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device))
         assert layer.output(inputs, weight).shape == (4, 8, 32)
         assert layer.input_gradient(gradient, weight).shape == (4, 8, 48)
         assert layer.weight_gradient(gradient, inputs).shape == (32, 48)
@@ -177,7 +177,7 @@ def expected_scales(
 def test_scales_follow_the_magnitudes_of_the_steps_before(length: int, algorithm: AmaxAlgorithm, margin: int) -> None:
     config = replace(HYBRID, fp8_amax_history_len=length, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
     scaling = Fp8Scaling(config, ALONE, CPU)
-    scaling.linear_products("layer", torch.bfloat16, ALONE, ())
+    scaling.gemm("layer", torch.bfloat16, ALONE, ())
     generator = torch.Generator().manual_seed(length)
     steps = torch.exp(6 * torch.randn(40, 3, generator=generator))
     # Nothing to see, an overflow, and magnitudes whose scale would be infinite or whose reciprocal is not normal.
@@ -328,7 +328,7 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
     """Gradients, scales and the number of products are those of a single run."""
     products = 0
 
-    def multiply(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def multiply(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
         nonlocal products
         products += 1
         return scaled_product(a, b, dtype, fast)
@@ -346,7 +346,7 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
         for factor in (1.0, 3.0, 0.5):
             inputs = (layer_inputs() * factor).requires_grad_()
             scaling.start_step()
-            output = recompute(linear, inputs) if runs_again else linear(inputs)
+            output = Recomputed(linear)(inputs) if runs_again else linear(inputs)
             output.backward(torch.full_like(output, factor))
             scaling.finish_step()
             assert inputs.grad is not None

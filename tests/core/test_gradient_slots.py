@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.model import LlamaConfig
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import (
     GradientSlot,
@@ -12,20 +12,22 @@ from megatron.core.gradient import (
     deliver_gradient,
     slot_of,
 )
-from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_model
+from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import CpuFlashAttention
 from megatron.core.ops.matmul import weight_gradient
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
+from tests.whole_model import token_losses_of
 
 STALE = 1e6
 """What the last step left in the buffer."""
 
 
-def model_of(*, tied: bool, dtype: torch.dtype = torch.float64) -> LlamaModel:
-    config = LlamaConfig(
+def model_of(*, tied: bool, dtype: torch.dtype = torch.float64) -> TransformerModel:
+    config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
         ffn_hidden_size=24,
@@ -47,7 +49,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def buffer_of(model: LlamaModel) -> ParameterBuffer:
+def buffer_of(model: TransformerModel) -> ParameterBuffer:
     buffer = ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
     buffer.gradients.fill_(STALE)
     return buffer
@@ -57,7 +59,7 @@ def gradients_in(buffer: ParameterBuffer) -> dict[str, Tensor]:
     return {info_of(parameter).name: slot.buffer for parameter, slot in zip(buffer.parameters, buffer.slots)}
 
 
-def gradients_of_autograd(model: LlamaModel) -> dict[str, Tensor]:
+def gradients_of_autograd(model: TransformerModel) -> dict[str, Tensor]:
     found = {}
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -159,7 +161,7 @@ def test_slots_collect_over_microbatches_what_autograd_would(tied: bool) -> None
     buffer = buffer_of(slotted)
     for number in range(2):
         for model in (plain, slotted):
-            model(*batch(number)).sum().backward()
+            token_losses_of(model, *batch(number)).sum().backward()
     assert all(parameter.grad is None for parameter in slotted.parameters())
     found, expected = gradients_in(buffer), gradients_of_autograd(plain)
     assert found.keys() == expected.keys()
@@ -177,7 +179,7 @@ def test_a_tied_weight_gets_the_sum_of_both_its_uses() -> None:
         tables["output_layer.weight"].copy_(tables["embedding.word_embeddings.weight"])
     buffer = buffer_of(tied)
     for model in (tied, untied):
-        model(*batch(0)).sum().backward()
+        token_losses_of(model, *batch(0)).sum().backward()
     parts = gradients_of_autograd(untied)
     expected = parts["embedding.word_embeddings.weight"] + parts["output_layer.weight"]
     found = gradients_in(buffer)["embedding.word_embeddings.weight"]
@@ -190,7 +192,7 @@ def test_a_second_step_starts_afresh() -> None:
     buffer = buffer_of(model)
     gradients = []
     for _ in range(2):
-        model(*batch(0)).sum().backward()
+        token_losses_of(model, *batch(0)).sum().backward()
         for slot in buffer.slots:
             slot.complete()
         gradients.append(buffer.gradients.clone())
@@ -200,7 +202,7 @@ def test_a_second_step_starts_afresh() -> None:
 def test_padding_rows_have_no_gradient() -> None:
     model = model_of(tied=False)
     buffer = buffer_of(model)
-    model(*batch(0)).sum().backward()
+    token_losses_of(model, *batch(0)).sum().backward()
     found = gradients_in(buffer)
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert not found[name][29:].any()

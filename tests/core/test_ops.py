@@ -24,7 +24,7 @@ from megatron.core.ops.attention_kernels import (
 )
 from megatron.core.ops.matmul import linear, weight_gradient
 from megatron.core.ops.norm import rms_norm, rms_norm_reference
-from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_, rotate_reference
+from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table, rotate_, rotate_reference
 from megatron.core.ops.swiglu import swiglu, swiglu_reference
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.rank_pool import RankPool
@@ -298,7 +298,9 @@ def test_fused_attention_rotates_and_attends(
 
     def fresh(fused: Tensor) -> Tensor:
         # The operation overwrites its input, which must be somebody's fresh result.
-        return fused_attention(fused * 1.0, table, AttentionShape(heads, groups, size), LocalAttention(kernel))
+        attention_shape = AttentionShape(heads, groups, size)
+        rotated = apply_rotary(fused * 1.0, table, attention_shape.rotated_size)
+        return fused_attention(rotated, attention_shape, LocalAttention(kernel))
 
     compare(fresh, definition, [random(length, batch, (heads + 2 * groups) * size, dtype=dtype)])
 

@@ -15,6 +15,7 @@ from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParal
 from megatron.core.gradient import slot_of
 from megatron.core.kernels.selection import OptimizerKernels
 from megatron.core.kernels.third_party import torch_adam, torch_squared_norm
+from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
 from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
 from megatron.core.precision import NumberFormats
@@ -68,9 +69,9 @@ class Run:
             slot.add(value)
         self.data_parallel.finish_gradients()
 
-    def step(self, number: int, rate: float = RATE, factor: float = 1.0, count_zeros: bool = False) -> StepResult:
+    def step(self, number: int, rate: float = RATE, factor: float = 1.0) -> StepResult:
         self.deliver(gradients(number))
-        return self.optimizer.step(rate, factor, count_zeros)
+        return self.optimizer.step(Hyperparameters(rate), factor)
 
     def weights(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]
@@ -121,7 +122,7 @@ def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
             group["lr"] = rate
         twin.step()
         result = run.step(number, rate, factor)
-        assert result.is_applied and result.num_zeros is None
+        assert result.is_applied and result.metrics == {"grad_norm": result.grad_norm}
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-12)
         assert_all_close(run.weights(), [parameter.detach() for parameter in parameters], 1e-12)
     assert config.clip_grad == 0.0 or result.grad_norm > config.clip_grad, "nothing was clipped"
@@ -144,7 +145,7 @@ def test_embedding_and_head_may_have_a_learning_rate_and_all_a_weight_decay_of_t
     twin = torch.optim.AdamW(groups, betas=betas, eps=ADAM.adam_eps, weight_decay=0.7, foreach=False)
     for number in range(3):
         run.deliver(gradients(number))
-        run.optimizer.step(RATE, 1.0, vocabulary_learning_rate=5 * RATE, weight_decay=0.7)
+        run.optimizer.step(Hyperparameters(RATE, vocabulary_learning_rate=5 * RATE, weight_decay=0.7), 1.0)
         for parameter, gradient in zip(parameters, gradients(number)):
             parameter.grad = gradient
         nn.utils.clip_grad_norm_(parameters, ADAM.clip_grad, foreach=False)
@@ -165,7 +166,7 @@ def test_norms_do_not_decay() -> None:
     """With zero gradients only weight decay moves a weight."""
     run = Run(ADAM)
     run.deliver([torch.zeros_like(value) for value in start_values()])
-    run.optimizer.step(RATE, 1.0)
+    run.optimizer.step(Hyperparameters(RATE), 1.0)
     for before, after in zip(start_values(), run.weights()):
         shrinkage = 1 - RATE * ADAM.weight_decay if before.ndim > 1 else 1.0
         torch.testing.assert_close(after, before * shrinkage)
@@ -239,7 +240,7 @@ def test_updates_too_small_for_bf16_add_up_in_the_masters() -> None:
     run = Run(replace(ADAM, weight_decay=0.0), torch.bfloat16, torch.float32, [torch.ones(2, 2)])
     for _ in range(20):
         run.deliver([torch.ones(2, 2)])
-        run.optimizer.step(0.0005, 1.0)
+        run.optimizer.step(Hyperparameters(0.0005), 1.0)
     assert (run.weights()[0] < 1.0).all()
     torch.testing.assert_close(run.weights()[0].float(), torch.full((2, 2), 0.99), rtol=0.0, atol=2**-8)
 
@@ -279,7 +280,7 @@ def test_a_norm_that_is_not_finite_changes_nothing(
     poisoned = gradients(1)
     poisoned[2][1, 3] = poison
     run.deliver(poisoned)
-    result = run.optimizer.step(RATE, 1.0, count_zeros=True)
+    result = run.optimizer.step(Hyperparameters(RATE), 1.0)
     assert not result.is_applied
     assert not math.isfinite(result.grad_norm)
     for one, other in zip(run.everything(), before, strict=True):
@@ -291,16 +292,17 @@ def test_a_norm_that_is_not_finite_changes_nothing(
         assert torch.equal(one, other)
 
 
-def test_zeros_in_the_gradient_are_counted_when_asked_for() -> None:
+def test_zeros_in_the_gradient_are_counted() -> None:
     run = Run(ADAM)
     values = gradients(0)
     values[0][:2] = 0.0
     values[1][3] = 0.0
     run.deliver(values)
-    assert run.optimizer.step(RATE, 0.5, count_zeros=True).num_zeros == 9
-    assert run.step(1, count_zeros=True).num_zeros == 0
+    assert run.optimizer.count_zeros() == 9
+    run.deliver(gradients(1))
+    assert run.optimizer.count_zeros() == 0
     run.deliver([torch.zeros_like(value) for value in values])
-    assert run.optimizer.step(RATE, 1.0, count_zeros=True).num_zeros == sum(value.numel() for value in values)
+    assert run.optimizer.count_zeros() == sum(value.numel() for value in values)
 
 
 def test_padding_rows_are_not_counted_as_zeros() -> None:
@@ -315,7 +317,7 @@ def test_padding_rows_are_not_counted_as_zeros() -> None:
     assert slot is not None
     slot.add(torch.cat([torch.ones(5, 3), torch.zeros(3, 3)]))
     data_parallel.finish_gradients()
-    assert optimizer.step(RATE, 1.0, count_zeros=True).num_zeros == 0
+    assert optimizer.count_zeros() == 0
 
 
 # State
@@ -360,7 +362,7 @@ def test_the_step_count_matters_and_counts_updates_alone() -> None:
     run.step(0)
     run.step(1)
     run.deliver([torch.full_like(value, math.nan) for value in start_values()])
-    run.optimizer.step(RATE, 1.0)
+    run.optimizer.step(Hyperparameters(RATE), 1.0)
     assert run.optimizer.num_steps == 2
     run.optimizer.num_steps = 1000
     assert run.optimizer.num_steps == 1000
@@ -394,12 +396,14 @@ def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
             Sharing.of(ParallelConfig(), single_process()),
             (),
             (),
+            (),
         ),
         single_process(),
     )
-    assert optimizer.step(RATE, 1.0, count_zeros=True) == StepResult(0.0, is_applied=True, num_zeros=0)
+    assert optimizer.count_zeros() == 0
+    assert optimizer.step(Hyperparameters(RATE), 1.0) == StepResult(0.0, is_applied=True, metrics={"grad_norm": 0.0})
     assert list(optimizer.state()) == []
-    assert optimizer.num_steps == 0
+    assert optimizer.num_steps == 1, "the first rank saves the count, whatever it owns"
     assert optimizer.has_master_weights, "what all ranks know must not depend on what this one owns"
 
 

@@ -10,19 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication import CollectiveRecord, Communicator, Pending, add_in_order
-from megatron.core.ops.matmul import Operand, RowProduct
-from megatron.core.tensor_parallel.collectives import OneAfterAnother, TensorParallel
+from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.tensor_parallel.collectives import NoOverlap, TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import (
-    EdgeProducts,
-    PipelinedEdges,
+    P2POverlap,
+    RowGemm,
     Seat,
-    SymmetricMemoryEdges,
+    SymmetricMemoryOverlap,
+    TPOverlap,
     choose_overlap,
     obstacle_between,
 )
 from megatron.core.topology import single_process
-from tests.parallel.symmetric_memory import symmetric_memory_edges_on_cpu
+from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
 from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ class RecordingRanks:
     size: int = 4
     log: list[str] = field(default_factory=list)
 
-    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending:
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending[Tensor]:
         self.log.append(f"to {target}, from {source}")
         received.zero_()
         return Pending((_Noted(self.log, f"wait for {source}"),), lambda: received)
@@ -55,18 +56,18 @@ class _Noted:
         self.log.append(self.line)
 
 
-def logged_product(log: list[str]) -> RowProduct:
-    def of(rows: Operand) -> Tensor:
+def logged_gemm(log: list[str]) -> RowGemm:
+    def gemm(rows: QuantizedTensor) -> Tensor:
         log.append(f"multiply {len(rows.data)}")
         return rows.data * 2.0
 
-    return RowProduct(of, None)
+    return gemm
 
 
 def test_the_own_rows_are_multiplied_while_the_others_come() -> None:
     ranks = RecordingRanks()
-    edges = PipelinedEdges(cast(Communicator, ranks))
-    edges.enter_and_multiply(Operand(torch.ones(3, 1, 2)), logged_product(ranks.log))
+    overlap = P2POverlap(cast(Communicator, ranks))
+    overlap.gather_gemm(QuantizedTensor(torch.ones(3, 1, 2)), logged_gemm(ranks.log), None)
     assert ranks.log == [
         *("to 2, from 0", "to 3, from 3", "to 0, from 2"),
         *("multiply 3", "wait for 0", "multiply 3", "wait for 3", "multiply 3", "wait for 2", "multiply 3"),
@@ -75,8 +76,8 @@ def test_the_own_rows_are_multiplied_while_the_others_come() -> None:
 
 def test_rows_of_other_ranks_leave_while_the_next_are_multiplied() -> None:
     ranks = RecordingRanks()
-    edges = PipelinedEdges(cast(Communicator, ranks))
-    pending = edges.multiply_and_leave(Operand(torch.ones(12, 1, 2)), logged_product(ranks.log))
+    overlap = P2POverlap(cast(Communicator, ranks))
+    pending = overlap.gemm_reduce(QuantizedTensor(torch.ones(12, 1, 2)), logged_gemm(ranks.log), None)
     assert ranks.log == [
         *("multiply 3", "to 2, from 0", "multiply 3", "to 3, from 3", "multiply 3", "to 0, from 2", "multiply 3"),
     ]
@@ -95,7 +96,7 @@ def test_a_sum_is_in_order_and_may_overwrite_a_summand() -> None:
 
 # --- what layers compute and send ----------------------------------------------------------------------------
 
-Edges = Callable[[Communicator], EdgeProducts]
+Edges = Callable[[Communicator], TPOverlap]
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def sent(records: list[CollectiveRecord]) -> float:
     )
 
 
-@pytest.mark.parametrize("edges", [PipelinedEdges, symmetric_memory_edges_on_cpu])
+@pytest.mark.parametrize("edges", [P2POverlap, symmetric_memory_overlap_on_cpu])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_layers_give_what_one_process_gives_and_send_what_they_send_without_overlap(
     four_ranks: RankPool, size: int, edges: Edges
@@ -176,7 +177,7 @@ def test_layers_give_what_one_process_gives_and_send_what_they_send_without_over
             assert torch.allclose(without.results[number], wanted, rtol=1e-12, atol=1e-12), number
         assert [sent(records) for records in ran.records] == [sent(records) for records in without.records]
         kinds = [[record.kind for record in records] for records in ran.records]
-        if edges is PipelinedEdges:
+        if edges is P2POverlap:
             parts = ["exchange"] * (size - 1)
             assert kinds == [parts, parts, parts, ["all_gather", *parts]]
         else:
@@ -186,8 +187,8 @@ def test_layers_give_what_one_process_gives_and_send_what_they_send_without_over
 def run_rounding() -> Tensor:
     """Summands whose sum depends on the order of additions, as the output of a row-parallel layer."""
     ranks = Communicator(range(dist.get_world_size()), dist.get_rank(), "tp")
-    mine = Operand(summands()[ranks.rank].clone())
-    return PipelinedEdges(ranks).multiply_and_leave(mine, RowProduct(lambda rows: rows.data, None)).wait()
+    mine = QuantizedTensor(summands()[ranks.rank].clone())
+    return P2POverlap(ranks).gemm_reduce(mine, lambda rows: rows.data, None).wait()
 
 
 def summands() -> Tensor:
@@ -231,13 +232,13 @@ def test_symmetric_memory_needs_gpus_that_read_each_others_memory(
 
 def test_cpus_overlap_part_by_part_and_say_why() -> None:
     chosen = choose_overlap(single_process().tensor_parallel, CPU)
-    assert isinstance(chosen, PipelinedEdges) and chosen.name == "pipelined (symmetric memory needs GPUs)"
+    assert isinstance(chosen, P2POverlap) and chosen.name == "pipelined (symmetric memory needs GPUs)"
 
 
 def test_gpus_that_can_use_symmetric_memory_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.tensor_parallel.overlap._obstacle_to_symmetric_memory", lambda *_: None)
-    assert isinstance(choose_overlap(single_process().tensor_parallel, CPU), SymmetricMemoryEdges)
+    assert isinstance(choose_overlap(single_process().tensor_parallel, CPU), SymmetricMemoryOverlap)
 
 
 def test_without_the_flag_nothing_overlaps() -> None:
-    assert isinstance(TensorParallel(single_process().tensor_parallel).edges, OneAfterAnother)
+    assert isinstance(TensorParallel(single_process().tensor_parallel).overlap, NoOverlap)

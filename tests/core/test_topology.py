@@ -227,3 +227,19 @@ def test_a_single_process_needs_no_process_group() -> None:
     assert topology.pipeline_parallel.size == topology.loss_ranks.size == 1
     assert topology.device == CPU
     assert not torch.distributed.is_initialized()
+
+
+@settings(max_examples=60)
+@given(grids(), st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_levels_of_context_parallelism_are_axes_of_its_ranks(grid: RankGrid, sizes: list[int]) -> None:
+    grid = replace(grid, cp=prod(sizes))
+    for cp_ranks in grid.groups(("cp",)):
+        expected = np.array(cp_ranks).reshape(sizes[::-1])
+        for rank in cp_ranks:
+            place = np.argwhere(expected == rank)[0]
+            communicators = Topology(grid, rank, CPU).context_parallel_levels(sizes)
+            assert [communicator.size for communicator in communicators] == sizes
+            for level, communicator in enumerate(communicators):
+                axis = len(sizes) - 1 - level
+                index = tuple(slice(None) if number == axis else at for number, at in enumerate(place))
+                assert communicator.ranks == tuple(expected[index])

@@ -22,6 +22,8 @@ from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, write
 
+pytestmark = pytest.mark.processes
+
 REPOSITORY = Path(__file__).parents[2]
 
 BUILDER = """
@@ -87,7 +89,7 @@ def test_of_eight_processes_one_builds_and_all_read_the_same(started: list[subpr
     lines = [process.communicate(timeout=60)[0].splitlines() for process in started]
     assert sum(line == "builds" for output in lines for line in output) == 1
     assert {output[-1] for output in lines} == {str(order_of_the_corpus())}
-    assert len(os.listdir("cache")) == 4
+    assert len(os.listdir("cache")) == 5
 
 
 def test_after_kill_9_while_building_the_next_run_builds_at_once_and_cleans_up(
@@ -103,15 +105,15 @@ def test_after_kill_9_while_building_the_next_run_builds_at_once_and_cleans_up(
     begun = time.monotonic()
     assert sorted(order_of_the_corpus()) == list(range(18))
     assert time.monotonic() - begun < 5
-    assert len(os.listdir("cache")) == 4
+    assert len(os.listdir("cache")) == 5
 
 
 def test_after_kill_9_before_any_of_the_files_has_its_name_the_order_is_whole(
     started: list[subprocess.Popen[str]],
 ) -> None:
-    """The description, and three arrays: what was written stays or goes, but is never taken for what it is not."""
+    """Description, three arrays, digests: what was written stays or goes, but is never taken for what it is not."""
     expected = order_of_the_corpus(None)
-    for number in range(4):
+    for number in range(5):
         started.append(victim := start(0.0, stops_before=number))
         assert victim.stdout is not None
         assert [victim.stdout.readline() for _ in range(2)] == ["builds\n", "writes\n"]
@@ -119,7 +121,7 @@ def test_after_kill_9_before_any_of_the_files_has_its_name_the_order_is_whole(
         victim.send_signal(signal.SIGKILL)
         victim.wait()
         assert order_of_the_corpus() == expected
-        assert len(os.listdir("cache")) == 4
+        assert len(os.listdir("cache")) == 5
         shutil.rmtree("cache")
 
 

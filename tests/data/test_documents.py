@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.config.errors import DataError
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
 from megatron.data.order_cache import description_hash
+from megatron.errors import DataError
 from tests.data.test_indexed_dataset import write
 
 END, SYNTHETIC_END = 999, 7
@@ -267,5 +267,5 @@ def test_an_id_beyond_the_vocabulary_stops_all_ranks_that_share_the_sample(rank:
         dataset, rank, 2, consumed_samples=0, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1
     )
     next(microbatches)
-    with pytest.raises(DataError, match=r"^Sample 1 has token id 1000, but the tokenizer's ids end at 999"):
+    with pytest.raises(DataError, match=r"^Sample 1 has token id 1000, but the largest id of the tokenizer is 999"):
         next(microbatches)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import TokenizerMismatchError
 from megatron.data.sentencepiece_ranks import SentencePieceRanks
 from megatron.data.tokenizers import (
     LLAMA3_SPLIT,
@@ -21,6 +20,7 @@ from megatron.data.tokenizers import (
     _LibraryTokenizer,
 )
 from megatron.data.verified_encoder import Encode, VerifiedEncoder, fast_tiktoken, fast_tokenizer_json
+from megatron.errors import TokenizerMismatchError
 
 
 def unlikely_texts(count: int) -> Iterator[str]:

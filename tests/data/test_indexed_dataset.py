@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
     check_token_range,
     token_dtype,
 )
+from megatron.errors import DataError
 
 CORPUS_A = [5, 3, 7, 4, 6, 2, 8, 5, 9, 1]
 CORPUS_B = [10, 4, 6]
@@ -100,12 +100,13 @@ def test_empty_corpus_and_trailing_modes_are_readable(tmp_path: Path) -> None:
 
 def test_files_appear_only_when_complete(tmp_path: Path) -> None:
     old = write(tmp_path / "corpus", [[1, 2, 3]])
-    before = md5(f"{old}.bin"), md5(f"{old}.idx")
+    files = ["corpus.bin", "corpus.digests.json", "corpus.idx"]
+    before = [md5(str(tmp_path / name)) for name in files]
     with pytest.raises(KeyError), IndexedDatasetWriter(old, 1000) as writer:
         writer.add_document([4])
         raise KeyError
-    assert (md5(f"{old}.bin"), md5(f"{old}.idx")) == before
-    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
+    assert sorted(os.listdir(tmp_path)) == files
+    assert [md5(str(tmp_path / name)) for name in files] == before
     assert IndexedDataset(write(tmp_path / "corpus", [[4]])).get(0).tolist() == [4]
 
 
@@ -138,8 +139,8 @@ def patch(offset: int, content: bytes):  # type: ignore[no-untyped-def]
 
 
 DAMAGE = {
-    "no index": (".idx", remove, r"corpus\.idx does not exist: give --data-path prefixes"),
-    "no tokens": (".bin", remove, r"corpus\.bin does not exist: give --data-path prefixes"),
+    "no index": (".idx", remove, r"corpus\.idx does not exist: set --data-path to prefixes"),
+    "no tokens": (".bin", remove, r"corpus\.bin does not exist: set --data-path to prefixes"),
     "empty index": (
         ".idx",
         truncate_to_nothing,
@@ -160,16 +161,16 @@ DAMAGE = {
         patch(17, b"\x09"),
         r"corpus\.idx has unknown token dtype code 9 .*: write the data",
     ),
-    "short index": (".idx", truncate, r"corpus\.idx has 101 bytes where its header announces 102: write the"),
+    "short index": (".idx", truncate, r"corpus\.idx has 101 bytes, but its header requires 102: write the"),
     "short tokens": (
         ".bin",
         truncate,
-        r"corpus\.bin has 39 bytes where .*corpus\.idx announces 40: copy it again",
+        r"corpus\.bin has 39 bytes, but .*corpus\.idx requires 40: copy it again",
     ),
     "bad documents": (
         ".idx",
         patch(94, struct.pack("<q", 7)),
-        r"corpus\.idx has documents that do not end with",
+        r"corpus\.idx has document boundaries that do not match",
     ),
 }
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.errors import ConfigError, DataError, UserError
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import (
@@ -26,6 +25,7 @@ from megatron.data.loader import (
 from megatron.data.order_cache import description_hash
 from megatron.data.sources import parse_data_path
 from megatron.data.tokenizers import describe_tokenizer
+from megatron.errors import ConfigError, DataError, UserError
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
 
 
@@ -90,6 +90,7 @@ def test_cyclic_order_refuses_what_it_cannot_do() -> None:
         next(cyclic_microbatches(23, 6, 2, 0, 2))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_loader_yields_the_samples_of_its_rank(num_workers: int, kind: Any) -> None:
@@ -114,6 +115,7 @@ def test_loader_yields_the_samples_of_its_rank(num_workers: int, kind: Any) -> N
             assert microbatch[key].tolist() == [dataset[index][key].tolist() for index in samples]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_running_out_of_samples_is_an_error(num_workers: int) -> None:
     loader = build_loader(
@@ -216,9 +218,9 @@ def test_one_corpus_and_its_default_cache(corpora: Path) -> None:
     train, valid, test = build("a", counts=(7, 0, 0))
     assert isinstance(train, GPTDataset) and valid is None and test is None
     assert description_hash(train.description) == "7eed49f6baa69ba17261e1457380063c"
-    assert len(list((corpora / "cache" / "GPTDataset_indices").iterdir())) == 4
+    assert len(list((corpora / "cache" / "GPTDataset_indices").iterdir())) == 5
     build("a", counts=(7, 0, 0), data_cache_path="elsewhere")
-    assert len(list((corpora / "elsewhere").iterdir())) == 4
+    assert len(list((corpora / "elsewhere").iterdir())) == 5
 
 
 def test_weighted_blend_is_that_of_megatron() -> None:
@@ -278,8 +280,8 @@ def test_mock_splits_differ() -> None:
 @pytest.mark.parametrize(
     ("data_path", "flags", "sentence"),
     [
-        ((), {}, "There is no data: give --data-path"),
-        (("a",), {"seq_length": None}, "--seq-length is required"),
+        ((), {}, "There is no corpus: set --data-path"),
+        (("a",), {"seq_length": None}, "--seq-length is missing"),
         (("nowhere",), {}, r"nowhere\.idx does not exist"),
         (
             ("a",),
@@ -318,7 +320,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(num_workers: i
         data_parallel_size=1,
         num_workers=num_workers,
     )
-    with pytest.raises(DataError, match=r"^Sample \d has token id 9, but the tokenizer's ids end at 8: give"):
+    with pytest.raises(DataError, match=r"^Sample \d has token id 9, but the largest id of the tokenizer is 8: set"):
         take(loader, 5)
 
 

@@ -19,7 +19,10 @@ from megatron.data.sample_order import blend_targets, normalize
 from tests.data.test_indexed_dataset import md5, write
 
 PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
-pytestmark = pytest.mark.skipif(PYTHON is None, reason="MEGATRON_CORE_PYTHON names no python that has megatron-core")
+pytestmark = [
+    pytest.mark.skipif(PYTHON is None, reason="MEGATRON_CORE_PYTHON names no python that has megatron-core"),
+    pytest.mark.processes,
+]
 
 LENGTHS = np.random.default_rng(7).integers(1, 60, size=200).tolist()
 DOCUMENTS = [np.random.default_rng(place).integers(0, 999, size=n).tolist() for place, n in enumerate(LENGTHS)]

@@ -16,6 +16,8 @@ import pytest
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, md5
 
+pytestmark = pytest.mark.processes
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
 
@@ -67,13 +69,13 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: lis
         assert "5,000 documents," in done.stdout
         assert "5,000 documents," in done.stderr, "progress is reported"
     for key in ("text", "title"):
-        for kind in (".bin", ".idx"):
+        for kind in (".bin", ".idx", ".digests.json"):
             one, two = (md5(str(tmp_path / f"w{workers}_{key}_document{kind}")) for workers in (1, 2))
             assert one == two
         dataset = IndexedDataset(str(tmp_path / f"w2_{key}_document"))
         expected = [[*map(int, document[key].split()), 999] for document in corpus if document[key]]
         assert [dataset.get(i).tolist() for i in range(len(dataset))] == expected
-    assert len(os.listdir(tmp_path)) == 2 + 8
+    assert len(os.listdir(tmp_path)) == 2 + 12
 
 
 BAD_LINES = {
@@ -105,9 +107,9 @@ def test_bad_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, case: str, 
     [
         (["--input", "nowhere.jsonl", *NULL], "nowhere.jsonl does not exist"),
         (["--input", "empty.jsonl", *NULL, "--output-prefix", "broken.gz/out"], "cannot be written"),
-        (["--input", "empty.jsonl", *NULL], "hold no document with any text"),
-        (["--input", "broken.gz", *NULL], "broken.gz is not a whole gzip file"),
-        (["--input", "empty.jsonl"], "A tokenizer is needed: give --tokenizer-type"),
+        (["--input", "empty.jsonl", *NULL], "have no document with text"),
+        (["--input", "broken.gz", *NULL], "broken.gz is not a complete gzip file"),
+        (["--input", "empty.jsonl"], "A tokenizer is required: set --tokenizer-type"),
         (
             ["--input", "empty.jsonl", "--workers", "0", *NULL],
             "--workers and --log-interval must be at least 1",

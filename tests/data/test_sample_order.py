@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import ConfigError, DataError
 from megatron.data import gpt_dataset, sample_order
 from megatron.data.gpt_dataset import (
     BlendedDataset,
@@ -35,6 +34,7 @@ from megatron.data.sample_order import (
     plan_epochs,
     split_range,
 )
+from megatron.errors import ConfigError, DataError
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
 
 NULL_TOKENIZER: Description = {
@@ -363,7 +363,8 @@ def test_order_is_cached_under_the_names_of_megatron(corpora: Path, monkeypatch:
     built = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
     key = GOLDEN[7][-1]
     names = [f"{key}-GPTDataset-train-{n}_index.npy" for n in ("document", "sample", "shuffle")]
-    assert sorted(os.listdir("cache")) == [f"{key}-GPTDataset-train-description.txt", *names]
+    kept = [f"{key}-GPTDataset-train-{name}" for name in ("description.txt", "digests.json")]
+    assert sorted(os.listdir("cache")) == [*kept, *names]
     monkeypatch.setattr(gpt_dataset, "build_sample_order", refuse)
     cached = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
     assert all(np.array_equal(x, y) for x, y in zip(built.order, cached.order, strict=True))
@@ -398,7 +399,7 @@ def test_damaged_cache_is_built_anew(corpora: Path, spoil: Callable[[str], None]
     again = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
     fresh = GPTDataset(IndexedDataset("a"), 0, 7, settings_of())
     assert all(np.array_equal(x, y) for x, y in zip(fresh.order, again.order, strict=True))
-    assert len(os.listdir("cache")) == 4
+    assert len(os.listdir("cache")) == 5
 
 
 def newer_corpus_of_the_same_size() -> None:
@@ -427,7 +428,7 @@ def test_concurrent_builders_agree_and_leave_nothing_behind(corpora: Path) -> No
         jobs = [pool.submit(GPTDataset, IndexedDataset("a"), 0, 16, settings_of(cache="cache")) for _ in range(8)]
         orders = [job.result().order for job in jobs]
     assert all(order.shuffle_index.tolist() == GOLDEN[16][3] for order in orders)
-    assert len(os.listdir("cache")) == 4
+    assert len(os.listdir("cache")) == 5
 
 
 def test_unwritable_cache_is_one_sentence(corpora: Path) -> None:

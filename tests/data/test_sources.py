@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.config.errors import ConfigError, DataError, UserError
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
 from megatron.data.loader import build_datasets, build_loader
 from megatron.data.merging import merge_datasets
 from megatron.data.remote import RemoteFile
 from megatron.data.sources import Blend, Sources, read_sources
+from megatron.errors import ConfigError, DataError, UserError
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
 from tools.inspect_dataset import InspectConfig, inspect
 
@@ -89,16 +89,31 @@ def test_surplus_and_threads_change_what_is_built_and_nothing_else() -> None:
 
 BAD_FILES = [
     ({"data_args_path": "nowhere"}, None, r"The file of data arguments nowhere cannot be read \(No such file"),
-    ({"data_args_path": "file"}, " \n", "--data-args-path file names no corpus"),
-    ({"data_args_path": "file"}, "0 a 0 b", "--data-args-path has weights .*must not be negative, nor all zero"),
+    ({"data_args_path": "file"}, " \n", "--data-args-path file lists no corpus"),
+    ({"data_args_path": "file"}, "0 a 0 b", "--data-args-path has weights .*must not be negative or all zero"),
     ({"data_args_path": "file"}, "-1 a 2 b", "--data-args-path has weights .*must not be negative"),
     ({"per_split_data_args_path": "file"}, "{", "--per-split-data-args-path file is not JSON"),
-    ({"per_split_data_args_path": "file"}, '["a"]', "must hold one object with the keys train"),
-    ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must hold one object with the keys train"),
-    ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must hold one object with the keys"),
+    ({"per_split_data_args_path": "file"}, '["a"]', "must contain one object with the key train"),
+    ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must contain one object with the key train"),
+    ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must contain one object with the key"),
     ({"per_split_data_args_path": "file"}, '{"train": [0, "a"]}', "The train path has weights"),
-    ({"per_split_data_args_path": "file"}, '{"train": ["a"], "valid": 1}', "must hold one object with the keys train"),
-    ({"data_args_path": "a.bin"}, None, r"a\.bin is no text \(.*\): name another"),
+    (
+        {"per_split_data_args_path": "file"},
+        '{"train": ["a"], "valid": 1}',
+        "must contain one object with the key train",
+    ),
+    (
+        {"data_args_path": "file"},
+        "1 https://me:hidden@host/a",
+        r"--data-args-path https://\*\*\*@host/a contains a password",
+    ),
+    (
+        {"data_args_path": "file"},
+        "https://hidden@host/a",
+        r"--data-args-path https://\*\*\*@host/a contains a password",
+    ),
+    ({"per_split_data_args_path": "file"}, '{"train": ["ftp://me:hidden@host/a"]}', "The train path ftp://.*password"),
+    ({"data_args_path": "a.bin"}, None, r"a\.bin is not text \(.*\): use another"),
     ({"train_data_path": ("a",)}, None, "5 samples of the valid split are needed, but --valid-data-path gives it"),
     ({"train_data_path": ("a",), "valid_data_path": ("b",), "seq_length": 30}, None, "has 20 tokens.*give it more"),
 ]
@@ -136,7 +151,7 @@ def test_a_sequence_outside_of_the_tokens_is_named(place: int, value: bytes) -> 
 def test_flags_for_documents_refuse_a_corpus_without_ends(flag: str) -> None:
     write("endless", [list(range(n)) for n in (9, 0, 30, 4, 40)])
     build(data_path=("endless",), split="1", eod_mask_loss=True)
-    with pytest.raises(DataError, match=r"None of 4 documents of endless ends with .* 999.*--append-eod, or drop"):
+    with pytest.raises(DataError, match=r"None of 4 documents of endless ends with .* 999.*--append-eod, or remove"):
         build(data_path=("endless",), split="1", **{flag: True})
     build(data_path=("a",), split="1", **{flag: True})
 
@@ -156,7 +171,7 @@ def remote() -> Any:
     """Both corpora in a file system of fsspec."""
     system = fsspec.filesystem("memory")
     for name in os.listdir("."):
-        if name.endswith((".bin", ".idx")):
+        if name.endswith((".bin", ".idx", ".digests.json")):
             system.pipe_file(f"/data/{name}", Path(name).read_bytes())
     yield system
     system.rm("/data", recursive=True)
@@ -235,7 +250,7 @@ def test_index_is_copied_once_and_again_when_it_changes(remote: Any, monkeypatch
 @pytest.mark.parametrize(
     ("prefix", "flags", "sentence"),
     [
-        ("memory://data/c", {}, "memory://data/c.idx does not exist: give --data-path prefixes without"),
+        ("memory://data/c", {}, "memory://data/c.idx does not exist: set --data-path to prefixes without"),
         ("nosuch://data/a", {}, "nosuch://data/a.idx cannot be opened .*nosuch"),
         ("memory://data/a", {"data_cache_path": None}, "corpus memory://data/a is remote: .*--data-cache-path"),
         (
@@ -243,7 +258,7 @@ def test_index_is_copied_once_and_again_when_it_changes(remote: Any, monkeypatch
             {"object_storage_cache_path": "a.bin/x"},
             "Cannot write a copy .*a.bin/x .*--object-storage",
         ),
-        ("memory://data/short", {}, r"memory://data/short.bin has 3 bytes where memory://data/short.idx announces 40"),
+        ("memory://data/short", {}, r"memory://data/short.bin has 3 bytes, but memory://data/short.idx requires 40"),
         ("memory://data/wrong", {}, r"memory://data/wrong.idx is not an index of tokens.*write the data again"),
     ],
 )

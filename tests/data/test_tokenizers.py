@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import ConfigError, DataError, UserError
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
     Llama2Tokenizer,
@@ -20,6 +19,7 @@ from megatron.data.tokenizers import (
     build_tokenizer,
     describe_tokenizer,
 )
+from megatron.errors import ConfigError, DataError, UserError
 
 AWKWARD_TEXTS = [
     "",
@@ -118,7 +118,7 @@ def test_llama3_tokenizer(llama3_model: str) -> None:
         128_255: "<|reserved_special_token_247|>",
     }
     assert {token: tokenizer.detokenize([token]) for token in names} == names
-    with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5 leaves no room"):
+    with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5 is too small"):
         TikTokenizer(llama3_model, 5)
 
 
@@ -152,7 +152,7 @@ def test_hugging_face_tokenizer(hugging_face_directory: Path) -> None:
 def test_hugging_face_tokenizer_needs_an_end_of_document(hugging_face_directory: Path) -> None:
     path = hugging_face_directory / "tokenizer.json"
     path.write_text(path.read_text().replace("</s>", "<end>").replace("<|end_of_text|>", "<stop>"))
-    with pytest.raises(DataError, match="names no end-of-document token: put eos_token"):
+    with pytest.raises(DataError, match="has no end-of-document token: add eos_token"):
         HuggingFaceTokenizer(str(path))
 
 
@@ -165,7 +165,7 @@ def test_null_tokenizer() -> None:
     for text in ("1000", "-1"):
         with pytest.raises(DataError, match=f"Token id {text} in the text is outside 0..999: raise --vocab-size"):
             tokenizer.tokenize(text)
-    with pytest.raises(DataError, match="reads ids separated by blanks, but the text is 'def f'"):
+    with pytest.raises(DataError, match="reads ids separated by spaces, but the text is 'def f'"):
         tokenizer.tokenize("def f")
 
 
@@ -173,7 +173,7 @@ def test_null_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "does not exist: give the tokenizer's file"),
+        (None, "does not exist: set --tokenizer-model to the tokenizer file"),
         (b"", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
         (b"{}", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
         (b"IQ== 0\nIQ== 7\n", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
@@ -202,7 +202,7 @@ def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: s
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({}, "A tokenizer is needed: give --tokenizer-type"),
+        ({}, "A tokenizer is required: set --tokenizer-type"),
         ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0 must be at least 1"),
         ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),

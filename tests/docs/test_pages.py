@@ -9,12 +9,16 @@ from typing import get_type_hints
 
 import pytest
 
+from megatron.architectures.registry import PRESETS
+from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 from tools.flag_reference import Flag, accepted_flags, flags_of, megatron_flags
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
 SCRIPTS = sorted(path for suffix in ("sh", "sbatch") for path in REPOSITORY.glob(f"examples/**/*.{suffix}"))
+PROGRAMS = {path.stem: path for place in ("tools", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: path.name)
@@ -23,14 +27,13 @@ _TORCHRUN = """--nnodes --nproc-per-node --node-rank --standalone --rdzv-id --rd
     --master-addr --master-port --max-restarts --shutdown-timeout --signals-to-handle --numa-binding --log-dir --tee"""
 _SLURM = """--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --exclusive --exclude --partition --account --time
     --job-name --output --error --array --mem --signal --requeue --open-mode --kill-on-bad-exit --export"""
-_OTHERS = """--help --whole-matrix --capture-range --pid --no-build-isolation --config-settings --build-option --cpp_ext
-    --cuda_ext"""
+_OTHERS = """--help --unit --slow --whole-matrix --kills --capture-range --pid --no-build-isolation --config-settings
+    --build-option --cpp_ext --cuda_ext"""
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
 
 NAMED_AS_REFUSED = {
     "recipes.md": {"--apply-layernorm-1p", "--fp8-param-gather"},
-    "context_parallel.md": {"--hierarchical-context-parallel-sizes"},
     "tensor_parallel.md": {"--tp-comm-overlap-cfg"},
 }
 """Flags that a page names in order to say that they are not there."""
@@ -57,7 +60,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @every_page
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    places = re.findall(r"`((?:tools|examples|megatron|docs|tests)/[\w./-]*)`", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    places = re.findall(r"`((?:tools|benchmarks|examples|megatron|docs|tests)/[\w./-]*)`", text)
     assert not [path for path in places if not (REPOSITORY / path).exists()]
 
 
@@ -82,9 +86,9 @@ def pretrain_flags() -> frozenset[str]:
 
 
 @cache
-def flags_of_tool(name: str) -> frozenset[str]:
-    """The flags of tools/NAME.py: the fields of its dataclasses, and of the groups that these take over."""
-    source = (REPOSITORY / "tools" / f"{name}.py").read_text(encoding="utf-8")
+def flags_of_script(path: Path) -> frozenset[str]:
+    """The flags of a tool or benchmark: the fields of its dataclasses, and of the groups that these take over."""
+    source = path.read_text(encoding="utf-8")
     found = set(re.findall(r'aliases=\["(--[\w-]+)"\]', source))
     for definition in ast.walk(ast.parse(source)):
         if isinstance(definition, ast.ClassDef) and definition.decorator_list:
@@ -100,15 +104,14 @@ def flags_of_field(field: ast.AnnAssign) -> set[str]:
     if group in groups:
         return spellings(flags_of(groups[group]))
     if group == "SliceConfig":
-        return set(flags_of_tool("rank_slice"))
+        return set(flags_of_script(PROGRAMS["rank_slice"]))
     flag = "--" + name.replace("_", "-")
     return {flag, *negative_forms(flag, annotation == "bool")}
 
 
 @cache
 def all_flags() -> frozenset[str]:
-    tools = [flags_of_tool(path.stem) for path in (REPOSITORY / "tools").glob("*.py")]
-    return pretrain_flags().union(*tools)
+    return pretrain_flags().union(*map(flags_of_script, PROGRAMS.values()))
 
 
 def flags_in(text: str) -> set[str]:
@@ -152,7 +155,7 @@ def test_every_flag_of_a_command_is_one_of_its_program(text: Path) -> None:
     for program, flags in commands(code_of(text)):
         name = Path(program).stem
         if program.endswith(".py"):
-            known = pretrain_flags() if name == "pretrain_llama" else flags_of_tool(name)
+            known = pretrain_flags() if name == "pretrain_llama" else flags_of_script(PROGRAMS[name])
             unknown = flags - known - {"--help"}
             assert not unknown, program
 
@@ -194,3 +197,34 @@ def test_the_picture_of_the_strategies_has_a_letter_for_half_a_byte() -> None:
         (name, float(number)) for name, _, number in rows
     ]
     assert [float(number) for *_, number in rows] == [18, 6 + 12 / 8, 2 + 16 / 8, 16 / 8]
+
+
+def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternatives_of_the_page() -> None:
+    page = (REPOSITORY / "docs/data_parallel.md").read_text(encoding="utf-8")
+    section = page.partition("## FSDP, a V schedule and tied embeddings")[2].partition("\n## ")[0]
+    _, _, alternatives = section.partition("What works:")
+    fsdp, tied = "--data-parallel-sharding-strategy optim_grads_params", "--no-untie-embeddings-and-output-weights"
+
+    def check(strategy: str, schedule: str, embeddings: str) -> None:
+        run = (
+            "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
+        )
+        chunks = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
+        flags = (
+            f"{run} {strategy} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {embeddings} {chunks}"
+        )
+        parse_command_line(flags.split()).check(4)
+
+    for schedule in ("zb-v", "dualpipe-v"):
+        assert f"`{schedule}`" in section or f"--pipeline-schedule {schedule}`" in section
+        with pytest.raises(ConfigError, match=r"tied embedding .*docs/data_parallel\.md.*use another schedule"):
+            check(fsdp, schedule, tied)
+        for strategy in ("optim", "optim_grads"):
+            assert re.search(rf"`[^`]*\b{strategy}`", alternatives)
+            check(f"--data-parallel-sharding-strategy {strategy}", schedule, tied)
+        check(fsdp, schedule, "")
+    for schedule in ("1f1b", "interleaved", "zb-h1"):
+        assert f"`{schedule}`" in alternatives
+        check(fsdp, schedule, tied)
+    tying = {name for name, sizes in PRESETS.items() if not sizes.get("untie_embeddings_and_output_weights", True)}
+    assert tying == {"llama3.2-1b", "llama3.2-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}

@@ -29,10 +29,13 @@ import torch
 from safetensors.torch import load_file
 
 import pretrain_llama
+from megatron.errors import ExitCode
 from tests.forked import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_TIMEOUT = 90.0
+START_TIMEOUT = 180.0
+PROMPT = 90.0
+"""Seconds within which a run that ends at once has ended, also on a busy machine: less than any time limit of a run."""
 VOCABULARY = 384
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -153,12 +156,21 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """The sentences meant for the user, of all ranks."""
-        return [line for line in self.stderr.splitlines() if line.startswith("ERROR: ")]
+        """The sentences meant for the user, of all ranks; if torchrun has ended rank 0 before it spoke, that of its
+        last box."""
+        said = [line for line in self.stderr.splitlines() if line.startswith("ERROR: ")]
+        return said or [sentence for sentence in [self.root_cause] if sentence.startswith("ERROR: ")]
+
+    @property
+    def root_cause(self) -> str:
+        """What the last box of torchrun says; empty if there is none."""
+        _, _, box = self.launcher.rpartition("Root Cause (first observed failure):")
+        return box.rpartition("traceback : ")[2].partition("\n=====")[0]
 
     def succeeded(self) -> "Outcome":
-        """This outcome, which must be a success."""
-        assert self.exit_code == 0, f"{self.stdout}\n{self.stderr}\n{self.launcher}"
+        """This outcome, which must be a success: the run is complete, or has stopped where it was asked to."""
+        stopped = self.exit_code == 1 and self.root_cause.startswith("Stopped on request")  # as torchrun says it
+        assert stopped or self.exit_code in (0, 75), f"{self.stdout}\n{self.stderr}\n{self.launcher}"
         return self
 
 
@@ -195,6 +207,10 @@ class RunningTraining:
 
         wait_until(has_logged, START_TIMEOUT)
 
+    def stderr_so_far(self) -> str:
+        """What the one process of this run has written to standard error."""
+        return (self._logs / "stderr.log").read_text()
+
     def kill(self) -> None:
         """SIGKILL to the launcher and every rank, as when the machine goes down."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
@@ -230,18 +246,19 @@ def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
 
 
 def fork_training(flags: Sequence[str], processes: int, main: Main = pretrain_llama.main) -> Outcome:
-    """Train in processes that are forked, which spares each of them its imports, and treated as torchrun would."""
+    """Train in processes that are forked, which spares each of them its imports, and treated as by our launcher."""
     logs, started = Path(tempfile.mkdtemp(prefix="training-")), time.monotonic()
-    address = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1"}
-    address["MASTER_PORT"] = free_port()
+    address = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}", "MASTER_ADDR": "127.0.0.1"}
+    address["MASTER_PORT"] = str(free_port())
+    variables = {**environment(), **address}
     ranks = [
-        fork_context().Process(target=_train_as_rank, args=(rank, address, list(flags), logs, main))
+        fork_context().Process(target=_train_as_rank, args=(rank, variables, list(flags), logs, main))
         for rank in range(processes)
     ]
     for rank in ranks:
         rank.start()
     try:
-        wait_until(lambda: any(rank.exitcode for rank in ranks) or not any(map(is_running, ranks)), START_TIMEOUT)
+        wait_until(lambda: any(map(has_failed, ranks)) or not any(map(is_running, ranks)), START_TIMEOUT)
         if any(map(is_running, ranks)):
             for rank in filter(is_running, ranks):
                 rank.terminate()
@@ -252,8 +269,14 @@ def fork_training(flags: Sequence[str], processes: int, main: Main = pretrain_ll
             rank.kill()
     stdout, stderr = ("".join(path.read_text() for path in sorted(logs.glob(f"*.{kind}"))) for kind in ("out", "err"))
     shutil.rmtree(logs)
-    exit_code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+    codes = [rank.exitcode or 0 for rank in sorted(ranks, key=has_failed, reverse=True)]
+    exit_code = next((code for code in codes if code), 0)
     return Outcome(exit_code, stdout, stderr, time.monotonic() - started)
+
+
+def has_failed(process: BaseProcess) -> bool:
+    """Whether a forked process has ended otherwise than complete or stopped on request."""
+    return process.exitcode not in (None, ExitCode.COMPLETE, ExitCode.STOPPED)
 
 
 def is_running(process: BaseProcess) -> bool:
@@ -261,7 +284,7 @@ def is_running(process: BaseProcess) -> bool:
     return process.exitcode is None
 
 
-def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str], logs: Path, main: Main) -> None:
+def _train_as_rank(rank: int, variables: Mapping[str, str], flags: Sequence[str], logs: Path, main: Main) -> None:
     os.setsid()
     heed_interrupts()
     for descriptor, kind in ((1, "out"), (2, "err")):
@@ -270,9 +293,9 @@ def _train_as_rank(rank: int, address: Mapping[str, object], flags: Sequence[str
     # The server's streams end where its own do.
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
     os.chdir(logs)
-    os.environ.update(ENVIRONMENT)
-    os.environ.update({name: str(value) for name, value in address.items()})
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    # The server that forks keeps the environment of the moment at which it was started.
+    os.environ.clear()
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.exit(main(flags))
 
 
@@ -369,7 +392,7 @@ def grad_norms(metrics: Path) -> list[float]:
     return [record["grad_norm"] for record in iterations(metrics)]
 
 
-MEASURED = ("iteration_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")
+MEASURED = ("iteration_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "time", "elapsed_s")
 
 
 def computed(metrics: Path) -> list[Record]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.run_process import (
+    PROMPT,
     REPOSITORY,
     TINY_RUN,
     VOCABULARY,
@@ -34,8 +35,6 @@ from tests.end_to_end.run_process import (
 )
 
 DONE = 4
-PROMPT = 20.0
-"""Seconds in which all ranks must have stopped."""
 
 Changes = dict[str, FlagValue | Path]
 
@@ -200,7 +199,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
     "truncated .idx": (short_idx, ("corpus.idx", "tools/preprocess_data.py")),
     "split without data": (flags(split="0,1,0"), ("--split",)),
     "tokenizer of other data": (
-        flags(tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=9, load=None),
+        flags(tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=9, load=None, save=None),
         ("corpus.bin", "0..9", "the tokenizer does not match the data", "--vocab-size"),
     ),
     "tokenizer of another type": (flags(tokenizer_type="TikTokenizer"), ("tokenizer.model", "--tokenizer-type")),
@@ -213,11 +212,11 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
     ),
     "checkpoint of another schedule": (flags(lr=1e-3), ("peak 0.001", "--override-opt-param-scheduler")),
     "checkpoint that does not exist": (flags(ckpt_step=3), ("iteration 3", f"it has: {DONE}")),
-    "nothing to load": (nothing_to_load, ("elsewhere", "holds no checkpoint")),
+    "nothing to load": (nothing_to_load, ("elsewhere", "has no checkpoint")),
     "truncated checkpoint": (short_shard, ("rank_00000.safetensors", "load another checkpoint")),
     "garbled checkpoint": (garbled_shard, ("rank_00000.safetensors is damaged", "load another checkpoint")),
     "checkpoint without a file": (no_shard, ("rank_00000.safetensors",)),
-    "checkpoint without a manifest": (garbled_manifest, ("holds no readable checkpoint",)),
+    "checkpoint without a manifest": (garbled_manifest, ("has no readable checkpoint",)),
     "metrics file is a directory": (flags(metrics_jsonl=str(REPOSITORY)), ("--metrics-jsonl", "Is a directory")),
 }
 
@@ -291,6 +290,7 @@ def test_two_ranks_speak_with_one_voice(scene: Scene, mistake: str) -> None:
     assert bytes_under(scene.run) == before
 
 
+@pytest.mark.slow(reason="two ranks; one process stops in test_continuing.py")
 def test_two_ranks_stop_at_a_loss_that_is_not_finite(scene: Scene) -> None:
     """With the checkpoint kept from before it, although every iteration is saved."""
     changes: Changes = {"lr": 1e38, "override_opt_param_scheduler": True, "save_interval": 1}
@@ -304,22 +304,24 @@ def test_two_ranks_stop_at_a_loss_that_is_not_finite(scene: Scene) -> None:
     assert all(record["lm_loss"] is not None for record in iterations(scene.run / "metrics.jsonl"))
 
 
+@pytest.mark.slow(reason="a process of its own")
 def test_fault_that_a_loader_process_meets_ends_in_one_sentence(scene: Scene) -> None:
     metrics = scene.run / "new.jsonl"
     changes: Changes = {"train_iters": 20_000, "num_workers": 1, "mmap_bin_files": False}
-    run = RunningTraining(scene.flags({**changes, "load": None, "metrics_jsonl": metrics}))
+    run = RunningTraining(scene.flags({**changes, "load": None, "save": None, "metrics_jsonl": metrics}))
     run.wait_for_records(metrics, 3)
     Path(f"{scene.corpus.prefix}.bin").write_bytes(b"")
-    assert_one_sentence(run.finish(timeout=8.0), "corpus.bin has become shorter")
+    assert_one_sentence(run.finish(timeout=PROMPT), "corpus.bin was truncated")
 
 
+@pytest.mark.slow(reason="processes that wait for each other")
 def test_run_ends_when_one_of_its_loader_processes_is_killed(corpus: Corpus, tmp_path: Path) -> None:
     """As the kernel does when memory runs out: nobody waits for microbatches that will never come."""
     metrics = tmp_path / "metrics.jsonl"
     run = RunningTraining(flags_of(corpus, train_iters=20_000, num_workers=2, metrics_jsonl=metrics))
     run.wait_for_records(metrics, 3)
     os.kill(descendants(run.process.pid)[0], signal.SIGKILL)
-    assert run.finish(timeout=8.0).exit_code != 0
+    assert run.finish(timeout=PROMPT).exit_code != 0
 
 
 LATE_FIRST_RANK = """

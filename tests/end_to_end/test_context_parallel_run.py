@@ -38,6 +38,8 @@ from tests.end_to_end.test_pipeline_run import (
     zeros_and_norms,
 )
 
+in_ranks = pytest.mark.slow(reason="many runs of two and four ranks; tests/parallel proves their numbers in process")
+
 LENGTH, STOP = 6, 3
 SEQUENCE = 32
 DOCUMENTS: dict[str, Flags] = {
@@ -79,6 +81,11 @@ TWO_RANKS: dict[str, Flags] = {
 FOUR_RANKS: dict[str, Flags] = {
     "four parts, p2p": {"context_parallel_size": 4},
     "four parts, a2a": {"context_parallel_size": 4, "cp_comm_type": "a2a"},
+    "two levels": {
+        "context_parallel_size": 4,
+        "cp_comm_type": ("a2a+p2p", "p2p", "a2a+p2p", "a2a"),
+        "hierarchical_context_parallel_sizes": (2, 2),
+    },
     "tensor parallel": {
         **TWO_RANKS["a2a"],
         "tensor_model_parallel_size": 2,
@@ -101,6 +108,7 @@ SAID: dict[str, str] = {
     "one type per layer": "tensor 1 x context 2 (p2p, a2a, allgather) x pipeline 1 x data 1 (no_shard), fp64",
     "four parts, p2p": "4 ranks on CPU = tensor 1 x context 4 (p2p) x pipeline 1 x data 1 (no_shard), fp64",
     "four parts, a2a": "4 ranks on CPU = tensor 1 x context 4 (a2a) x pipeline 1 x data 1 (no_shard), fp64",
+    "two levels": "tensor 1 x context 4 (a2a+p2p, p2p, a2a) x pipeline 1 x data 1 (no_shard), fp64",
     "tensor parallel": "tensor 2, sequence parallel x context 2 (a2a) x pipeline 1 x data 1 (no_shard), fp64",
     "interleaved": "tensor 1 x context 2 (p2p, a2a, allgather) x pipeline 2 x data 1 (no_shard), fp64",
     "zb-h1": "tensor 1 x context 2 (allgather) x pipeline 2 x data 1 (no_shard), fp64",
@@ -219,31 +227,36 @@ def assert_same_run(found: Runs, name: str, wanted: Runs, documents: str) -> Non
     assert zeros_and_norms(found.said[name]) == counts
 
 
+@in_ranks
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_two_ranks_that_share_a_sequence_of_documents_train_as_one(in_two: Runs, alone: Runs, layout: str) -> None:
     assert SAID[layout] in in_two.said[layout]
     assert_same_run(in_two, layout, alone, ALL)
 
 
+@in_ranks
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_context_parallelism_beside_another_trains_as_one_process(in_four: Runs, alone: Runs, layout: str) -> None:
     assert SAID[layout] in in_four.said[layout]
     assert_same_run(in_four, layout, alone, ALL)
 
 
+@in_ranks
 def test_the_log_says_how_tensor_parallelism_overlaps_or_that_it_has_nothing_to(
     corpus: Corpus, in_four: Runs, tmp_path: Path
 ) -> None:
     said = "tensor-parallel overlap: pipelined (symmetric memory needs GPUs)"
     assert [name for name in FOUR_RANKS if said in in_four.said[name]] == ["tensor parallel"]
     alone = call_training(flags_of(corpus, **{**RUN, "train_iters": 1, "lr_warmup_iters": 0}, tp_comm_overlap=True))
-    assert "--tp-comm-overlap has nothing to overlap with --tensor-model-parallel-size 1" in alone.succeeded().stdout
+    assert "--tp-comm-overlap has no effect with --tensor-model-parallel-size 1" in alone.succeeded().stdout
 
 
+@in_ranks
 def test_ranks_that_share_a_sequence_train_as_one_where_documents_are_ignored(in_two: Runs, alone: Runs) -> None:
     assert_same_run(in_two, "ignored", alone, "ignored")
 
 
+@in_ranks
 def test_ranks_that_share_a_sequence_train_as_one_where_only_positions_restart(
     in_two: Runs, in_four: Runs, alone: Runs
 ) -> None:
@@ -255,6 +268,7 @@ def test_ranks_that_share_a_sequence_train_as_one_where_only_positions_restart(
 # --- checkpoints from layout to layout -----------------------------------------------------------------------
 
 
+@in_ranks
 def test_same_layout_goes_on_bit_by_bit_in_bf16(in_two: Runs) -> None:
     """Context-parallel ranks divide master weights and moments among them."""
     assert SAID["bf16"] in in_two.said["bf16"]
@@ -264,6 +278,7 @@ def test_same_layout_goes_on_bit_by_bit_in_bf16(in_two: Runs) -> None:
     assert_same_tensors(halves, whole)
 
 
+@in_ranks
 def test_checkpoint_of_two_ranks_that_share_a_sequence_goes_on_in_one_process(
     corpus: Corpus, in_two: Runs, alone: Runs, tmp_path: Path
 ) -> None:
@@ -274,6 +289,7 @@ def test_checkpoint_of_two_ranks_that_share_a_sequence_goes_on_in_one_process(
     assert_same_records(computed(metrics), wanted)
 
 
+@in_ranks
 @pytest.mark.parametrize("name", ["from one process", "from two ranks"])
 def test_checkpoint_of_another_layout_goes_on_where_ranks_share_a_sequence(
     in_two: Runs, in_four: Runs, alone: Runs, name: str

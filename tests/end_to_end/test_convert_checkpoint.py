@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import conversion
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsStream
 from megatron.config.data import TokenizerConfig
-from megatron.config.errors import CheckpointError, ConfigError
-from megatron.config.model import LlamaConfig
-from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaModel
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from megatron.data.tokenizers import build_tokenizer
+from megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_hugging_face import Bomb
 from tests.end_to_end.run_process import (
     Corpus,
@@ -42,6 +42,7 @@ from tests.end_to_end.run_process import (
     tiny_corpus,
 )
 from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
+from tests.whole_model import logits_of
 from tools import convert_checkpoint, generate_text, inspect_checkpoint
 from tools.convert_checkpoint import DtypeName, FromHuggingFace, ToHuggingFace
 
@@ -138,6 +139,7 @@ def test_back_again_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
         assert_same_weights(tmp_path / back, hf)
 
 
+@pytest.mark.slow(reason="four ranks")
 def test_back_again_through_a_run_of_four_ranks_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
     flags = continued(from_hf(hf, tmp_path / "ours"), tmp_path / "saved")
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -163,16 +165,16 @@ def test_our_logits_are_those_of_transformers(model: Any, hf: Path, tmp_path: Pa
         wide.load_state_dict(model.state_dict())
         wanted = wide(tokens).logits
     with torch.no_grad():
-        found = our_model(tmp_path / "ours").logits(tokens).transpose(0, 1)
+        found = logits_of(our_model(tmp_path / "ours"), tokens).transpose(0, 1)
     assert relative_error(found, wanted) < 1e-9
 
 
-def our_model(root: Path) -> LlamaModel:
+def our_model(root: Path) -> TransformerModel:
     """The converted model in fp64, with the architecture that the checkpoint tells."""
-    architecture = LlamaConfig(**read_state(root, 0)["architecture"])
+    architecture = TransformerConfig(**read_state(root, 0)["architecture"])
     kernel = choose_attention_kernel("auto", CPU, torch.float64)
     parallel = TensorParallel(single_process().tensor_parallel)
-    model = LlamaModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel))
+    model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel))
     load_checkpoint(root, 0, {f"model/{info_of(weight).name}": weight.detach() for weight in model.parameters()})
     return model
 
@@ -192,10 +194,11 @@ def test_training_can_count_on_from_the_iteration_given(hf: Path, tmp_path: Path
     call_training([*flags, "--no-load-optim", "--no-load-rng"]).succeeded()
     to_hf(tmp_path / "run", tmp_path / "back", ckpt_step=8)
     assert_same_weights(tmp_path / "back", hf)
+    flags[flags.index("--save") + 1] = str(tmp_path / "other")
     refused = call_training(flags)
-    assert refused.errors and "holds no optimizer state: add --no-load-optim" in refused.errors[0]
+    assert refused.errors and "has no optimizer state: add --no-load-optim" in refused.errors[0]
     refused = call_training([*flags, "--no-load-optim", "--use-checkpoint-opt-param-scheduler"])
-    assert refused.errors and "holds no learning-rate schedule" in refused.errors[0]
+    assert refused.errors and "has no learning-rate schedule" in refused.errors[0]
 
 
 # --- number formats and tokenizers -----------------------------------------------------------------------------
@@ -247,7 +250,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_pat
     their_model(tied=False).save_pretrained(tmp_path / "hf")
     config = tmp_path / "hf" / "config.json"
     config.write_text(config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is there and differs"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight exists and differs"):
         from_hf(tmp_path / "hf", tmp_path / "ours")
 
 
@@ -276,11 +279,13 @@ class Allocations:
 def test_one_block_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     their_model(tied=False).save_pretrained(tmp_path / "hf")
     monkeypatch.setattr(conversion, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr("megatron.checkpoint.verified_file._BAND_BYTES", 256)
     allocations = Allocations(monkeypatch)
     from_hf(tmp_path / "hf", tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_weights(tmp_path / "back", tmp_path / "hf")
-    assert allocations.peak <= 1024
+    # A block, and the rows that were read and compared for it but are not copied yet.
+    assert allocations.peak <= 1024 + 256
     assert allocations.total > 200_000  # both directions went through what is counted
 
 
@@ -290,12 +295,13 @@ def test_one_block_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_pickle_among_the_shards_is_never_executed(hf: Path, tmp_path: Path) -> None:
     shard = sorted(hf.glob("*.safetensors"))[1]
     shard.write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
-    with pytest.raises(CheckpointError, match=f"{shard.name} is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
         from_hf(hf, tmp_path / "ours")
     assert not (tmp_path / "mark").exists()
     assert find_checkpoint(tmp_path / "ours") is None
 
 
+@pytest.mark.slow(reason="kills processes")
 @pytest.mark.parametrize("how", ["interrupted", "killed"])
 @pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
 def test_half_a_conversion_leaves_nothing_that_loads_and_can_be_repeated(
@@ -357,7 +363,7 @@ def test_nothing_is_overwritten(hf: Path, tmp_path: Path) -> None:
     before = bytes_under(tmp_path)
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
         from_hf(hf, tmp_path / "ours", iteration=3)
-    with pytest.raises(CheckpointError, match="is there already and is not overwritten"):
+    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
         to_hf(tmp_path / "ours", hf)
     assert bytes_under(tmp_path) == before
 
@@ -393,13 +399,14 @@ def test_sizes_of_shards() -> None:
 
 def test_a_presets_name_is_advised() -> None:
     assert convert_checkpoint.model_flags(
-        LlamaConfig(32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192, rotary_base=500000.0)
+        TransformerConfig(32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192, rotary_base=500000.0)
     ) == ["--model", "llama3-8b"]
 
 
 # --- the commands ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="starts four processes")
 def test_the_commands_as_they_are_typed(tmp_path: Path) -> None:
     their_model(tied=True).save_pretrained(tmp_path / "hf")
     ours, back = tmp_path / "ours", tmp_path / "back"
@@ -456,6 +463,7 @@ def test_a_run_that_starts_from_their_files_is_one_that_starts_from_the_converte
     assert metrics_of(again, tmp_path / "direct.jsonl")[:3] == expected
 
 
+@pytest.mark.slow(reason="two ranks in three layouts")
 @pytest.mark.parametrize(
     "layout",
     [

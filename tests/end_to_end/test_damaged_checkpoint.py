@@ -66,13 +66,14 @@ def garble_the_manifest(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (flip_a_bit, "rank_00000.safetensors is damaged (its digest is"),
+    "a flipped bit": (flip_a_bit, "rank_00000.safetensors is damaged (the digest of bytes"),
     "a byte too few": (shorten, "rank_00000.safetensors has"),
     "a missing file": (lose, "rank_00000.safetensors"),
     "a garbled manifest": (garble_the_manifest, "manifest.json is damaged"),
 }
 
 
+@pytest.mark.slow(reason="three runs for each damage; tests/checkpoint/test_damage.py has each")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_newest_good_one(
     corpus: Corpus, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -97,13 +98,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_good_one(
     assert losses(run / "metrics.jsonl") == expected
 
 
+@pytest.mark.slow(reason="two ranks")
 def test_two_ranks_share_the_reading_and_learn_of_the_damage_together(corpus: Corpus, tmp_path: Path) -> None:
     flags = {"tensor_model_parallel_size": 2}
     run_training(command(corpus, tmp_path, train_iters=4, **flags), processes=2).succeeded()
     flip_a_bit(checkpoint_of(tmp_path, 4) / "rank_00001.safetensors")
     outcome = run_training(command(corpus, tmp_path, **flags), processes=2)
     outcome.succeeded()
-    assert "Passing over the checkpoint of iteration 4" in outcome.stderr
+    assert "Skipping the checkpoint of iteration 4" in outcome.stderr
     assert "rank_00001.safetensors is damaged" in outcome.stderr
     assert [record["iteration"] for record in iterations(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 

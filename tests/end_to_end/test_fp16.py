@@ -50,6 +50,7 @@ def whole(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow(reason="products in fp16 on a CPU")
 def test_fp16_stays_by_fp32(corpus: Corpus, tmp_path: Path) -> None:
     """Within 5e-5 of the loss over 30 iterations, where bf16 is off by 1e-4, and 2e-3 of the gradient norm (6e-3)."""
     runs: dict[str, dict[str, Any]] = {"fp16": {"fp16": True, "initial_loss_scale": 65536}, "fp32": {}}
@@ -108,6 +109,7 @@ def test_checkpoint_of_another_precision_starts_a_fresh_scale_from_the_master_we
     assert_close([found["fp16"]["lm_loss"]], [found["fp32"]["lm_loss"]], 5e-5)
 
 
+@pytest.mark.slow(reason="products in fp16 on a CPU")
 def test_other_precisions_take_up_an_fp16_checkpoint(corpus: Corpus, whole: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics"
     flags = flags_of(corpus, **{**RESTLESS, "fp16": None, "initial_loss_scale": None, "loss_scale_window": None})
@@ -151,6 +153,7 @@ def test_what_no_lower_scale_mends_stops_the_run_in_a_sentence_or_is_skipped(
     assert last["loss_scale"] == changes.get("min_loss_scale", changes.get("loss_scale", 1024))
 
 
+@pytest.mark.slow(reason="products in fp16 on a CPU")
 def test_tools_know_fp16(whole: Path, tmp_path: Path) -> None:
     """To Hugging Face's files and back without a change of format, and a text from the result."""
     hugging_face, back = tmp_path / "hf", tmp_path / "back"

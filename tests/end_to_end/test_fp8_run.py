@@ -52,6 +52,7 @@ def train(corpus: Corpus, directory: Path, **flags: FlagValue | Path) -> Outcome
     return call_training(flags_of(corpus, **flags, metrics_jsonl=directory / "metrics.jsonl")).succeeded()
 
 
+@pytest.mark.slow(reason="long runs; tests/parallel proves the numbers")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_falls_as_in_bf16(corpus: Corpus, tmp_path: Path, recipe: str) -> None:
     found = {}
@@ -80,7 +81,7 @@ def test_the_loss_falls_as_in_bf16(corpus: Corpus, tmp_path: Path, recipe: str) 
                 "first_last_layers_bf16": True,
                 "num_layers_at_end_in_bf16": 2,
             },
-            "> fp8: e4m3 with scales of the tensors at hand: linear layers of 1 of 4 transformer layers, by "
+            "> fp8: e4m3 with current (per-tensor) scaling: linear layers of 1 of 4 transformer layers, by "
             "fp32 products of the FP8 numbers; the rest in bf16",
         ),
     ],
@@ -127,6 +128,7 @@ def test_layers_at_the_ends_have_no_scales(corpus: Corpus, tmp_path: Path) -> No
     assert {name.split(".")[1] for name in fp8_state(checkpoint_of(tmp_path, 1))} == {"1"}
 
 
+@pytest.mark.slow(reason="two ranks")
 def test_two_ranks_go_on_with_the_scales_of_one(corpus: Corpus, in_one_go: Path, tmp_path: Path) -> None:
     """Scales are those of whole tensors, by names that know of no layout."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -147,6 +149,7 @@ def test_two_ranks_go_on_with_the_scales_of_one(corpus: Corpus, in_one_go: Path,
             assert torch.equal(found[name][:, 1:], tensor[:, 1:]), "what was loaded"
 
 
+@pytest.mark.slow(reason="four runs")
 def test_a_run_in_bf16_goes_on_in_fp8_and_back(corpus: Corpus, in_one_go: Path, tmp_path: Path) -> None:
     change = {"ckpt_step": STOP, "train_iters": STOP + 2}
     back, forth = tmp_path / "back", tmp_path / "forth"

@@ -31,6 +31,8 @@ from tests.end_to_end.run_process import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow(reason="the whole quickstart, several times")
+
 ITERATIONS = 14
 LOGGED = 10
 """The script logs every tenth iteration: the interrupt comes right after the first line."""

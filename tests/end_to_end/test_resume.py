@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.run_process import (
+    PROMPT,
     Corpus,
     Outcome,
     RunningTraining,
@@ -95,11 +96,13 @@ def resumed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Referen
     return Reference(directory / "metrics.jsonl", checkpoint_of(directory, LENGTH))
 
 
+@pytest.mark.slow(reason="four ranks")
 def test_resumed_run_is_bit_identical(resumed: Reference, uninterrupted: Reference) -> None:
     assert computed(resumed.metrics) == computed(uninterrupted.metrics)
     assert_same_tensors(resumed.checkpoint, uninterrupted.checkpoint)
 
 
+@pytest.mark.slow(reason="four ranks")
 def test_resumed_run_has_the_random_state_of_the_uninterrupted_one(
     resumed: Reference, uninterrupted: Reference
 ) -> None:
@@ -107,6 +110,7 @@ def test_resumed_run_has_the_random_state_of_the_uninterrupted_one(
     assert_same_tensors(resumed.checkpoint, uninterrupted.checkpoint, prefix=("random/",))
 
 
+@pytest.mark.slow(reason="four ranks")
 def test_killed_run_started_again_is_bit_identical(corpus: Corpus, uninterrupted: Reference, tmp_path: Path) -> None:
     """Saving so often that the kill may fall into the middle of a save, or after iterations that are not saved."""
     seed = random.randrange(2**32)
@@ -127,6 +131,7 @@ def test_killed_run_started_again_is_bit_identical(corpus: Corpus, uninterrupted
 # --- one layout after the other ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="tests/parallel/test_resharding.py proves it in process")
 def test_run_handed_from_layout_to_layout_equals_one_process(corpus: Corpus, tmp_path: Path) -> None:
     """DP 2, then TP 2 with sequence parallelism, then DP 2 with ZeRO-1, then one process; in fp64."""
     alone, relay = tmp_path / "alone.jsonl", tmp_path / "relay.jsonl"
@@ -178,7 +183,7 @@ def test_signal_saves_the_finished_iteration_and_the_run_goes_on_from_it(
     run = RunningTraining(endless_flags(corpus, interrupted))
     run.wait_for_records(interrupted / "metrics.jsonl", 3)
     run.process.send_signal(signal.Signals[name])
-    done = assert_stopped_after_whole_iteration(run.finish(timeout=20.0), interrupted, f"signal {name}")
+    done = assert_stopped_after_whole_iteration(run.finish(timeout=PROMPT), interrupted, f"signal {name}")
     call_training(endless_flags(corpus, interrupted, exit_interval=done + 2)).succeeded()
     call_training(endless_flags(corpus, whole, exit_interval=done + 2)).succeeded()
     assert computed(interrupted / "metrics.jsonl") == computed(whole / "metrics.jsonl")
@@ -189,4 +194,4 @@ def test_run_stops_gracefully_when_its_minutes_are_over(corpus: Corpus, tmp_path
     minutes = 0.01
     outcome = call_training(endless_flags(corpus, tmp_path, exit_duration_in_mins=minutes))
     assert_stopped_after_whole_iteration(outcome, tmp_path, f"--exit-duration-in-mins {minutes}")
-    assert outcome.seconds < 20.0
+    assert outcome.seconds < PROMPT

@@ -1,20 +1,28 @@
 """What a run keeps in its save directory, and that it has it to itself."""
 
+import json
 import os
+import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.lock import LOCK, RunLock
+import pretrain_llama
+from megatron.checkpoint import lock as lock_module
+from megatron.checkpoint.lock import LEASE, LOCK, acquire
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
     RunningTraining,
     call_training,
     flags_of,
+    fork_training,
     iterations,
     run_training,
     tiny_corpus,
+    wait_until,
 )
 
 
@@ -45,6 +53,7 @@ def test_saves_are_dense_early_and_old_ones_go_but_milestones(corpus: Corpus, tm
     assert kept(tmp_path) == [3, 6, 9, 12, 13]
 
 
+@pytest.mark.slow(reason="two ranks")
 def test_two_ranks_agree_on_what_goes(corpus: Corpus, tmp_path: Path) -> None:
     flags = flags_of(
         corpus,
@@ -73,13 +82,59 @@ def test_after_a_return_to_an_older_checkpoint_the_abandoned_ones_cost_no_new_on
 
 
 def test_a_second_run_is_refused_and_harms_nothing(corpus: Corpus, tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
+    lock = acquire(tmp_path)
     outcome = call_training(flags_of(corpus, save=tmp_path))
     assert outcome.exit_code != 0
     (sentence,) = outcome.errors
-    assert f"in use by process {os.getpid()}" in sentence and "choose another --save" in sentence
+    assert f"in use by process {os.getpid()}" in sentence and "use another --save" in sentence
     assert os.listdir(tmp_path) == [LOCK]
     lock.release()
+
+
+def lock_of_a_dead_host(root: Path) -> None:
+    """The lock of a run on a host that nobody can look at, which is not renewed any more."""
+    root.mkdir(exist_ok=True)
+    lock = acquire(root)
+    fields = json.loads((root / LOCK).read_text()) | {"host": "elsewhere", "pid": 7, "process": "another boot/1"}
+    lock.release()
+    (root / LOCK).write_text(json.dumps(fields))
+
+
+def test_a_restart_waits_for_the_lease_of_a_dead_host(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "LEASE", 0.6)
+    monkeypatch.setattr(lock_module, "RENEWAL", 0.1)
+    lock_of_a_dead_host(tmp_path)
+    outcome = call_training(flags_of(corpus, save=tmp_path, train_iters=2)).succeeded()
+    (line,) = [line for line in outcome.stdout.splitlines() if "is locked by" in line]
+    assert f"{tmp_path} is locked by process 7 on elsewhere" in line and "waiting at most 1 s" in line
+    assert kept(tmp_path) == [2]
+
+
+@pytest.mark.slow(reason="two ranks that wait")
+def test_a_signal_ends_the_wait_for_a_lock_on_all_ranks(corpus: Corpus, tmp_path: Path) -> None:
+    lock_of_a_dead_host(tmp_path / "run")
+    before = (tmp_path / "run" / LOCK).read_bytes()
+    outcome = fork_training(flags_of(corpus, save=tmp_path / "run"), 2, main_with_signal).succeeded()
+    assert "> stopped: signal SIGTERM before training began" in outcome.stdout
+    assert "iteration" not in outcome.stdout
+    assert outcome.seconds < LEASE
+    assert (tmp_path / "run" / LOCK).read_bytes() == before
+
+
+def main_with_signal(flags: Sequence[str]) -> int:
+    """The entry point; rank 1 gets a signal when rank 0 says that it waits."""
+    if os.environ["RANK"] == "1":
+        when = (Path("0.out"), "is locked by", signal.SIGTERM)
+        threading.Thread(target=send_when, args=when, daemon=True).start()
+    return pretrain_llama.main(flags)
+
+
+def send_when(log: Path, words: str, number: signal.Signals) -> None:
+    """Send a signal to this process as soon as a log holds ``words``."""
+    wait_until(lambda: log.exists() and words in log.read_text(), LEASE)
+    os.kill(os.getpid(), number)
 
 
 def test_a_run_that_was_killed_leaves_a_lock_that_the_next_takes_over(corpus: Corpus, tmp_path: Path) -> None:
@@ -96,3 +151,57 @@ def test_a_run_that_was_killed_leaves_a_lock_that_the_next_takes_over(corpus: Co
     last = len(iterations(metrics))
     call_training(flags(train_iters=last + 2, load=save)).succeeded()
     assert kept(save) == [last + 1, last + 2]
+
+
+# --- nothing is abandoned by mistake -------------------------------------------------------------------------------
+
+
+def refusal(flags: list[str]) -> str:
+    outcome = call_training(flags)
+    assert outcome.exit_code != 0
+    assert "Traceback" not in outcome.stderr
+    return outcome.stderr
+
+
+def test_a_directory_that_holds_checkpoints_is_not_started_over(corpus: Corpus, tmp_path: Path) -> None:
+    flags: dict[str, FlagValue | Path] = {
+        "train_iters": 4,
+        "lr_decay_iters": 4,
+        "save": tmp_path / "run",
+        "save_interval": 2,
+    }
+    call_training(flags_of(corpus, **flags)).succeeded()
+    message = refusal(flags_of(corpus, **flags))
+    for words in (f"--save {tmp_path / 'run'} has checkpoints up to iteration 4", "--load", "another directory"):
+        assert words in message
+    # Nor by weights from elsewhere, nor where --load is misspelled.
+    assert "would start at iteration 0" in refusal(flags_of(corpus, **flags, load=tmp_path / "run", finetune=True))
+    assert "would start at iteration 0" in refusal(flags_of(corpus, **flags, load=tmp_path / "rum"))
+    assert kept(tmp_path / "run") == [2, 4]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def test_a_run_goes_back_where_it_is_asked_to(corpus: Corpus, tmp_path: Path) -> None:
+    flags: dict[str, FlagValue | Path] = {"lr_decay_iters": 8, "save": tmp_path, "save_interval": 2}
+    call_training(flags_of(corpus, train_iters=4, **flags)).succeeded()
+    outcome = call_training(flags_of(corpus, train_iters=3, load=tmp_path, ckpt_step=2, **flags)).succeeded()
+    assert "continuing after iteration 2" in outcome.stdout
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_a_load_directory_that_does_not_exist_is_a_warning_and_an_empty_one_is_not(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    empty, mistyped, save = tmp_path / "empty", tmp_path / "chekpoints", tmp_path / "save"
+    empty.mkdir()
+    warning = (
+        f"WARNING: --load {mistyped} does not exist: starting from random weights. Check the path, or add "
+        "--exit-on-missing-checkpoint to fail instead."
+    )
+    outcome = fork_training(flags_of(corpus, load=mistyped, train_iters=2), processes=2).succeeded()
+    assert [line for line in outcome.stdout.splitlines() if str(mistyped) in line] == [warning]
+    assert not mistyped.exists()
+    for changes in ({"load": empty}, {"load": save, "save": save}):
+        outcome = call_training(flags_of(corpus, train_iters=2, **changes)).succeeded()
+        assert "WARNING" not in outcome.stdout
+        assert f"> {changes['load']} has no checkpoint yet: starting from random weights" in outcome.stdout

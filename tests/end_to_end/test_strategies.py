@@ -29,11 +29,11 @@ from tests.end_to_end.run_process import (
     flags_of,
     grad_norms,
     losses,
-    run_training,
     tiny_corpus,
 )
-from tests.end_to_end.test_bad_input import assert_one_sentence
 from tests.end_to_end.test_pipeline_run import Command, Runs, assert_same_records, run_in_turn
+
+pytestmark = pytest.mark.slow(reason="many runs of two and four ranks; tests/parallel proves the same in process")
 
 Flags = Mapping[str, FlagValue | Path]
 
@@ -348,14 +348,3 @@ def test_a_fully_sharded_run_leaves_no_thread_of_a_process_group_behind(corpus: 
     threads = re.findall(r"^threads: (.+)$", outcome.stdout, re.MULTILINE)
     assert len(threads) == 2
     assert not [line for line in threads if "gloo" in line], threads
-
-
-def test_tied_ends_in_two_chunks_of_a_stage_are_refused_in_one_sentence(corpus: Corpus) -> None:
-    tied: Flags = {"untie_embeddings_and_output_weights": False, "pipeline_schedule": "zb-v"}
-    outcome = run_training(flags_of(corpus, **{**BF16, **FULLY_SHARDED, **TWO_STAGES, **tied}), processes=4)
-    assert_one_sentence(outcome, "--pipeline-schedule zb-v", "--untie-embeddings-and-output-weights")
-
-
-def test_narrow_moment_that_would_never_forget_is_refused_in_one_sentence(corpus: Corpus) -> None:
-    outcome = run_training(flags_of(corpus, **{**BF16, **NARROW_MOMENTS, "adam_beta2": 0.999}))
-    assert_one_sentence(outcome, "--exp-avg-sq-dtype bf16", "--adam-beta2 0.999", "at most 0.992")

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,10 @@ ITERATION_KEYS = [
     "tflops_per_gpu",
     "mfu",
     "skipped",
+    "num_zeros",
+    "params_norm",
+    "time",
+    "elapsed_s",
 ]
 """What scripts read from --metrics-jsonl: a fixed interface."""
 
@@ -143,20 +148,51 @@ def test_metrics_file_has_the_fixed_keys_and_consistent_numbers(watched: Watched
         seconds = record["iteration_time_ms"] / 1e3
         assert math.isclose(record["tokens_per_s_per_gpu"], 8 * SEQUENCE / seconds / ranks)
         assert 0.0 < record["mfu"] < 1.0
+        assert record["num_zeros"] >= 0 and record["params_norm"] > 0
     # Full precision: two layouts can be compared to 1e-9 by this file.
     assert any(len(repr(record["lm_loss"])) > 12 for record in steps)
-    assert [list(record) for record in evaluations] == [["iteration", "validation_loss"]] * 3 + [
-        ["iteration", "test_loss"]
+    clock = ["time", "elapsed_s"]
+    assert [list(record) for record in evaluations] == [["iteration", "validation_loss", *clock]] * 3 + [
+        ["iteration", "test_loss", *clock]
     ]
     assert [record["iteration"] for record in evaluations] == [4, 8, 12, 12]
 
 
+def test_records_say_when_they_were_made_and_elapsed_time_starts_anew_with_each_process(watched: WatchedRun) -> None:
+    found = records(watched.metrics)
+    now = time.time()
+    times = [record["time"] for record in found]
+    assert times == sorted(times) and now - 3600 < times[0] and times[-1] <= now
+    for are_of_one in (lambda record: record["iteration"] <= STOP, lambda record: record["iteration"] > STOP):
+        process = [record for record in found if are_of_one(record)]
+        elapsed = [record["elapsed_s"] for record in process]
+        assert elapsed == sorted(elapsed) and elapsed[0] > 0
+        trained = sum(record.get("iteration_time_ms", 0.0) for record in process) / 1e3
+        assert elapsed[-1] >= 0.99 * trained
+        # Both clocks run alike, so the process began at one time, whichever record says so.
+        begun = [record["time"] - record["elapsed_s"] for record in process]
+        assert max(begun) - min(begun) < 1.0
+    # The second process did not begin before the first ended.
+    first_end = max(record["time"] for record in found if record["iteration"] <= STOP)
+    second_begin = min(record["time"] - record["elapsed_s"] for record in found if record["iteration"] > STOP)
+    assert second_begin > first_end
+
+
+def test_metrics_that_flags_ask_for_are_in_the_file_as_on_the_console(watched: WatchedRun) -> None:
+    shown = re.findall(r"num zeros: (\d+) \| params norm: ([0-9.]+) \|", watched.stdout)
+    steps = iterations(watched.metrics)
+    assert len(shown) == len(steps) == LENGTH
+    for record, (zeros, norm) in zip(steps, shown):
+        assert record["num_zeros"] == int(zeros)
+        assert math.isclose(record["params_norm"], float(norm), abs_tol=5.1e-4)
+
+
 def test_console_line_has_megatrons_fields_in_its_order(watched: WatchedRun) -> None:
-    lines = [line for line in watched.stdout.splitlines() if re.match(r" \[[-: 0-9]+\] iteration ", line)]
+    lines = [line for line in watched.stdout.splitlines() if re.match(r" \[[-:. 0-9]+\] iteration ", line)]
     assert len(lines) == LENGTH
     for number, line in enumerate(lines, start=1):
         head, *fields, end = line.split("|")
-        assert re.fullmatch(rf" \[\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +{number}/ +{LENGTH} ", head)
+        assert re.fullmatch(rf" \[\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{{6}}\] iteration +{number}/ +{LENGTH} ", head)
         assert [field.partition(":")[0].strip() for field in fields] == CONSOLE_FIELDS
         assert end == ""
     assert f"validation loss at iteration {LENGTH} on test set | lm loss value: " in watched.stdout

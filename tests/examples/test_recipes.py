@@ -14,12 +14,14 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
-from megatron.training.batch_schedule import build_batch_schedule
+from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatron.training.loop.batch_schedule import build_batch_schedule
 from tests.end_to_end.run_process import call_training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path.name for path in EXAMPLES.glob("*.sh") if "\nlaunch " in path.read_text(encoding="utf-8"))
 
+LAUNCHER_MODULE = "megatron.operation.launch"
 LAUNCHER = """#!/usr/bin/env bash
 printf '%s\\0' "${0##*/}" "$@" > "$RECORD"
 """
@@ -31,7 +33,7 @@ class Command:
 
     program: str
     launcher_flags: tuple[str, ...]
-    """Of torchrun."""
+    """Those of torchrun, which the launcher takes."""
     flags: tuple[str, ...]
     """Of pretrain_llama.py."""
 
@@ -48,6 +50,8 @@ def start(directory: Path, recipe: str, *arguments: str, **knobs: str) -> Comman
     environment = {"PATH": f"{directory}:/usr/bin:/bin", "RECORD": str(record), **knobs}
     subprocess.run(["bash", str(EXAMPLES / recipe), *arguments], env=environment, check=True, timeout=60)
     program, *words = record.read_text(encoding="utf-8").rstrip("\0").split("\0")
+    if words[:2] == ["-m", LAUNCHER_MODULE]:
+        program, words = LAUNCHER_MODULE, words[2:]
     script = words.index("pretrain_llama.py")
     return Command(program, tuple(words[:script]), tuple(words[script + 1 :]))
 
@@ -78,6 +82,7 @@ LAYOUTS = [
     ("llama3_405b_h100.sh", {}, 16384, (8, 1, 16, 128), 1024 * 8192, 405_853_388_800),
     ("llama3_405b_h100.sh", {"STAGE": "start"}, 16384, (8, 1, 16, 128), 1024 * 4096, 405_853_388_800),
     ("llama3_405b_h100.sh", {"STAGE": "long"}, 16384, (8, 16, 16, 8), 128 * 131072, 405_853_388_800),
+    ("llama3_405b_h100.sh", {"STAGE": "anneal"}, 16384, (8, 16, 16, 8), 128 * 131072, 405_853_388_800),
     ("single_gpu.sh", {}, 1, (1, 1, 1, 1), 16 * 4096, 1_235_814_400),
     ("cpu.sh", {"VOCAB_SIZE": "128256"}, 2, (2, 1, 1, 1), 4 * 128, 33_621_120),
 ]
@@ -94,7 +99,7 @@ def test_a_recipe_has_the_layout_that_it_states(
     parameters: int,
 ) -> None:
     command = start(tmp_path, recipe, **knobs)
-    assert command.program == "torchrun"
+    assert command.program == LAUNCHER_MODULE
     nodes = 1 if "--standalone" in command.launcher_flags else int(command.launcher_value("--nnodes"))
     assert nodes * int(command.launcher_value("--nproc-per-node")) == gpus
     config = checked(command, gpus)
@@ -116,6 +121,7 @@ def test_every_recipe_is_checked() -> None:
     assert {recipe for recipe, *_ in LAYOUTS} == set(RECIPES)
 
 
+@pytest.mark.slow(reason="plans large models")
 @pytest.mark.parametrize(("recipe", "knobs", "gpus"), [row[:3] for row in LAYOUTS])
 def test_a_dry_run_has_the_same_flags(tmp_path: Path, recipe: str, knobs: dict[str, str], gpus: int) -> None:
     real = start(tmp_path, recipe, "--seed", "7", **knobs)
@@ -137,6 +143,7 @@ FULLEST = [
 ]
 
 
+@pytest.mark.slow(reason="plans large models")
 @pytest.mark.parametrize(("recipe", "knobs", "rank"), FULLEST)
 def test_a_recipe_fits(tmp_path: Path, recipe: str, knobs: dict[str, str], rank: int) -> None:
     report = tmp_path / "report.json"
@@ -161,6 +168,7 @@ def most_memory(parent: int) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow(reason="plans large models")
 def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path: Path) -> None:
     """Every stage of 16,384 ranks, as a user asks for it."""
     report = tmp_path / "report.json"
@@ -190,6 +198,7 @@ def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path
     assert memory and max(memory.values()) < 2**30
 
 
+@pytest.mark.slow(reason="plans large models")
 def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path) -> None:
     """On the fullest stage, with the outputs of norms computed again instead of SwiGLU's."""
     report = tmp_path / "report.json"
@@ -205,12 +214,47 @@ def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path
         assert line in outcome.stdout
 
 
-def test_the_first_stage_and_the_second_are_one_run(tmp_path: Path) -> None:
-    """The second loads what the first saved, which its learning-rate schedule must not differ from."""
-    first, second = (checked(start(tmp_path, "llama3_405b_h100.sh", STAGE=stage), 16384) for stage in ("start", "main"))
-    assert first.checkpoint == second.checkpoint
-    assert first.learning_rate == second.learning_rate
-    assert first.training.train_samples == 252_000_000 // (1024 * 4096) * 1024
+@pytest.mark.slow(reason="plans large models")
+def test_the_stages_of_405b_are_one_run(tmp_path: Path) -> None:
+    """Each resumes where the one before ends, under a name of its own, with the tokens and rates of the paper."""
+    consumed, tokens = 0, 0
+    rates: dict[str, list[float]] = {}
+    earlier: list[tuple[int, int]] = []
+    saved: LearningRateSchedule | None = None
+    for stage in ("start", "main", "long", "anneal"):
+        config = checked(start(tmp_path, "llama3_405b_h100.sh", STAGE=stage), 16384)
+        assert config.data.new_data_stage == stage
+        assert config.checkpoint.load == config.checkpoint.save == "runs/llama3_405b_h100/checkpoints"
+        batches = build_batch_schedule(
+            micro_batch_size=config.micro_batch_size,
+            data_parallel_size=config.data_parallel_size(16384),
+            global_batch_size=config.training.global_batch_size,
+            step_batch_size_schedule=config.training.step_batch_size_schedule,
+            seq_length=config.seq_length,
+            earlier_lengths=earlier,
+        )
+        total = config.training.train_samples
+        assert total is not None
+        schedule = build_learning_rate_schedule(
+            config.learning_rate, train_iters=None, train_samples=total, global_batch_size=batches.final_batch_size
+        )
+        assert saved in (None, schedule) or config.learning_rate.override_opt_param_scheduler
+        saved = schedule
+        count = batches.iterations_for_samples(total, consumed)
+        end = batches.total_samples(count, consumed)
+        rates[stage] = [schedule(consumed), schedule(end - batches.final_batch_size)]
+        earlier.append((end - consumed, config.seq_length))
+        tokens += (end - consumed) * config.seq_length
+        consumed = end
+        if stage == "start":
+            assert tokens == 252_000_000 // (1024 * 4096) * 1024 * 4096
+        if stage == "main":
+            assert consumed == 1_806_640_128 and abs(tokens - 14.8e12) < 1e9
+        if stage == "long":
+            assert consumed == 1_812_743_552 and abs(tokens - 15.6e12) < 1e9
+    assert rates["long"] == pytest.approx([4.741e-6, 4.585e-6], rel=1e-3)
+    assert rates["anneal"] == pytest.approx([4.59e-6, 4.59e-6 * (1 - 256 / 305)], rel=1e-6)
+    assert earlier[-1] == (3 * 128, 131072)
 
 
 def test_a_cluster_is_described_by_environment_variables(tmp_path: Path) -> None:
@@ -226,6 +270,7 @@ def test_a_cluster_is_described_by_environment_variables(tmp_path: Path) -> None
         OUTPUT="out",
     )
     assert command.launcher_flags == (
+        *("--max-restarts", "3", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"),
         *("--nnodes", "16", "--node-rank", "3", "--master-addr", "node7", "--master-port", "29500"),
         *("--nproc-per-node", "8"),
     )

@@ -1,36 +1,46 @@
-"""The SLURM script goes back into the queue when its time is up or its step failed, and only then."""
+"""The SLURM script goes back into the queue when another start can help, and only then."""
 
 import os
 import signal
 import subprocess
-import time
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "slurm" / "pretrain.sbatch"
+from megatron.operation.attempts import FILE, FailedAttempts, read
+from tests.end_to_end.run_process import wait_until
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
 STEP = """
-trap 'sleep 0.2; exit 0' USR1   # the run saves
+trap 'sleep 0.2; exit 75' USR1   # the run saves
 echo $$ > pid
 printf '%s\\n' "$@" > step
 [ -n "$STATUS" ] && exit "$STATUS"
 while true; do sleep 0.05; done
 """
+RUN = 'shift; "$@"'
+"""A step of one node, which really runs what it is given."""
+KILLED = 'shift; "$@"; rm -f "$CODES"; exit 143'
+"""One whose node fails before it can say how the run ended."""
 COMMANDS = {
     "srun": STEP,
     "scancel": 'echo "scancel $*" >> record; kill -USR1 "$(cat pid)"',
     "scontrol": 'if [ "$1" = show ]; then echo node4; echo node5; else echo "scontrol $*" >> record; fi',
 }
+REQUEUE = "scontrol requeue 10042\n"
 
 
-def submit(directory: Path, **changes: str) -> subprocess.Popen[str]:
+def submit(directory: Path, srun: str = STEP, recipe: str = "recipe.sh", **changes: str) -> subprocess.Popen[str]:
     """Start the script as SLURM would, with commands of SLURM that write down how they were called."""
-    for name, body in COMMANDS.items():
+    for name, body in {**COMMANDS, "srun": srun}.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
         (directory / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "10042", "SLURM_JOB_NODELIST": "node[4-5]", "STATUS": ""}
     return subprocess.Popen(
-        ["bash", str(SCRIPT), "recipe.sh", "--seed", "7"],
+        ["bash", str(SCRIPT), recipe, "--seed", "7"],
         cwd=directory,
         env={"PATH": f"{directory}:{os.environ['PATH']}", **job, **changes},
         stdout=subprocess.PIPE,
@@ -51,36 +61,121 @@ def record(directory: Path) -> str:
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
     failures(tmp_path).write_text("failed\n" * 20)
     job = submit(tmp_path)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "step").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / "step").exists(), 30)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=30) == 0
-    assert record(tmp_path) == "scancel --signal=USR1 10042\nscontrol requeue 10042\n"
+    assert job.wait(timeout=30) == 75
+    assert record(tmp_path) == f"scancel --signal=USR1 10042\n{REQUEUE}"
     assert not failures(tmp_path).exists()
     words = (tmp_path / "step").read_text(encoding="utf-8").split("\n")
     assert words[-7:] == ["recipe.sh", "--exit-signal-handler", "--exit-signal", "SIGUSR1", "--seed", "7", ""]
 
 
 @pytest.mark.parametrize(
-    ("status", "failed_before", "seconds", "is_queued", "failed"),
+    ("status", "is_queued"), [("0", False), ("2", False), ("93", False), ("75", True), ("1", True), ("137", True)]
+)
+def test_the_exit_code_says_whether_to_start_again(tmp_path: Path, status: str, is_queued: bool) -> None:
+    job = submit(tmp_path, STATUS=status)
+    assert job.wait(timeout=30) == int(status)
+    assert record(tmp_path) == (REQUEUE if is_queued else "")
+
+
+@pytest.mark.parametrize(
+    ("codes", "final", "is_queued"),
+    [([2, 143], 2, False), ([93, 137], 93, False), ([75, 143], 143, True), ([1, 143], 143, True), ([1, 2], 2, False)],
+)
+def test_the_code_of_a_node_counts_although_srun_returns_that_of_one_it_has_killed(
+    tmp_path: Path, codes: Sequence[int], final: int, is_queued: bool
+) -> None:
+    """srun returns the highest."""
+    nodes = "".join(f"echo {code} >> $CODES; " for code in codes)
+    job = submit(tmp_path, srun=f"{nodes} exit {max(codes)}")
+    assert job.wait(timeout=30) == final
+    assert record(tmp_path) == (REQUEUE if is_queued else "")
+    assert not (tmp_path / "pretrain-10042.codes").exists()
+
+
+@pytest.mark.parametrize(
+    ("failed_before", "seconds", "is_queued", "failed"),
     [
-        ("0", 3, 0, False, 0),
-        ("1", 0, 0, True, 1),
-        ("1", 18, 0, True, 19),
-        ("1", 19, 0, False, 20),
+        (0, 0, True, 1),
+        (18, 0, True, 19),
+        (19, 0, False, 20),
         # It ran for an hour before it failed.
-        ("1", 19, 3600, True, 1),
+        (19, 3600, True, 1),
     ],
 )
-def test_a_job_is_queued_again_after_a_failure_but_not_for_ever(
-    tmp_path: Path, status: str, failed_before: int, seconds: int, is_queued: bool, failed: int
+def test_starts_that_fail_before_the_run_can_count_them_end_too(
+    tmp_path: Path, failed_before: int, seconds: int, is_queued: bool, failed: int
 ) -> None:
-    """However often it was started before: SLURM counts the starts that went well, too."""
+    """However often the job was started before: SLURM counts the starts that went well, too."""
     if failed_before:
         failures(tmp_path).write_text("failed\n" * failed_before)
-    job = submit(tmp_path, STATUS=status, SLURM_RESTART_COUNT="99", SECONDS=str(seconds))
-    assert job.wait(timeout=30) == int(status)
+    job = submit(tmp_path, STATUS="1", SLURM_RESTART_COUNT="99", SECONDS=str(seconds))
+    assert job.wait(timeout=30) == 1
     assert ("scontrol requeue 10042" in record(tmp_path)) is is_queued
-    found = failures(tmp_path).read_text().splitlines() if failures(tmp_path).exists() else []
-    assert len(found) == failed
+    assert len(failures(tmp_path).read_text().splitlines()) == failed
+
+
+# --- starts that do something --------------------------------------------------------------------------------
+
+ATTEMPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repository!r})
+from megatron.errors import UserError
+from megatron.operation.attempts import AttemptCounter
+
+start = len(Path("starts").read_text()) if Path("starts").exists() else 0
+Path("starts").write_text("x" * (start + 1))
+newest, code = {life}
+try:
+    counter = AttemptCounter(Path("run"), 3)
+    counter.begin(newest)
+except UserError as error:
+    sys.exit(int(error.exit_code))
+if code in (0, 75):
+    counter.take_back(newest)
+sys.exit(code)
+"""
+"""An attempt that begins at the checkpoint of an iteration and ends with a code, as ``life`` says for a ``start``."""
+
+
+def starts(directory: Path, life: str, srun: str = RUN, at_most: int = 60) -> tuple[int, int]:
+    """Queue the job as long as it asks for that: its starts, and the last exit code."""
+    (directory / "attempt.py").write_text(ATTEMPT.format(repository=str(REPOSITORY), life=life))
+    (directory / "recipe.sh").write_text(f"exec {sys.executable} attempt.py\n")
+    return queue(directory, srun, at_most)
+
+
+def queue(directory: Path, srun: str = RUN, at_most: int = 60) -> tuple[int, int]:
+    for number in range(1, at_most + 1):
+        before = record(directory)
+        code = submit(directory, srun, MAX_FAILURES="1000").wait(timeout=60)
+        if record(directory) != before + REQUEUE:
+            return number, code
+    return at_most, code
+
+
+def test_a_job_that_dies_at_the_same_step_every_time_ends_after_three_attempts(tmp_path: Path) -> None:
+    """The fourth start finds three that have failed. With the script of before there were 60 of 60."""
+    assert starts(tmp_path, "40, 1") == (4, 93)
+
+
+def test_a_node_that_fails_without_an_exit_code_is_queued_again_and_counted(tmp_path: Path) -> None:
+    assert starts(tmp_path, "40, 1", KILLED, at_most=2) == (2, 143)
+    assert read(tmp_path / "run" / FILE) == FailedAttempts(40, 2)
+    assert starts(tmp_path, "40, 1") == (2, 93)
+
+
+def test_a_job_that_dies_after_every_checkpoint_goes_on(tmp_path: Path) -> None:
+    assert starts(tmp_path, "start * 10, 1 if start < 8 else 0") == (9, 0)
+
+
+def test_a_job_that_is_preempted_every_time_goes_on(tmp_path: Path) -> None:
+    """Even where no start comes as far as a checkpoint."""
+    assert starts(tmp_path, "None, 75 if start < 8 else 0") == (9, 0)
+
+
+def test_a_mistyped_flag_is_one_start(tmp_path: Path) -> None:
+    (tmp_path / "recipe.sh").write_text(f'exec {sys.executable} {REPOSITORY}/pretrain_llama.py --no-such-flag "$@"\n')
+    assert queue(tmp_path) == (1, 2)

@@ -28,6 +28,8 @@ from megatron.core.ops.swiglu import (
     swiglu_reference,
 )
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")

@@ -1,4 +1,4 @@
-"""Our Llama is transformers' Llama: logits, loss and every gradient agree in fp64, at TP 1, 2 and 4."""
+"""Our architectures are those of transformers: logits, loss and every gradient agree in fp64, at TP 1, 2 and 4."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.model import LlamaConfig
-from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaModel, build_model
+from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face_config import config_fields
+from megatron.config.model import preset
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_model
+from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
 from tests.rank_pool import RankPool
+from tests.whole_model import logits_of, token_losses_of
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -25,10 +30,10 @@ TOLERANCE = 1e-9
 LENGTH = 24
 
 
-def architecture(*, scaling: bool, tied: bool, tp: int) -> LlamaConfig:
+def architecture(*, scaling: bool, tied: bool, tp: int, family: str = "llama") -> TransformerConfig:
     unit = 2 * tp
     vocab_size = 61
-    return LlamaConfig(
+    return TransformerConfig(
         num_layers=2,
         hidden_size=32,
         ffn_hidden_size=56,
@@ -45,10 +50,11 @@ def architecture(*, scaling: bool, tied: bool, tp: int) -> LlamaConfig:
         rope_scaling_original_length=16,
         untie_embeddings_and_output_weights=not tied,
         init_method_std=0.2,
+        **ARCHITECTURES[family].features,
     )
 
 
-def hugging_face_model(config: LlamaConfig) -> Any:
+def hugging_face_model(config: TransformerConfig) -> Any:
     rope = {"rope_type": "default", "rope_theta": config.rotary_base}
     if config.use_rope_scaling:
         rope |= {
@@ -58,7 +64,9 @@ def hugging_face_model(config: LlamaConfig) -> Any:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": config.rope_scaling_original_length,
         }
-    settings = transformers.LlamaConfig(
+    architecture = architecture_of(config)
+    assert architecture is not None
+    settings = getattr(transformers, f"{architecture.title}Config")(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.ffn_hidden_size,
@@ -72,16 +80,16 @@ def hugging_face_model(config: LlamaConfig) -> Any:
         tie_word_embeddings=not config.untie_embeddings_and_output_weights,
         attn_implementation="eager",
     )
-    return transformers.LlamaForCausalLM(settings).double()
+    return getattr(transformers, architecture.hugging_face_class)(settings).double()
 
 
-def halves_to_pairs(weight: Tensor, config: LlamaConfig) -> Tensor:
-    """Rows of a query or key weight from Hugging Face's order (halves apart) to neighbouring pairs."""
-    heads = weight.view(-1, 2, config.kv_channels // 2, weight.shape[-1])
+def halves_to_pairs(weight: Tensor, config: TransformerConfig) -> Tensor:
+    """Rows of what makes queries or keys from Hugging Face's order (halves apart) to neighbouring pairs."""
+    heads = weight.view(-1, 2, config.kv_channels // 2, weight.shape[1:].numel())
     return heads.transpose(1, 2).reshape(weight.shape)
 
 
-def to_global(state: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+def to_global(state: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     """Hugging Face's tensors (weights or gradients) under our names and in our shapes."""
     tensors = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
@@ -108,6 +116,13 @@ def to_global(state: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor
             f"{ours}.input_layernorm.weight": state[f"{theirs}.input_layernorm.weight"],
             f"{ours}.pre_mlp_layernorm.weight": state[f"{theirs}.post_attention_layernorm.weight"],
         }
+        if config.add_qkv_bias:
+            query, key, value = (state[f"{theirs}.self_attn.{kind}_proj.bias"] for kind in "qkv")
+            rotated = halves_to_pairs(query, config), halves_to_pairs(key, config)
+            tensors[f"{ours}.self_attention.linear_qkv.bias"] = torch.cat((*rotated, value))
+        for kind in "qk" if config.qk_layernorm else "":
+            gain = halves_to_pairs(state[f"{theirs}.self_attn.{kind}_norm.weight"], config)
+            tensors[f"{ours}.self_attention.{kind}_layernorm.weight"] = gain
     return tensors
 
 
@@ -123,7 +138,7 @@ def fp32_means_fp64() -> Iterator[None]:
 
 
 @fp32_means_fp64()
-def expected(config: LlamaConfig) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
+def expected(config: TransformerConfig) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
     """Weights, logits ``[b, s, v]``, loss of each token ``[b, s]``, and gradients of their sum."""
     torch.manual_seed(3)
     model = hugging_face_model(config)
@@ -139,12 +154,12 @@ def expected(config: LlamaConfig) -> tuple[dict[str, Tensor], Tensor, Tensor, di
     return weights, logits.detach(), losses.detach().view_as(labels), to_global(gradients, config)
 
 
-def batch(config: LlamaConfig) -> tuple[Tensor, Tensor]:
+def batch(config: TransformerConfig) -> tuple[Tensor, Tensor]:
     text = torch.randint(0, config.vocab_size, (3, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     return text[:, :-1], text[:, 1:]
 
 
-def load(model: LlamaModel, weights: dict[str, Tensor]) -> None:
+def load(model: TransformerModel, weights: dict[str, Tensor]) -> None:
     for parameter in model.parameters():
         for box in info_of(parameter).boxes:
             source = weights[info_of(parameter).name]
@@ -153,7 +168,7 @@ def load(model: LlamaModel, weights: dict[str, Tensor]) -> None:
                 box.view(parameter).copy_(source[place])
 
 
-def compare_on_rank(config: LlamaConfig, tp: int, sequence_parallel: bool) -> float:
+def compare_on_rank(config: TransformerConfig, tp: int, sequence_parallel: bool) -> float:
     """Build this rank's part, compare all that it holds with transformers, and return the largest error."""
     weights, logits, losses, gradients = expected(config)
     topology = Topology(RankGrid(tp=tp), torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
@@ -163,12 +178,12 @@ def compare_on_rank(config: LlamaConfig, tp: int, sequence_parallel: bool) -> fl
     load(model, weights)
     tokens, labels = batch(config)
     with torch.no_grad():
-        mine = model.logits(tokens).transpose(0, 1)
+        mine = logits_of(model, tokens).transpose(0, 1)
     assert model.head is not None
     first = model.head.output_layer.first_id
     theirs = logits[..., first : first + mine.shape[-1]]
     errors = [relative_error(mine[..., : theirs.shape[-1]], theirs)]
-    found = model(tokens, labels)
+    found = token_losses_of(model, tokens, labels)
     errors.append(relative_error(found.detach(), losses))
     found.sum().backward()
     for parameter in model.parameters():
@@ -198,6 +213,29 @@ def test_logits_loss_and_gradients_equal_transformers(
     else:
         errors = four_ranks.run(compare_on_rank, config, tp, sequence_parallel, world_size=tp)
     assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name != "llama"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
+def test_other_architectures_equal_transformers(
+    four_ranks: RankPool, family: str, tied: bool, tp: int, sequence_parallel: bool
+) -> None:
+    config = architecture(scaling=False, tied=tied, tp=tp, family=family)
+    if tp == 1:
+        errors = [compare_on_rank(config, 1, False)]
+    else:
+        errors = four_ranks.run(compare_on_rank, config, tp, sequence_parallel, world_size=tp)
+    assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_as_many_parameters_as_the_model_of_transformers(name: str) -> None:
+    config = preset(name).resolve(PRESET_VOCABULARIES.get(name, 300), 1, 1)
+    settings = transformers.AutoConfig.for_model(**config_fields(config, "float32"))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings)
+    assert config.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_scaling_and_ties_change_the_model() -> None:

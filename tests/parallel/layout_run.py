@@ -11,44 +11,46 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.model import LlamaConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
-from megatron.config.pipeline import ScheduleName
-from megatron.config.stages import split_by_layout, split_evenly
+from megatron.config.context_parallel import ContextParallelType
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.buffer import Piece
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.model.layer import BuildContext, LocalParts
-from megatron.core.model.llama import build_model
-from megatron.core.model.pipeline import build_executor, stage_chunks
+from megatron.core.models.layer import BuildContext, LocalProvider
+from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import scaled_product_reference
 from megatron.core.ops.matmul import InPlaceWeightGradient
+from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.pipeline_parallel.schedules import build_schedule, placement_of
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import EdgeProducts, PipelinedEdges
+from megatron.core.tensor_parallel.overlap import P2POverlap, TPOverlap
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.layers import TransformerEngineProvider
 from megatron.data.loader import Microbatch
-from megatron.training.step import train_step
-from megatron.training.timers import Timers
-from tests.parallel.symmetric_memory import symmetric_memory_edges_on_cpu
+from megatron.metrics.timers import Timers
+from megatron.schedules.registry import ScheduleName, build_schedule, placement_of
+from megatron.schedules.stages import split_by_layout, split_evenly
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
+from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
 from tests.stand_ins import transformer_engine
 
 CPU = torch.device("cpu")
-MODEL = LlamaConfig(
+MODEL = TransformerConfig(
     num_layers=2,
     hidden_size=32,
     ffn_hidden_size=48,
@@ -91,6 +93,8 @@ class Layout:
     defer_grad_reduce: bool = False
     cp: int = 1
     cp_comm_type: tuple[ContextParallelType, ...] = ("p2p",)
+    cp_sizes: tuple[int, ...] = ()
+    """Ranks of each level of a hierarchical type."""
     order: str = "tp-cp-ep-pp-dp"
     activations: ActivationConfig = KEEP_ALL
     tp_overlap: TensorParallelOverlap | None = None
@@ -108,7 +112,7 @@ class Task:
     """What is trained, in every layout the same."""
 
     optimizer: OptimizerConfig
-    model: LlamaConfig = MODEL
+    model: TransformerConfig = MODEL
     learning_rate: float = 1e-2
     steps: int = STEPS
     batch: int = BATCH
@@ -147,13 +151,11 @@ class RecordingOptimizer(Optimizer):
     fp8: Fp8Layers | None
     """The scales that are to be updated with the weights."""
 
-    def step(
-        self, learning_rate: float, gradient_factor: float, count_zeros: bool = False, **rates: float | None
-    ) -> StepResult:
+    def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
         """Record, then step."""
         pieces = [(piece, piece.gradient * gradient_factor) for piece in self._data_parallel.pieces]
         self.trace.gradients.append(_boxes(pieces))
-        return super().step(learning_rate, gradient_factor, count_zeros, **rates)
+        return super().step(hyperparameters, gradient_factor)
 
 
 def _boxes(pieces: list[tuple[Piece, Tensor]]) -> list[LocalTensor]:
@@ -211,12 +213,12 @@ def start_scales(fp8: Fp8Layers) -> None:
     fp8.load({name: FP8_SCALES for name in fp8.state() if name.endswith("/scale")})
 
 
-def overlap_of(topology: Topology, layout: Layout) -> EdgeProducts | None:
+def overlap_of(topology: Topology, layout: Layout) -> TPOverlap | None:
     """How the layout's layers multiply at the edges of tensor-parallel regions, if not one after the other."""
     if layout.tp_overlap is None:
         return None
     ranks = topology.tensor_parallel
-    return PipelinedEdges(ranks) if layout.tp_overlap == "pipelined" else symmetric_memory_edges_on_cpu(ranks)
+    return P2POverlap(ranks) if layout.tp_overlap == "pipelined" else symmetric_memory_overlap_on_cpu(ranks)
 
 
 def context(
@@ -225,7 +227,9 @@ def context(
     """What a model of the layout is built in, with FP8 as in ``precision``."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
     kernel = choose_attention_kernel("auto", CPU, dtype)
-    context_parallel = ContextParallel(topology.context_parallel, layout.cp_comm_type)
+    context_parallel = ContextParallel(
+        topology.context_parallel, layout.cp_comm_type, topology.context_parallel_levels(layout.cp_sizes)
+    )
     fp8: Fp8Layers | None = None
     if precision is not None and layout.transformer_engine:
         fp8 = TransformerEngineFp8(transformer_engine(), precision, topology.stage_ranks)
@@ -238,9 +242,8 @@ def context(
         CPU,
         kernel,
         context_parallel=context_parallel,
-        activations=layout.activations,
         fp8=fp8,
-        parts=TransformerEngineParts(transformer_engine()) if layout.transformer_engine else LocalParts(),
+        provider=TransformerEngineProvider(transformer_engine()) if layout.transformer_engine else LocalProvider(),
         # As a run has it in fp64.
         weight_gradient=InPlaceWeightGradient() if dtype == torch.float64 else None,
     )
@@ -256,8 +259,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         virtual_stages = split_evenly(layers, layout.pp, placement.num_chunks)
     else:
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
-    mine = stage_chunks(virtual_stages, placement, topology.pipeline_parallel.rank)
-    model = build_model(task.model, context(topology, layout, formats.weight, task.fp8), SEED, mine)
+    mine = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
+    model = build_model(task.model, context(topology, layout, formats.weight, task.fp8), SEED, mine, layout.activations)
     fp8 = model.context.fp8
     if fp8 is not None:
         start_scales(fp8)
@@ -320,19 +323,15 @@ def make_steps(
     """Train the steps with these numbers on this rank."""
     loss_scaler = build_loss_scaler(task.precision)
     trace = optimizer.trace = Trace()
+    module = TrainModule(executor, data_parallel, optimizer, loss_scaler, topology.loss_ranks, optimizer.fp8)
     for step in steps:
         outcome = train_step(
-            executor,
-            data_parallel,
-            optimizer,
+            module,
             microbatches(step, layout, topology.data_parallel.rank, topology.context_parallel.rank, task.batch),
+            Hyperparameters(task.learning_rate),
             num_microbatches=layout.microbatches,
             expected_tokens=task.batch * SEQUENCE,
-            learning_rate=task.learning_rate,
-            loss_scaler=loss_scaler,
-            ranks=topology.loss_ranks,
             timers=Timers(0),
-            fp8=optimizer.fp8,
         )
         trace.losses.append(outcome.loss)
         trace.grad_norms.append(outcome.grad_norm)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron.core.communication import Communicator
-from megatron.core.tensor_parallel.overlap import SymmetricMemoryEdges
+from megatron.core.tensor_parallel.overlap import SymmetricMemoryOverlap
 
 
 @cache
@@ -18,7 +18,7 @@ def _operators() -> torch.library.Library:
     return library
 
 
-def symmetric_memory_edges_on_cpu(ranks: Communicator) -> SymmetricMemoryEdges:
+def symmetric_memory_overlap_on_cpu(ranks: Communicator) -> SymmetricMemoryOverlap:
     """The overlap by symmetric memory, for a test of how it is called."""
     _operators()
-    return SymmetricMemoryEdges(ranks)
+    return SymmetricMemoryOverlap(ranks)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.pipeline import SCHEDULES
+from megatron.schedules.registry import SCHEDULES
 from tests.parallel.covering import combinations_of, covering
 from tests.parallel.layout_run import Layout
 from tests.parallel.test_layouts import (

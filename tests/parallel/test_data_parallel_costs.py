@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.config.model import LlamaConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Pending
 from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaChunk, build_model
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_model
+from megatron.core.models.transformer import TransformerChunk
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import number_formats
@@ -28,15 +30,15 @@ from tests.parallel.layout_run import CPU, DEEP_MODEL, MODEL, Layout, Task, buil
 from tests.rank_pool import RankPool
 
 RANKS = 4
-TWENTY_MILLION = LlamaConfig(
+FOUR_MILLION = TransformerConfig(
     num_layers=4,
-    hidden_size=512,
-    ffn_hidden_size=1536,
-    num_attention_heads=8,
-    num_query_groups=8,
+    hidden_size=256,
+    ffn_hidden_size=768,
+    num_attention_heads=4,
+    num_query_groups=4,
     kv_channels=64,
-    vocab_size=8192,
-    padded_vocab_size=8192,
+    vocab_size=2048,
+    padded_vocab_size=2048,
     max_position_embeddings=16,
 )
 STRATEGIES: dict[ShardingStrategy, float] = {
@@ -55,17 +57,17 @@ def bytes_per_parameter(strategy: ShardingStrategy, optimizer_config: OptimizerC
     topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
-    model = build_model(TWENTY_MILLION, context, seed=1)
+    model = build_model(FOUR_MILLION, context, seed=1)
     formats = number_formats(PrecisionConfig(bf16=True), optimizer_config)
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     optimizer = Optimizer(optimizer_config, data_parallel, topology)
     kept = sum((data_parallel.memory() | optimizer.memory()).values())
-    return kept / TWENTY_MILLION.num_parameters()
+    return kept / FOUR_MILLION.num_parameters()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_is_that_of_the_formula(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
-    assert TWENTY_MILLION.num_parameters() > 20e6
+    assert FOUR_MILLION.num_parameters() > 4e6
     for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig()):
         assert measured == pytest.approx(STRATEGIES[strategy], rel=0.03)
 
@@ -91,7 +93,7 @@ def whole_units(overlap: bool) -> tuple[int, int]:
     topology = topology_of(grid_of(layout), dist.get_rank(), dist.group.WORLD)
     executor, data_parallel, _ = build(Task(OptimizerConfig(), model=DEEP_MODEL), layout, topology)
     (chunk,) = executor.chunks
-    assert isinstance(chunk, LlamaChunk)
+    assert isinstance(chunk, TransformerChunk)
     counts: list[int] = []
 
     def count(*_: object) -> None:
@@ -146,7 +148,7 @@ def numbers_sent_per_parameter(layout: Layout) -> tuple[float, float]:
     item = 8  # bytes of a number in fp64
     sent = sum(SENT[one.kind] * one.num_bytes / item * (one.group_size - 1) / one.group_size for one in records)
     (chunk,) = executor.chunks
-    assert isinstance(chunk, LlamaChunk) and chunk.embedding is not None
+    assert isinstance(chunk, TransformerChunk) and chunk.embedding is not None
     parameters = sum(parameter.numel() for parameter in chunk.parameters())
     return sent / parameters, chunk.embedding.weight.numel() / parameters
 
@@ -185,7 +187,7 @@ def gathers_by_then(ahead: bool) -> list[int]:
     topology = Topology(grid_of(layout), dist.get_rank(), CPU)
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     (chunk,) = executor.chunks
-    assert isinstance(chunk, LlamaChunk)
+    assert isinstance(chunk, TransformerChunk)
     started: list[CollectiveRecord] = []
     seen: list[int] = []
     sharing_of(topology, layout.strategy)[0].observer = lambda record: (
@@ -277,8 +279,8 @@ def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overl
     topology = Topology(grid_of(layout), dist.get_rank(), CPU)
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     (chunk,) = executor.chunks
-    assert isinstance(chunk, LlamaChunk)
-    started: list[Pending] = []
+    assert isinstance(chunk, TransformerChunk)
+    started: list[Pending[Tensor]] = []
     seen: list[tuple[int, int]] = []
 
     def look() -> None:
@@ -296,10 +298,10 @@ def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overl
     return before, over, len(started)
 
 
-def noting(start: Callable[..., Pending], started: list[Pending]) -> Callable[..., Pending]:
+def noting(start: Callable[..., Pending[Tensor]], started: list[Pending[Tensor]]) -> Callable[..., Pending[Tensor]]:
     """``start``, which adds to ``started`` what is under way."""
 
-    def noted(*arguments: Any, **options: Any) -> Pending:
+    def noted(*arguments: Any, **options: Any) -> Pending[Tensor]:
         pending = start(*arguments, **options)
         started.append(pending)
         return pending

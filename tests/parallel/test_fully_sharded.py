@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.core.data_parallel.fully_sharded import RowPart
 from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
-from megatron.core.model.layer import BuildContext
-from megatron.core.model.llama import LlamaModel, build_model
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_model
+from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import ParameterInfo, flat_range_boxes, info_of, sharded_boxes
 from megatron.core.precision import NumberFormats, number_formats
@@ -57,7 +59,7 @@ def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple
         kernel,
         weights_device=torch.device("meta") if is_sharded else None,
     )
-    model = LlamaModel(MODEL, context)
+    model = TransformerModel(MODEL, context)
     allocated = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     data_parallel.initialize(SEED)

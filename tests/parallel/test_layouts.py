@@ -16,12 +16,14 @@ from typing import Any, get_args
 import pytest
 
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron.config.parallel import ContextParallelType, ShardingStrategy
-from megatron.config.pipeline import SCHEDULES, ScheduleName
-from megatron.core.model.llama import build_model
+from megatron.config.context_parallel import Exchange
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ShardingStrategy
+from megatron.config.precision import PrecisionConfig
+from megatron.core.models.parallelize import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
+from megatron.schedules.registry import SCHEDULES, ScheduleName
 from tests.parallel.covering import covering
 from tests.parallel.layout_run import (
     BATCH,
@@ -40,6 +42,7 @@ from tests.parallel.layout_run import (
     train,
 )
 from tests.rank_pool import RankPool
+from tests.whole_model import token_losses_of
 
 TOLERANCE = 1e-9
 
@@ -65,6 +68,24 @@ DELAYED = replace(
     ),
 )
 TENSORWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise"))
+MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
+MUON = Task(MUON_FLAGS, steps=3)
+MUON_TIED = replace(MUON, optimizer=replace(MUON_FLAGS, muon_tp_mode="distributed"), model=TIED_MODEL)
+MUON_OTHER = replace(
+    MUON,
+    optimizer=replace(
+        MUON_FLAGS,
+        muon_tp_mode="distributed",
+        muon_nesterov=True,
+        muon_no_split_qkv=True,
+        muon_split_fc1=True,
+        muon_coefficient_type="polar_express",
+        muon_num_ns_steps=7,
+        muon_scale_mode="unit_rms_norm",
+    ),
+)
+QWEN3 = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
+QWEN2 = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True))
 UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
 
@@ -204,11 +225,42 @@ def data_parallel_matrix() -> Iterator[Case]:
             yield TIED, replace(fsdp, dp=2, tp=2, sequence_parallel=True, overlap_param_gather=overlap)
 
 
+def muon_product() -> Iterator[Case]:
+    """Muon, whose matrices lie across ranks in every way: rows and columns, ranges cut anywhere, stages, replicas."""
+    for task, strategy, dp, tp, pp in product(
+        (MUON, MUON_TIED, MUON_OTHER), get_args(ShardingStrategy), (2, 4), (1, 2), (1, 2)
+    ):
+        for instances in (1, 2) if strategy != "no_shard" and dp * tp * pp < 16 else (1,):
+            yield (
+                task,
+                Layout(
+                    tp,
+                    dp,
+                    sequence_parallel=tp > 1,
+                    strategy=strategy,
+                    instances=instances,
+                    microbatches=2,
+                    pp=pp,
+                    bucket_size=None if strategy == "optim_grads_params" else 3000,
+                    overlap_param_gather=strategy != "no_shard",
+                ),
+            )
+
+
+def muon_matrix() -> Iterator[Case]:
+    """Both ways of tensor parallelism, every strategy, stages, and ranks without a row of some matrices."""
+    yield MUON, Layout(4, sequence_parallel=True)
+    yield MUON_TIED, Layout(2, 1, True, "optim", cp=2, microbatches=2, order="dp-cp-tp-ep-pp")
+    yield replace(MUON_TIED, model=UNEVEN.model, batch=UNEVEN.batch), Layout(1, 7, strategy="optim_grads_params")
+    yield replace(MUON, model=DEEP_MODEL), Layout(1, 2, pp=2, schedule="zb-v", microbatches=4, strategy="optim_grads")
+    yield MUON_OTHER, Layout(1, 4, strategy="optim", instances=2, microbatches=2, bucket_size=3000)
+    yield MUON, Layout(2, 4, True, "optim_grads_params", instances=2, microbatches=2)
+    yield MUON_TIED, Layout(2, 2, True, "optim", pp=2, microbatches=2, bucket_size=3000, overlap_param_gather=True)
+
+
 def context_parallel_product() -> Iterator[Case]:
     """Every way to attend with tensor and pipeline parallelism, in documents and without them."""
-    for task, cp, kind, tp, pp in product(
-        (CONTEXT, CONTEXT_IN_DOCUMENTS), (2, 4), get_args(ContextParallelType), (1, 2), (1, 2)
-    ):
+    for task, cp, kind, tp, pp in product((CONTEXT, CONTEXT_IN_DOCUMENTS), (2, 4), get_args(Exchange), (1, 2), (1, 2)):
         yield task, Layout(tp, 1, tp > 1, cp=cp, cp_comm_type=(kind,), pp=pp, microbatches=2)
 
 
@@ -229,6 +281,16 @@ def context_parallel_matrix() -> Iterator[Case]:
         only_one = replace(CONTEXT, masks_documents=masks, resets_positions=positions)
         yield only_one, Layout(2, 2, True, microbatches=2)
         yield only_one, Layout(cp=4, microbatches=2)
+    # Two levels, beside everything that divides heads, sequences and weights.
+    levels = Layout(cp=4, cp_comm_type=("a2a+p2p",), cp_sizes=(2, 2), microbatches=2)
+    for task in (CONTEXT, CONTEXT_IN_DOCUMENTS):
+        yield task, levels
+        yield task, replace(levels, tp=2, sequence_parallel=True)
+    yield grouped, replace(levels, dp=2, strategy="optim", order="dp-cp-tp-ep-pp")
+    yield grouped, replace(levels, dp=2, strategy="optim_grads_params", tp=2, sequence_parallel=True)
+    yield grouped, replace(levels, cp=8, cp_sizes=(2, 4), cp_comm_type=("a2a+p2p", "allgather"))
+    yield grouped, replace(levels, cp=8, cp_sizes=(4, 2), activations=selective("core_attn"))
+    yield DEEP_SGD, replace(levels, pp=2, schedule="zb-h1", microbatches=4)
 
 
 def selective(*modules: RecomputeModule, **more: Any) -> ActivationConfig:
@@ -270,7 +332,7 @@ def activation_matrix() -> Iterator[Case]:
     yield DEEP_SGD, replace(fsdp, pp=2, schedule="zb-h1", activations=full("uniform", 2))
     gathered = Layout(1, 2, strategy="optim", overlap_param_gather=True, bucket_size=3000)
     yield DEEP_TIED_SHORT, replace(gathered, activations=full("uniform", 3))
-    for kind in get_args(ContextParallelType):
+    for kind in get_args(Exchange):
         yield CONTEXT_IN_DOCUMENTS, Layout(cp=2, cp_comm_type=(kind,), activations=selective("core_attn"))
     yield CONTEXT_IN_DOCUMENTS, Layout(2, 1, True, cp=2, activations=full("uniform", 2))
     yield CONTEXT, Layout(cp=2, cp_comm_type=("a2a", "p2p"), activations=replace(host, cpu_offloading_num_layers=2))
@@ -341,6 +403,24 @@ PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
+def architecture_matrix() -> Iterator[Case]:
+    """QK-norm, whose gains every tensor-parallel rank has for its own heads, and the bias of query, key and value."""
+    yield QWEN3, Layout(2, microbatches=2)
+    yield QWEN3, Layout(4, sequence_parallel=True, microbatches=2)
+    yield QWEN3, Layout(2, 2, True, "optim", microbatches=2, overlap_grad_reduce=True)
+    yield QWEN3, Layout(2, pp=2, schedule="zb-v", microbatches=4)
+    yield QWEN3, Layout(2, pp=2, schedule="1f1b", microbatches=4, sequence_parallel=True, strategy="optim")
+    for kind in get_args(Exchange):
+        yield QWEN3, Layout(2, cp=2, cp_comm_type=(kind,), sequence_parallel=kind == "p2p")
+    yield QWEN3, Layout(dp=4, strategy="optim_grads_params", microbatches=2)
+    yield QWEN3, Layout(2, 2, True, "optim_grads_params", overlap_param_gather=True)
+    yield QWEN3, Layout(2, dp=2, strategy="optim", instances=2, activations=selective("core_attn", "layernorm", "mlp"))
+    yield QWEN3, Layout(2, activations=full("uniform", 2, cpu_offloading_num_layers=2))
+    yield QWEN2, Layout(4, sequence_parallel=True, microbatches=2)
+    yield QWEN2, Layout(2, 2, pp=2, schedule="zb-h1", strategy="optim", microbatches=2)
+    yield QWEN2, Layout(2, 2, True, "optim_grads_params", activations=selective("core_attn", "layernorm"))
+
+
 def factors_of(cases: list[Case]) -> list[dict[str, Hashable]]:
     """What tells the rows of a product apart, by row."""
     rows = [{"task": task} | {one.name: getattr(layout, one.name) for one in fields(layout)} for task, layout in cases]
@@ -384,6 +464,7 @@ def _identifier(value: object) -> str:
         flags += "-overlap" if value.overlap_grad_reduce else ""
         flags += f"-{value.tp_overlap}" if value.tp_overlap is not None else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
+        flags += f"-{'x'.join(map(str, value.cp_sizes))}" if value.cp_sizes else ""
         flags += "-te" if value.transformer_engine else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
@@ -424,6 +505,15 @@ def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
+@pytest.mark.parametrize(
+    ("task", "layout"),
+    [*rows_of(muon_matrix()), *(pytest.param(*case, marks=pytest.mark.whole_matrix) for case in muon_product())],
+    ids=_identifier,
+)
+def test_muon_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
 @pytest.mark.parametrize(("task", "layout"), rows_of(activation_matrix()), ids=_identifier)
 def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
@@ -446,9 +536,16 @@ def test_transformer_engine_equals_one_process(sixteen_ranks: RankPool, task: Ta
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-def compare_with_one_process(ranks: RankPool, task: Task, layout: Layout) -> None:
+@pytest.mark.parametrize(("task", "layout"), rows_of(architecture_matrix()), ids=_identifier)
+def test_architectures_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+def compare_with_one_process(
+    ranks: RankPool, task: Task, layout: Layout, train_on_rank: Callable[[Task, Layout], Trace] = train
+) -> None:
     expected = one_process(task)
-    traces: list[Trace] = ranks.run(train, task, layout, world_size=layout.world_size)
+    traces: list[Trace] = ranks.run(train_on_rank, task, layout, world_size=layout.world_size)
     for trace in traces:
         assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
         assert trace.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
@@ -467,7 +564,7 @@ def test_one_process_has_the_gradient_of_the_mean_over_unmasked_tokens() -> None
     trace = one_process(SGD_UNCLIPPED)
     model = build_model(MODEL, context(single_process(), Layout()), SEED)
     (batch,) = microbatches(0, Layout(), 0)
-    losses = model(batch["tokens"], batch["labels"])[batch["loss_mask"] > 0]
+    losses = token_losses_of(model, batch["tokens"], batch["labels"])[batch["loss_mask"] > 0]
     losses.mean().backward()
     assert 0 < len(losses) < BATCH * SEQUENCE
     assert trace.losses[0] == pytest.approx(losses.mean().item(), rel=TOLERANCE)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.topology import Topology
 from tests.parallel.layout_run import DEEP_MODEL, FP64, Layout, LocalTensor, Task, Trace, train

@@ -12,7 +12,7 @@ from megatron.checkpoint.streaming import SavedTensors
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.state import model_tensors, optimizer_tensors
+from megatron.training.checkpoints.tensors import model_tensors, optimizer_tensors
 from tests.parallel.layout_run import (
     DEEP_MODEL,
     DEEP_TIED_MODEL,
@@ -32,6 +32,9 @@ TOLERANCE = 1e-9
 ADAM = OptimizerConfig(weight_decay=0.1, clip_grad=0.05)
 UNTIED = Task(ADAM, model=DEEP_MODEL, steps=STEPS)
 TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)
+MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
+MUON = Task(MUON_FLAGS, model=DEEP_TIED_MODEL, steps=STEPS)
+TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon"}
 
 LAYOUTS = {
     "one": Layout(),
@@ -51,6 +54,15 @@ LAYOUTS = {
 NAMES = list(LAYOUTS)
 PAIRS = [(UNTIED, one, NAMES[(place + step) % len(NAMES)]) for step in (1, 5) for place, one in enumerate(NAMES)]
 PAIRS += [(TIED, one, other) for one, other in (("one", "pp2-fsdp2"), ("pp2-fsdp2", "uneven pp3"), ("pp4", "tp4-sp"))]
+PAIRS += [
+    (MUON, one, other)
+    for one, other in (
+        ("tp2-dp2-zero1", "fsdp4"),
+        ("fsdp4", "tp4-sp"),
+        ("pp4", "dp4-zero1-2"),
+        ("cp2-fsdp2", "pp2-fsdp2"),
+    )
+]
 
 
 def tensors_of(data_parallel: DataParallel, optimizer: Optimizer, with_copies: bool) -> dict[str, torch.Tensor]:
@@ -87,7 +99,7 @@ def differences(root: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
     wrong = []
     for name, tensor in tensors.items():
         assert isinstance(tensor, BoxedTensor)
-        for offset, piece in tensor.pieces:
+        for offset, piece in tensor.boxes:
             wanted = torch.full_like(piece, torch.nan)
             saved.read_into(wanted, name, tuple(slice(at, at + size) for at, size in zip(offset, piece.shape)))
             if not torch.equal(piece, wanted):
@@ -111,12 +123,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("task", "saved", "loaded"),
     PAIRS,
-    ids=[f"{one} to {other}{', tied' * (task is TIED)}" for task, one, other in PAIRS],
+    ids=[f"{one} to {other}{TASK_NAMES[task]}" for task, one, other in PAIRS],
 )
 def test_a_run_goes_from_layout_to_layout(
     four_ranks: RankPool, checkpoints: Path, task: Task, saved: str, loaded: str
 ) -> None:
-    root = checkpoints / f"{saved}{'-tied' * (task is TIED)}"
+    root = checkpoints / f"{saved}{TASK_NAMES[task]}"
     one, other = LAYOUTS[saved], LAYOUTS[loaded]
     if not root.exists():
         four_ranks.run(save_in, task, one, root, world_size=one.world_size)

@@ -18,23 +18,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.config.activations import ActivationConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline import SCHEDULES, ScheduleName
 from megatron.core.communication import CollectiveRecord
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.gradient import compute_held
-from megatron.core.model.llama import LlamaModel, build_model
-from megatron.core.model.pipeline import build_executor
+from megatron.core.models.parallelize import build_executor, build_model
+from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.executor import Chunk, PipelineExecutor
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
-from megatron.core.pipeline_parallel.schedule import Action, Schedule, ScheduleError
-from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import peak_live_activations
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology, single_process
 from megatron.data.loader import Microbatch
+from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.schedule import Action, Schedule, ScheduleError
+from megatron.schedules.simulator import peak_live_activations
 from tests.parallel.layout_run import (
     BATCH,
     CPU,
@@ -53,6 +52,7 @@ from tests.parallel.layout_run import (
 )
 from tests.rank_pool import RankPool
 from tests.storage_watch import StorageWatch
+from tests.whole_model import token_losses_of
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SCALE = 1.0 / (BATCH * SEQUENCE)
@@ -530,19 +530,19 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
     )
     data_parallel.start_gradients(1)
     (microbatch,) = microbatches(0, Layout(), 0)
-    model(microbatch["tokens"], microbatch["labels"]).sum().backward()
+    token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
     with pytest.raises(AssertionError, match="arrived after its bucket was reduced"):
-        model(microbatch["tokens"], microbatch["labels"]).sum().backward()
+        token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
 
 
-def count_zeros(layout: Layout) -> tuple[int | None, int]:
+def count_zeros(layout: Layout) -> tuple[int, int]:
     """Zeros that the optimizer counts in a gradient of zeros, and the weights of the whole model."""
     topology = topology_for(layout)
     _, data_parallel, optimizer = build(TIED, layout, topology)
     optimizer.trace = Trace()
     for piece in data_parallel.pieces:
         piece.gradient.zero_()
-    return optimizer.step(1e-3, 1.0, count_zeros=True).num_zeros, DEEP_TIED_MODEL.num_parameters()
+    return optimizer.count_zeros(), DEEP_TIED_MODEL.num_parameters()
 
 
 def test_zeros_of_all_stages_are_counted_and_those_of_a_tied_weight_once(four_ranks: RankPool) -> None:
@@ -553,16 +553,16 @@ def test_zeros_of_all_stages_are_counted_and_those_of_a_tied_weight_once(four_ra
 # --- weight gradients that wait ------------------------------------------------------------------------------
 
 
-def slotted_model() -> tuple[LlamaModel, ParameterBuffer]:
+def slotted_model() -> tuple[TransformerModel, ParameterBuffer]:
     """A whole model with gradient slots."""
     model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
     return model, ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
 
 
-def summed_loss(model: LlamaModel) -> Tensor:
+def summed_loss(model: TransformerModel) -> Tensor:
     """The loss of a batch, with its graph."""
     (microbatch,) = microbatches(0, Layout(), 0)
-    loss: Tensor = model(microbatch["tokens"], microbatch["labels"]).sum()
+    loss: Tensor = token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum()
     return loss
 
 

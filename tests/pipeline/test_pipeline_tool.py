@@ -14,19 +14,20 @@ from typing import Any, get_args
 
 import pytest
 
-from megatron.config.errors import DataError
-from megatron.config.pipeline import ScheduleName
-from megatron.core.pipeline_parallel.schedule import Schedule
-from megatron.core.pipeline_parallel.schedules import build_schedule
-from megatron.core.pipeline_parallel.simulator import (
+from megatron.errors import DataError
+from megatron.schedules.registry import ScheduleName, build_schedule
+from megatron.schedules.schedule import Schedule
+from megatron.schedules.simulator import (
     Durations,
     Span,
     Timeline,
     peak_live_activations,
     simulate,
 )
-from megatron.training.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
+from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
 from tools import pipeline_schedule
+
+pytestmark = pytest.mark.processes
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = get_args(ScheduleName)
@@ -201,16 +202,16 @@ def refusal(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--stages", "2"], "--schedule, --stages and --microbatches are needed"),
+        (["--stages", "2"], "--schedule, --stages and --microbatches are required"),
         ([*GOOD, "--stages", "0"], "--stages 0 must be at least 1"),
         ([*GOOD, "--microbatches", "-3"], "--microbatches -3 must be at least 1"),
-        ([*GOOD, "--virtual", "2"], "--virtual 2: 1f1b runs one chunk per stage; leave it out"),
+        ([*GOOD, "--virtual", "2"], "--virtual 2: 1f1b runs one chunk per stage; remove it"),
         ([*GOOD, "--schedule", "interleaved", "--virtual", "1"], "interleaved runs several chunks .* use 2 or more"),
         ([*GOOD, "--schedule", "zb-v", "--virtual", "3"], "--virtual 3: zb-v runs two chunks"),
-        ([*GOOD, "--microbatch-group-size", "4"], "--microbatch-group-size means nothing to 1f1b: leave it out"),
+        ([*GOOD, "--microbatch-group-size", "4"], "--microbatch-group-size has no effect with 1f1b: remove it"),
         (
             [*GOOD, "--schedule", "interleaved", "--microbatch-group-size", "1"],
-            "--microbatch-group-size 1 is too short for 2 stages.*: use 2 or more",
+            "--microbatch-group-size 1 is below the number of stages 2.*: use 2 or more",
         ),
         ([*GOOD, "--forward-time", "-1"], "--forward-time -1.0 must be finite and not negative"),
         ([*GOOD, "--send-time", "nan"], "--send-time nan must be finite"),
@@ -234,7 +235,7 @@ def test_what_cannot_be_honoured_is_refused_in_a_sentence(
 
 def test_a_refusal_ends_the_process_with_1() -> None:
     result = run_tool(*GOOD, "--virtual", 2, code=1)
-    assert result.stderr == "ERROR: --virtual 2: 1f1b runs one chunk per stage; leave it out.\n"
+    assert result.stderr == "ERROR: --virtual 2: 1f1b runs one chunk per stage; remove it.\n"
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -295,13 +296,13 @@ def test_a_measured_run_is_set_beside_its_simulation(tmp_path: Path) -> None:
     [
         (
             ["--schedule", "gpipe"],
-            "--schedule gpipe contradicts --measured, whose trace has 1f1b: leave --schedule out",
+            "--schedule gpipe contradicts --measured, whose trace has 1f1b: remove --schedule",
         ),
         (["--stages", "4"], "--stages 4 contradicts --measured, whose trace has 3"),
         (["--microbatches", "4"], "--microbatches 4 contradicts --measured, whose trace has 5"),
         (["--virtual", "2"], "--virtual 2 contradicts --measured, whose trace has 1"),
-        (["--weight-time", "1"], "--weight-time is in the trace of --measured: leave it out"),
-        (["--microbatch-group-size", "8"], "--microbatch-group-size is in the trace of --measured: leave it out"),
+        (["--weight-time", "1"], "--weight-time comes from the trace of --measured: remove it"),
+        (["--microbatch-group-size", "8"], "--microbatch-group-size comes from the trace of --measured: remove it"),
     ],
 )
 def test_flags_that_contradict_the_trace_are_refused(
@@ -429,13 +430,13 @@ def setting(*keys: str | int, to: object) -> Callable[[dict[str, Any]], None]:
     ("change", "message"),
     [
         (setting("otherData", to=None), "otherData is not a JSON object"),
-        (setting("otherData", "schedule", to="2f2b"), "schedule is '2f2b', not one of gpipe, 1f1b"),
+        (setting("otherData", "schedule", to="2f2b"), "schedule is '2f2b', not one of 1f1b, dualpipe-v, gpipe"),
         (setting("otherData", "schedule", to=["1f1b"]), "schedule is .*, not one of"),
         (setting("otherData", "stages", to=0), "stages is 0, not an integer of 1 or more"),
         (setting("otherData", "stages", to=True), "stages is True, not an integer"),
         (setting("otherData", "microbatches", to=5.0), r"microbatches is 5\.0, not an integer"),
-        (setting("otherData", "microbatches", to=10**12), "the trace has 30 passes where 3000000000000 .* cut short"),
-        (setting("otherData", "virtual", to=2), "1f1b runs one chunk per stage, not 2"),
+        (setting("otherData", "microbatches", to=10**12), "the trace has 30 passes, but 3000000000000 .* truncated"),
+        (setting("otherData", "virtual", to=2), "1f1b needs one chunk per stage, not 2"),
         (setting("traceEvents", to={}), "traceEvents is not a list"),
         (setting("traceEvents", 3, to=7), "an event is not a JSON object"),
         (setting("traceEvents", 3, "args", to=[]), "event 'F0.0': args is not a JSON object"),
@@ -446,7 +447,7 @@ def setting(*keys: str | int, to: object) -> Callable[[dict[str, Any]], None]:
         (setting("traceEvents", 3, "ts", to=10**400), "not a time"),
         (setting("traceEvents", 3, "dur", to="1"), "dur is '1', not a time"),
         (setting("traceEvents", 3, "dur", to=-1.0), r"dur is -1\.0, not a time in microseconds"),
-        (without_spans_of(2), "stage 2 spent no time on anything"),
+        (without_spans_of(2), "stage 2 has no measured time"),
     ],
 )
 def test_a_damaged_trace_is_refused_by_what_is_wrong(change: Callable[[dict[str, Any]], None], message: str) -> None:

@@ -1,17 +1,19 @@
 """Every schedule of every shape runs to its end, within the memory that it claims."""
 
 import itertools
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.pipeline import SCHEDULES, ScheduleName
-from megatron.core.pipeline_parallel.schedule import Action, Placement, Schedule, ScheduleError
-from megatron.core.pipeline_parallel.schedules import ORDERS, Shape, build_schedule, microbatch_groups
-from megatron.core.pipeline_parallel.simulator import execution_order, peak_live_activations
-from megatron.core.pipeline_parallel.verifier import verify
+from megatron.config.pipeline import PipelineConfig
+from megatron.schedules.catalog.interleaved import microbatch_groups
+from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.schedule import Action, Placement, Schedule, ScheduleError
+from megatron.schedules.simulator import execution_order, peak_live_activations
+from megatron.schedules.spec import Shape
+from megatron.schedules.verifier import verify
 from tests.pipeline.token_game import TokenGame, places_in_layer_order
 
 NAMES = get_args(ScheduleName)
@@ -27,7 +29,7 @@ def claim(schedule: Schedule, name: ScheduleName, group_size: int | None = None)
     placement = schedule.placement
     stages = placement.num_stages
     shape = Shape(stages, schedule.num_microbatches, placement.num_chunks, group_size or stages)
-    return tuple(ORDERS[name].live_activations(stage, shape) for stage in range(stages))
+    return tuple(SCHEDULES[name].live_activations(stage, shape) for stage in range(stages))
 
 
 def assert_runs(schedule: Schedule, name: ScheduleName, group_size: int | None = None) -> None:
@@ -205,12 +207,12 @@ def test_several_chunks_are_two_unless_more_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "chunks", "group_size", "message"),
     [
-        ("1f1b", 4, 8, 2, None, "1f1b runs one chunk per stage, not 2"),
-        ("gpipe", 4, 8, 2, None, "gpipe runs one chunk"),
-        ("zb-h1", 4, 8, 2, None, "zb-h1 runs one chunk"),
-        ("interleaved", 4, 8, 1, None, "interleaved runs several chunks"),
-        ("zb-v", 4, 8, 3, None, "zb-v runs two chunks per stage, not 3"),
-        ("dualpipe-v", 4, 8, 1, None, "dualpipe-v runs two chunks"),
+        ("1f1b", 4, 8, 2, None, "1f1b needs one chunk per stage, not 2"),
+        ("gpipe", 4, 8, 2, None, "gpipe needs one chunk"),
+        ("zb-h1", 4, 8, 2, None, "zb-h1 needs one chunk"),
+        ("interleaved", 4, 8, 1, None, "interleaved needs several chunks"),
+        ("zb-v", 4, 8, 3, None, "zb-v needs two chunks per stage, not 3"),
+        ("dualpipe-v", 4, 8, 1, None, "dualpipe-v needs two chunks"),
         ("1f1b", 0, 8, None, None, "at least one stage and one microbatch"),
         ("1f1b", 4, 0, None, None, "at least one stage and one microbatch"),
         ("interleaved", 4, 8, 2, 3, "3 microbatches per group on 4 stages: use 4 or more"),
@@ -223,8 +225,10 @@ def test_what_cannot_be_is_refused(
         build_schedule(name, stages, microbatches, chunks, group_size)
 
 
-def test_the_flags_and_the_core_know_the_same_schedules() -> None:
-    assert list(SCHEDULES) == list(ORDERS) == list(NAMES)
+def test_every_schedule_is_a_choice_of_the_flag() -> None:
+    choices, none = get_args(get_type_hints(PipelineConfig)["pipeline_schedule"])
+    assert none is type(None)
+    assert get_args(choices) == tuple(SCHEDULES) == NAMES
 
 
 @every_schedule

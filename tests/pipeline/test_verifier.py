@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config.pipeline import SCHEDULES, ScheduleName
-from megatron.core.pipeline_parallel.schedule import Action, Schedule, ScheduleError
-from megatron.core.pipeline_parallel.schedules import Shape, build_schedule, interleaved
-from megatron.core.pipeline_parallel.simulator import peak_live_activations
-from megatron.core.pipeline_parallel.verifier import verify
+from megatron.schedules.catalog.interleaved import interleaved
+from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.schedule import Action, Schedule, ScheduleError
+from megatron.schedules.simulator import peak_live_activations
+from megatron.schedules.spec import Shape
+from megatron.schedules.verifier import verify
 from tests.pipeline.token_game import TokenGame
 
 every_schedule = pytest.mark.parametrize("name", list(SCHEDULES))
@@ -76,7 +77,7 @@ def test_actions_of_no_microbatch_chunk_or_kind_of_the_schedule_are_refused(name
 )
 def test_a_pass_before_its_own_input_is_refused(name: ScheduleName, stage: int, first: str, second: str) -> None:
     """B before its F, W before its B."""
-    with pytest.raises(ScheduleError, match=f"{name} locks up: .*stage {stage} before "):
+    with pytest.raises(ScheduleError, match=f"{name} deadlocks: .*stage {stage} before "):
         verify(swapped(build_schedule(name, 4, 8), stage, first, second))
 
 
@@ -84,7 +85,7 @@ def test_stages_that_wait_for_each_other_are_refused() -> None:
     """Each stage's own order is fine; but without its warm-up stage 0 waits for a gradient that waits for stage 0."""
     schedule = build_schedule("1f1b", 4, 8)
     no_warm_up = [Action(kind, microbatch, 0) for microbatch in range(8) for kind in ("F", "B")]
-    with pytest.raises(ScheduleError, match=r"1f1b locks up: stage 0 before B0\.0, stage 1 before F1\.0"):
+    with pytest.raises(ScheduleError, match=r"1f1b deadlocks: stage 0 before B0\.0, stage 1 before F1\.0"):
         verify(with_actions(schedule, 0, no_warm_up))
 
 
@@ -94,15 +95,15 @@ def test_groups_much_shorter_than_the_pipeline_lock_up(stages: int, group_size: 
     schedule = build_schedule("interleaved", stages, microbatches, 2)
     shape = Shape(stages, microbatches, 2, group_size)
     actions = tuple(tuple(interleaved(stage, shape)) for stage in range(stages))
-    with pytest.raises(ScheduleError, match="locks up"):
+    with pytest.raises(ScheduleError, match="deadlocks"):
         verify(replace(schedule, actions=actions))
 
 
 @pytest.mark.parametrize(
     ("stage", "first", "second", "message"),
     [
-        (1, "F0.0", "F1.0", "stage 1 does not take the F messages of stage 0 in the order"),
-        (0, "B0.0", "B1.0", "stage 0 does not take the B messages of stage 1 in the order"),
+        (1, "F0.0", "F1.0", "stage 1 does not receive the F messages of stage 0 in the order"),
+        (0, "B0.0", "B1.0", "stage 0 does not receive the B messages of stage 1 in the order"),
     ],
 )
 def test_messages_taken_in_another_order_than_sent_are_refused(
@@ -120,14 +121,14 @@ def test_more_activations_than_allowed_are_refused(name: ScheduleName) -> None:
     verify(schedule, peaks)
     for stage in range(4):
         bound = tuple(peak - (one == stage) for one, peak in enumerate(peaks))
-        with pytest.raises(ScheduleError, match=f"stage {stage}: holds activations of {peaks[stage]} passes, not of"):
+        with pytest.raises(ScheduleError, match=f"stage {stage}: holds activations of {peaks[stage]} passes, not"):
             verify(schedule, bound)
 
 
 def test_activations_live_until_their_weight_gradients() -> None:
     schedule = build_schedule("zb-h1", 4, 12)
     late = sorted(schedule.actions[1], key=lambda one: one.kind == "W")
-    with pytest.raises(ScheduleError, match="stage 1: holds activations of 12 passes, not of 4"):
+    with pytest.raises(ScheduleError, match="stage 1: holds activations of 12 passes, not 4"):
         verify(with_actions(schedule, 1, late), (4, 4, 4, 4))
 
 

@@ -7,7 +7,7 @@ each kind and pair of stages, and only the head of a queue can be taken.
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-from megatron.core.pipeline_parallel.schedule import Action, Schedule
+from megatron.schedules.schedule import Action, Schedule
 
 Place = tuple[int, int]
 """(stage, chunk)"""

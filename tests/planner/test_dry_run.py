@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from megatron.architectures.registry import PRESETS
 from megatron.config.command_line import parse_command_line
-from megatron.config.model import PRESETS
 from megatron.planner import remedies
 from megatron.planner.plan import ALLOWANCE, Run
 from megatron.planner.remedies import MOST, candidates, flags_between
 from tests.end_to_end.run_process import Outcome, call_training
+
+pytestmark = pytest.mark.processes
 
 RUN = "--bf16 --seq-length 256 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
 TINY = f"--model tiny --mock-data --vocab-size 1000 {RUN}"
@@ -45,6 +47,17 @@ def test_the_largest_models_have_the_published_parameters(model: str, tmp_path: 
     )
     assert found["total_parameters"] == PUBLISHED[model]
     assert list(found["memory_bytes"]) == [str(layers - 1)]
+
+
+@pytest.mark.parametrize(("model", "parameters"), PUBLISHED.items())
+def test_mock_data_has_the_vocabulary_of_the_model(model: str, parameters: int, tmp_path: Path) -> None:
+    layers = int(str(PRESETS[model]["num_layers"])) // 2
+    stages = f"{RUN} --tensor-model-parallel-size 8 --pipeline-model-parallel-size {layers} --num-gpus {8 * layers}"
+    found = report(f"--model {model} --mock-data {stages} --dry-run-rank 0", tmp_path)
+    assert found["total_parameters"] == parameters
+    smaller = report(f"--model {model} --mock-data --vocab-size 128000 {stages} --dry-run-rank 0", tmp_path)
+    rows = 128256 - 128000
+    assert found["total_parameters"] - smaller["total_parameters"] == 2 * rows * int(str(PRESETS[model]["hidden_size"]))
 
 
 def test_a_report_says_what_a_run_needs(tmp_path: Path) -> None:
@@ -129,19 +142,19 @@ def test_nothing_is_written_or_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (f"{TINY} --num-gpus 6 --tensor-model-parallel-size 4", "6 processes cannot be divided"),
+        (f"{TINY} --num-gpus 6 --tensor-model-parallel-size 4", "6 processes are not a multiple"),
         (f"{TINY} --num-gpus 4 --global-batch-size 12", "global-batch-size"),
         (
             f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --data-path nowhere {RUN} --num-gpus 1 "
             "--tokenizer-type TikTokenizer --tokenizer-model nowhere",
-            "--dry-run finds no vocabulary: nowhere is not here",
+            "--dry-run has no vocabulary size: nowhere does not exist",
         ),
         (f"{TINY} --num-gpus 1 --dry-run-json nowhere/report.json", "--dry-run-json nowhere/report.json cannot be"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags: str, sentence: str) -> None:
     outcome = dry_run(flags)
-    assert outcome.exit_code == 1
+    assert outcome.exit_code == 2
     assert sentence in outcome.stderr
 
 

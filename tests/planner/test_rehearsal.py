@@ -10,15 +10,14 @@ import torch.distributed as dist
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
-from megatron.core.parameter import info_of
 from megatron.core.topology import Topology
 from megatron.planner.memory import Kind, MemoryTracker
 from megatron.planner.plan import Run, enough_microbatches, live_peaks, make_plan, rehearse
 from megatron.planner.pretence import ShapeTracker
 from megatron.planner.rehearsal import build_rank, run_step
 from megatron.planner.traffic import Traffic
-from megatron.training.data import Vocabulary
-from megatron.training.launch import rank_grid
+from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.initialize import rank_grid
 from tests.rank_pool import RankPool
 
 VOCABULARY = 1000
@@ -34,7 +33,11 @@ LAYOUTS = {
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "context parallel, ZeRO-2": "--context-parallel-size 2 --data-parallel-sharding-strategy optim_grads --bf16 "
     "--recompute-granularity selective --recompute-modules mlp layernorm",
+    "context parallel in two levels": "--context-parallel-size 4 --cp-comm-type a2a+p2p "
+    "--hierarchical-context-parallel-sizes 2 2 --bf16",
     "FSDP": "--use-torch-fsdp2 --bf16",
+    "Muon, ZeRO-1": "--optimizer muon --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16",
+    "Muon, FSDP": "--optimizer muon --use-torch-fsdp2 --bf16",
 }
 RANKS = 4
 
@@ -67,12 +70,12 @@ def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], 
     topology.traffic = Traffic(dist.get_rank())
     tracker = MemoryTracker()
     with tracker:
-        rank = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
-    rank.data_parallel.initialize(config.training.seed)
+        module = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
+    module.data_parallel.initialize(config.training.seed)
     topology.traffic.clear()
     steady = tracker.now
     with tracker:
-        run_step(config, topology, rank, num_microbatches, tracker)
+        run_step(config, topology, module, num_microbatches, tracker)
     return tracker.peak.total, dict(steady.by_kind), topology.traffic.records
 
 
@@ -211,11 +214,11 @@ def test_the_ranks_of_a_model_have_its_parameters_together() -> None:
     for stage in range(2):
         tracker, traffic = ShapeTracker(), Traffic(0)
         with torch._subclasses.FakeTensorMode(), tracker:
-            rank = build_rank(
+            module = build_rank(
                 run.config, run.topology(run.rank_of_stage(stage), tracker, traffic), run.vocabulary, tracker
             )
             sizes |= {
-                info_of(parameter).name: torch.Size(info_of(parameter).global_shape).numel()
-                for parameter in rank.model.parameters()
+                weight.info.name: torch.Size(weight.info.global_shape).numel()
+                for weight in module.data_parallel.stored_weights
             }
     assert sum(sizes.values()) == run.architecture.num_parameters()

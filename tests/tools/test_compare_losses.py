@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import ConfigError
+from megatron.errors import ConfigError
 from tools import compare_losses, plot_metrics
 
 FALLING = [8.0 - 0.1 * iteration for iteration in range(10)]
@@ -114,7 +114,7 @@ def test_several_curves_are_drawn_smoothed_under_their_names(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [({"names": ("one",)}, "--names has 1 names for 2 --metrics"), ({"smooth": 0}, "--smooth 0 is no number")],
+    [({"names": ("one",)}, "--names has 1 names for 2 --metrics"), ({"smooth": 0}, "--smooth 0 must be")],
 )
 def test_a_drawing_that_is_told_wrongly_is_refused(tmp_path: Path, flags: dict[str, tuple[str]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

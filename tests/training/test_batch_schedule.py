@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import ConfigError
-from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
+from megatron.errors import ConfigError
+from megatron.training.loop.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
 
 
 def _build(**flags: Any) -> BatchSchedule:

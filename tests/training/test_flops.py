@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.training.flops import (
     DENSE_PEAK_TFLOPS,
     device_peak_tflops,
     measured_peak_tflops,
     mfu,
-    model_flops_per_token,
     resolve_peak,
 )
 
@@ -21,9 +21,10 @@ LLAMA3: dict[str, dict[str, Any]] = {
 }
 
 
-def _llama3(size: str, **changes: Any) -> float:
-    common = {"kv_channels": 128, "num_query_groups": 8, "vocab_size": 128256, "seq_length": 8192}
-    return model_flops_per_token(**(LLAMA3[size] | common | changes))
+def _llama3(size: str, seq_length: int = 8192, **changes: Any) -> float:
+    vocabulary = {"vocab_size": 128256, "padded_vocab_size": 128256, "max_position_embeddings": 8192}
+    common = {"kv_channels": 128, "num_query_groups": 8, **vocabulary}
+    return TransformerConfig(**(LLAMA3[size] | common | changes)).flops_per_token(seq_length)
 
 
 @pytest.mark.parametrize(

@@ -5,39 +5,27 @@ from typing import Any
 
 import pytest
 
-from megatron.training.metrics import (
-    METRICS_WITH_SAMPLE_AXIS,
-    EvaluationRecord,
-    IntervalGate,
-    IterationRecord,
-    evaluation_scalars,
-    iteration_scalars,
-)
+from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
+from megatron.metrics.record import EvaluationRecord
+from tests.training.test_writers import _record
 
 
-def _record(**changes: Any) -> IterationRecord:
-    values: dict[str, Any] = {
-        "iteration": 5,
-        "train_iters": 100,
-        "consumed_samples": 80,
-        "lm_loss": 6.5,
-        "grad_norm": 1.25,
-        "learning_rate": 1e-4,
-        "loss_scale": 1.0,
-        "global_batch_size": 16,
-        "iteration_time_ms": 250.0,
-        "tokens_per_s_per_gpu": 1000.0,
-        "tflops_per_gpu": 0.5,
-        "mfu": 0.25,
-        "skipped": 0,
-        "nan_iterations": 0,
-        "world_size": 2,
-    }
-    return IterationRecord(**(values | changes))
+def _evaluation(**changes: Any) -> EvaluationRecord:
+    return EvaluationRecord(iteration=1, consumed_samples=2, time=1.8e9, elapsed_s=60.0, **changes)
 
 
 def test_plots_carry_megatrons_keys_and_units() -> None:
-    scalars = iteration_scalars(_record(num_zeros=3, params_norm=7.0, timers={"optimizer": (1.0, 4.0)}))
+    scalars = iteration_scalars(
+        _record(
+            lm_loss=6.5,
+            grad_norm=1.25,
+            iteration_time_ms=250.0,
+            tflops_per_gpu=0.5,
+            num_zeros=3,
+            params_norm=7.0,
+            timers={"optimizer": (1.0, 4.0)},
+        )
+    )
     expected = {
         "learning-rate": 1e-4,
         "batch-size": 16,
@@ -55,19 +43,19 @@ def test_plots_carry_megatrons_keys_and_units() -> None:
 
 
 def test_what_was_not_measured_is_not_plotted() -> None:
-    scalars = iteration_scalars(_record(lm_loss=None, grad_norm=None, mfu=None))
+    scalars = iteration_scalars(_record(lm_loss=None, grad_norm=None, mfu=None, num_zeros=None))
     assert not {"lm loss", "grad-norm", "mfu", "num-zeros", "params-norm"} & set(scalars)
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_each_split_has_its_own_curves_over_iterations_and_samples(split: Any) -> None:
-    scalars = evaluation_scalars(EvaluationRecord(iteration=1, consumed_samples=2, split=split, loss=2.0))
+    scalars = evaluation_scalars(_evaluation(split=split, loss=2.0))
     assert scalars == {f"lm loss {split}": 2.0, f"lm loss {split} ppl": math.exp(2.0)}
     assert set(scalars) <= METRICS_WITH_SAMPLE_AXIS
 
 
 def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
-    record = EvaluationRecord(iteration=1, consumed_samples=2, split="validation", loss=1e6)
+    record = _evaluation(split="validation", loss=1e6)
     assert record.perplexity == math.exp(20)
 
 

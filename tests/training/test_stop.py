@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +13,16 @@ from torch import Tensor
 
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator, Reduction
-from megatron.training.stop import SignalWatch, StopConditions, watch_signals
+from megatron.errors import DataError
+from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.stop import NO_DATA, StopConditions
+from megatron.training.signals import SignalWatch, watch_signals
 
 WATCHED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 
 
 class OtherRank(Communicator):
-    """Two ranks, of which the other one reports these flags: (signal received, time is up)."""
+    """Two ranks, of which the other one reports these flags: (signal received, time is up, corpus damaged, no data)."""
 
     def __init__(self, *flags: int) -> None:
         super().__init__((0, 1), 0)
@@ -162,19 +165,48 @@ def test_no_time_limit_is_no_limit() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ((0, 0), None),
-        ((1, 0), "signal on another rank"),
-        ((0, 1), "--exit-duration-in-mins 60"),
-        ((1, 1), "signal on another rank"),
+        ((0, 0, 0), None),
+        ((1, 0, 0), "signal on another rank"),
+        ((0, 1, 0), "--exit-duration-in-mins 60"),
+        ((1, 1, 1), "signal on another rank"),
+        ((0, 1, 1), NO_DATA),
     ],
 )
-def test_what_another_rank_knows_counts_here_too(flags: tuple[int, int], reason: str | None) -> None:
-    here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(*flags))
+def test_what_another_rank_knows_counts_here_too(flags: tuple[int, int, int], reason: str | None) -> None:
+    has_signal, time_is_up, lacks_data = flags
+    here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(has_signal, time_is_up, 0, lacks_data))
     assert here.reason(5) == reason
 
 
+def test_what_another_rank_found_in_the_data_ends_this_one() -> None:
+    class Check:
+        has_found_damage = False
+
+        def raise_on_all_ranks(self) -> None:
+            raise DataError("found by another rank")
+
+    here = stop(world=OtherRank(0, 0, 1, 0))
+    here.data_check = cast(DataCheck, Check())
+    with pytest.raises(DataError, match="found by another rank"):
+        here.reason(5)
+
+
+def test_a_rank_without_data_stops_with_the_others_unless_a_signal_came_meanwhile() -> None:
+    here = stop()
+    assert here.reason(5, lambda: False) == NO_DATA
+
+    def signalled() -> bool:
+        here.signals.received = "SIGTERM"
+        return False
+
+    assert here.reason(5, signalled) == "signal SIGTERM"
+    # After a signal nobody waits for data.
+    assert here.reason(5, lambda: pytest.fail("has waited")) == "signal SIGTERM"
+    assert here.reason(100, lambda: pytest.fail("has waited")) == "the run is complete"
+
+
 def test_what_this_rank_knows_counts_when_the_other_is_quiet() -> None:
-    quiet = OtherRank(0, 0)
+    quiet = OtherRank(0, 0, 0, 0)
     assert stop(received="SIGINT", world=quiet).reason(5) == "signal SIGINT"
     late = stop(TrainingConfig(exit_duration_in_mins=1), seconds_ago=61, world=quiet)
     assert late.reason(5) == "--exit-duration-in-mins 1"

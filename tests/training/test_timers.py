@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron.training.timers import Timers, combine, format_timer_report
+from megatron.metrics.timers import Timers, combine, format_timer_report
 
 
 def test_a_span_is_measured_in_milliseconds_and_accumulates() -> None:

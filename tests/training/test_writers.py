@@ -13,29 +13,22 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import ConfigError
 from megatron.config.logging import LoggingConfig
-from megatron.training import wandb_writer
-from megatron.training.metrics import EvaluationRecord, IterationRecord, MetricsWriter
-from megatron.training.wandb_writer import WandbWriter, check_wandb_credentials
-from megatron.training.writers import (
-    ConsoleWriter,
-    JsonlWriter,
-    ProgressBar,
-    TensorBoardWriter,
-    build_writers,
-    format_console_line,
-    format_evaluation_lines,
-)
+from megatron.errors import ConfigError
+from megatron.metrics import wandb as wandb_writer
+from megatron.metrics.console import ConsoleWriter, format_console_line, format_evaluation_lines
+from megatron.metrics.jsonl import JsonlWriter
+from megatron.metrics.progress_bar import ProgressBar
+from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.tensorboard import TensorBoardWriter
+from megatron.metrics.wandb import WandbWriter
+from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 
-NOW = datetime(2026, 11, 20, 5, 0, 0)
+NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
 
 
 def _record(iteration: int = 5, **changes: Any) -> IterationRecord:
-    values: dict[str, Any] = {
-        "iteration": iteration,
-        "train_iters": 100,
-        "consumed_samples": 16 * iteration,
+    metrics: dict[str, float | None] = {
         "lm_loss": 6.912345,
         "grad_norm": 1.2341,
         "learning_rate": 1e-4,
@@ -46,14 +39,21 @@ def _record(iteration: int = 5, **changes: Any) -> IterationRecord:
         "tflops_per_gpu": 0.12,
         "mfu": 0.41234,
         "skipped": 0,
-        "nan_iterations": 0,
-        "world_size": 2,
     }
-    return IterationRecord(**(values | changes))
+    values: dict[str, Any] = {
+        "iteration": iteration,
+        "consumed_samples": 16 * iteration,
+        "train_iters": 100,
+        "world_size": 2,
+        "time": 1_800_000_000.5,
+        "elapsed_s": 60.25,
+    }
+    facts = {name: changes.pop(name) for name in list(changes) if name in IterationRecord.__dataclass_fields__}
+    return IterationRecord(**(values | facts), metrics=metrics | changes)
 
 
 def _evaluation(iteration: int, loss: float = 4.512345, **changes: Any) -> EvaluationRecord:
-    values: dict[str, Any] = {"split": "validation", "loss": loss}
+    values: dict[str, Any] = {"split": "validation", "loss": loss, "time": 1_800_000_001.5, "elapsed_s": 61.25}
     values |= {"iteration": iteration, "consumed_samples": 16 * iteration}
     return EvaluationRecord(**(values | changes))
 
@@ -68,7 +68,7 @@ class _Terminal(io.StringIO):
 
 def test_the_console_line_is_megatrons_with_our_fields_after_the_throughput() -> None:
     assert format_console_line(_record(), NOW) == (
-        " [2026-11-20 05:00:00] iteration        5/     100 | consumed samples:           80 |"
+        " [2026-11-20 05:00:00.001234] iteration        5/     100 | consumed samples:           80 |"
         " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 0.1 |"
         " tokens/s per GPU: 512.0 | MFU: 41.23% | learning rate: 1.000000E-04 | global batch size:    16 |"
         " lm loss: 6.912345E+00 | loss scale: 1.0 | grad norm: 1.234 |"
@@ -77,7 +77,7 @@ def test_the_console_line_is_megatrons_with_our_fields_after_the_throughput() ->
 
 
 def test_optional_fields_stand_at_megatrons_places() -> None:
-    record = _record(skipped_samples=4, num_zeros=12, params_norm=99.5, mfu=None)
+    record = _record(skipped_samples=4, params_norm=99.5, num_zeros=12, mfu=None)
     names = [field.split(":")[0].strip() for field in format_console_line(record, NOW).split("|")[1:-1]]
     assert names == [
         "consumed samples",
@@ -174,15 +174,21 @@ def test_a_bar_only_where_a_person_watches(stream: io.StringIO, flag: bool | Non
 
 
 def _build(config: LoggingConfig, **changes: Any) -> list[MetricsWriter]:
-    arguments: dict[str, Any] = {
+    return build_writers(config, reported_run(**changes))
+
+
+def reported_run(**changes: Any) -> ReportedRun:
+    """A run from the start without checkpoints."""
+    facts: dict[str, Any] = {
         "save_directory": None,
-        "run_config": {},
+        "flags": {},
         "resume_iteration": 0,
+        "plot_interval": 1,
         "train_iters": 100,
         "stream": io.StringIO(),
         "environment": {},
     }
-    return build_writers(config, **(arguments | changes))
+    return ReportedRun(**(facts | changes))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -200,12 +206,25 @@ def test_the_metrics_file_holds_the_agreed_keys_at_full_precision(tmp_path: Path
     writer.close()
     agreed = (
         "iteration consumed_samples lm_loss grad_norm learning_rate loss_scale global_batch_size "
-        "iteration_time_ms tokens_per_s_per_gpu tflops_per_gpu mfu skipped"
+        "iteration_time_ms tokens_per_s_per_gpu tflops_per_gpu mfu skipped time elapsed_s"
     )
     assert list(iteration) == agreed.split()
     assert iteration["lm_loss"] == loss
     assert iteration["mfu"] == 0.41234
-    assert evaluations == [{"iteration": 5, "validation_loss": loss}, {"iteration": 6, "test_loss": loss}]
+    assert (iteration["time"], iteration["elapsed_s"]) == (1_800_000_000.5, 60.25)
+    clock = {"time": 1_800_000_001.5, "elapsed_s": 61.25}
+    assert evaluations == [
+        {"iteration": 5, "validation_loss": loss} | clock,
+        {"iteration": 6, "test_loss": loss} | clock,
+    ]
+
+
+def test_the_metrics_file_holds_the_metrics_that_flags_ask_for(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_iteration=0)
+    writer.write_iteration(_record(num_zeros=None, params_norm=99.5))
+    writer.close()
+    (record,) = _lines(tmp_path / "metrics.jsonl")
+    assert (record["num_zeros"], record["params_norm"]) == (None, 99.5)
 
 
 def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
@@ -287,7 +306,7 @@ def test_a_disk_that_fails_during_the_run_costs_one_warning_and_no_training(
     for iteration in (1, 2):
         jsonl.write_iteration(_record(iteration))
     jsonl.close()
-    assert stream.getvalue().count("WARNING: --metrics-jsonl gets no more records") == 1
+    assert stream.getvalue().count("WARNING: --metrics-jsonl is disabled") == 1
     console.close()
 
 
@@ -347,15 +366,16 @@ def test_a_run_from_the_start_hides_the_points_of_the_one_before(tmp_path: Path)
 WANDB = LoggingConfig(wandb_project="tests", wandb_exp_name="a run")
 
 WANDB_RUN = """
-import sys
+import os, sys
 from megatron.config.logging import LoggingConfig
-from megatron.training.writers import build_writers
-from tests.training.test_writers import _evaluation, _record
+from megatron.metrics.writer import build_writers
+from tests.training.test_writers import _evaluation, _record, reported_run
 
 first, last = int(sys.argv[1]), int(sys.argv[2])
 writers = build_writers(
-    LoggingConfig(wandb_project="tests", wandb_exp_name="a run"), save_directory="checkpoints",
-    run_config={"hidden_size": 64}, resume_iteration=first - 1, train_iters=100, stream=sys.stdout,
+    LoggingConfig(wandb_project="tests", wandb_exp_name="a run"),
+    reported_run(save_directory="checkpoints", flags={"hidden_size": 64}, resume_iteration=first - 1,
+                 stream=sys.stdout, environment=os.environ),
 )
 for iteration in range(first, last + 1):
     for writer in writers:
@@ -403,12 +423,12 @@ def test_wandb_offline_then_resumed_under_the_same_id(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environment", [{}, {"WANDB_MODE": "online"}, {"WANDB_API_KEY": ""}])
 def test_wandb_without_a_key_is_refused_instead_of_asking_for_one(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"set WANDB_API_KEY .* or WANDB_MODE=offline"):
-        _build(WANDB, environment=environment)
+        WANDB.check_environment(environment)
 
 
 @pytest.mark.parametrize("environment", [{"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}])
 def test_wandb_with_a_key_or_offline_is_allowed(environment: dict[str, str]) -> None:
-    check_wandb_credentials(WANDB, environment)
+    WANDB.check_environment(environment)
 
 
 class _FakeRun:
@@ -473,7 +493,7 @@ def test_a_failing_wandb_costs_one_warning_and_no_training(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fails_at: int, reason: str
 ) -> None:
     console, _ = _fake_run(monkeypatch, _FakeWandb(fails_at), tmp_path)
-    assert console.count("WARNING: wandb is off") == 1
+    assert console.count("WARNING: wandb is disabled") == 1
     assert reason in console
 
 
@@ -491,4 +511,4 @@ def test_a_wandb_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch, tm
         writer.write_iteration(_record(iteration))
     writer.close()
     released.set()
-    assert stream.getvalue().count("WARNING: wandb is off") == 1
+    assert stream.getvalue().count("WARNING: wandb is disabled") == 1

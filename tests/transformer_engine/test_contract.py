@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import GradientSlot, attach_slot
-from megatron.core.model.layer import BuildContext
+from megatron.core.models.layer import BuildContext
 from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
-from megatron.core.ops.rope import rotary_frequencies, rotary_table
+from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table
 from megatron.core.parameter import info_of
-from megatron.core.recompute import recompute
+from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from megatron.core.transformer_engine.attention import TransformerEngineAttention
 from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.transformer_engine.layers import TransformerEngineParts
+from megatron.core.transformer_engine.layers import TransformerEngineProvider
 from megatron.core.transformer_engine.overlap import shared_buffers
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from tests.stand_ins import transformer_engine
@@ -63,15 +63,15 @@ class Bench:
             self.dtype,
             self.device,
             ReferenceAttention(),
-            parts=TransformerEngineParts(self.engine),
+            provider=TransformerEngineProvider(self.engine),
             fp8=fp8,
         )
 
     def column(self, context: BuildContext) -> nn.Module:
-        return self._filled(context.parts.column("linear", SIZE, OUTPUTS, context, 1.0, "norm", 1e-5))
+        return self._filled(context.provider.norm_linear("norm", "linear", SIZE, OUTPUTS, context, 1.0, 1e-5))
 
     def row(self, context: BuildContext) -> nn.Module:
-        return self._filled(context.parts.row("linear", SIZE, sum(OUTPUTS), context, 1.0))
+        return self._filled(context.provider.row_linear("linear", SIZE, sum(OUTPUTS), context, 1.0))
 
     def _filled(self, layer: nn.Module) -> nn.Module:
         for parameter in layer.parameters():
@@ -195,7 +195,9 @@ def test_attention_is_the_definition(bench: Bench, in_documents: bool) -> None:
     results = []
     for kernel in (TransformerEngineAttention(bench.engine), ReferenceAttention()):
         leaf = bench.numbers(length, BATCH, 8 * 32, seed=3).requires_grad_()
-        output = fused_attention(leaf * 1.0, table, shape, LocalAttention(kernel), documents)
+        output = fused_attention(
+            apply_rotary(leaf * 1.0, table, shape.rotated_size), shape, LocalAttention(kernel), documents
+        )
         output.backward(bench.numbers(*output.shape, seed=4))
         assert leaf.grad is not None
         results.append((output, leaf.grad))
@@ -222,7 +224,7 @@ def step_in_fp8(
     assert context.fp8 is not None
     inputs = (bench.inputs().detach() * scale).requires_grad_()
     with context.fp8.forward_pass():
-        output = recompute(layer, inputs) if recomputed else layer(inputs)
+        output = Recomputed(layer)(inputs) if recomputed else layer(inputs)
     output.backward(bench.numbers(*output.shape, seed=5) * scale)
     assert inputs.grad is not None
     return inputs.grad

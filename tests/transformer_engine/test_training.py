@@ -15,13 +15,13 @@ import pretrain_llama
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.command_line import parse_command_line
-from megatron.config.errors import RankError
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.models.kernels import share_buffers
 from megatron.core.transformer_engine.fp8 import build_recipe
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
-from megatron.training.parallel_model import share_buffers
-from megatron.training.state import fp8_tensors, model_tensors, optimizer_tensors
+from megatron.errors import RankError
+from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -44,6 +44,8 @@ from tests.parallel.layout_run import (
 )
 from tests.parallel.test_layouts import ADAM, DELAYED, TOLERANCE
 from tests.stand_ins import transformer_engine
+
+pytestmark = pytest.mark.processes
 
 SAVED = 2
 OURS, THEIRS = Layout(), Layout(transformer_engine=True)
@@ -161,7 +163,7 @@ def test_layers_overlap_through_buffers_that_are_there_before_them(corpus: Corpu
     together = fork_training(flags_of(corpus, **OVERLAP, **directories), 4, main_with_stand_in).succeeded()
     ours, theirs = (losses(tmp_path / name / "metrics.jsonl") for name in ("alone", "four"))
     assert list(theirs) == pytest.approx(list(ours), rel=1e-3)
-    assert "tensor-parallel overlap: Transformer Engine's buffers; in the head pipelined" in together.stdout
+    assert "tensor-parallel overlap: Transformer Engine's buffers; in the output layer pipelined" in together.stdout
     column = {"ub_overlap_ag": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
     row = {"ub_overlap_ag": True, "ub_overlap_rs": True}
     layer = [
@@ -191,7 +193,11 @@ def test_without_buffers_a_sentence_says_what_to_do(corpus: Corpus, kind: type[E
 def test_a_recipe_that_the_gpu_lacks_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     flags: dict[str, FlagValue] = {**ENGINE, "fp8_format": "e4m3", "fp8_recipe": "mxfp8"}
     (error,) = run(corpus, tmp_path / "run", flags).errors
-    assert "--fp8-recipe mxfp8 does not run on" in error and "10.0 or higher" in error and "use another recipe" in error
+    assert (
+        "--fp8-recipe mxfp8 is not supported on" in error
+        and "10.0 or higher" in error
+        and "use another recipe" in error
+    )
 
 
 def test_without_the_package_a_sentence_says_what_to_do(corpus: Corpus, tmp_path: Path) -> None:

@@ -1,19 +1,22 @@
-"""Attention over a sequence that several ranks share: three ways to bring queries and keys together.
+"""Attention over a sequence that several ranks share: three exchanges that bring queries and keys together.
 
 ``p2p``: keys and values travel around the ring of ranks, and each rank attends to what is there (ring attention, arXiv
 2310.01889, on balanced chunks). ``allgather``: every rank gathers all keys and values (Llama 3, arXiv 2407.21783,
 section 3.3.2). ``a2a``: ranks exchange positions for heads, and each attends over the whole sequence with its share of
 the heads (DeepSpeed Ulysses, arXiv 2309.14509).
+
+``a2a+p2p`` has two levels (USP, arXiv 2405.07719; LoongTrain, arXiv 2406.18485): ``a2a`` in groups of A neighbouring
+ranks, then ring attention over the P groups with each rank's share of the heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.config.parallel import ContextParallelType
+from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
 from megatron.core.communication import Communicator, Pending
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Attention, LocalAttention, TiledAttention, TiledGradients
@@ -41,7 +44,7 @@ class RingAttention(_AttentionOverRanks):
         """Whose keys are here, step after step."""
         return [(self._ranks.rank - step) % self._ranks.size for step in range(self._ranks.size)]
 
-    def _pass_on(self, key_value: Tensor, step: int) -> Pending | None:
+    def _pass_on(self, key_value: Tensor, step: int) -> Pending[Tensor] | None:
         return self._ranks.start_shift(key_value) if step < self._ranks.size - 1 else None
 
     def forward(
@@ -74,7 +77,7 @@ class RingAttention(_AttentionOverRanks):
         spans, length = self._whole(query, documents)
         gradients = TiledGradients(self._kernel, grad, query, output, log_sum_exp, rest)
         key_value = torch.stack((key, value))
-        following: Pending | None = None
+        following: Pending[Tensor] | None = None
         for step, source in enumerate(self._sources()):
             arriving = self._pass_on(key_value, step)
             grad_key_value = torch.zeros_like(key_value, dtype=log_sum_exp.dtype)
@@ -92,7 +95,7 @@ class RingAttention(_AttentionOverRanks):
 class GatheredAttention(_AttentionOverRanks):
     """All keys and values on every rank, gathered while it attends to its own chunks."""
 
-    def _start_gather(self, key: Tensor, value: Tensor) -> Pending:
+    def _start_gather(self, key: Tensor, value: Tensor) -> Pending[Tensor]:
         """``[b, groups, s, d]`` of this rank to ``[ranks * s, 2, b, groups, d]``."""
         return self._ranks.start_all_gather(torch.stack((key, value)).movedim(3, 0).contiguous())
 
@@ -138,10 +141,15 @@ class GatheredAttention(_AttentionOverRanks):
 
 
 class HeadwiseAttention:
-    """All positions of a share of the heads; both kinds of heads must divide evenly over the ranks."""
+    """All positions of ``ranks``, for a share of the heads; both kinds of heads must divide evenly over ``ranks``.
 
-    def __init__(self, kernel: AttentionKernel, ranks: Communicator) -> None:
-        self._ranks, self._local = ranks, LocalAttention(kernel)
+    ``inner`` attends with these heads: locally, or over the groups of a hierarchy. Rank a of group p holds the chunks
+    pA + a and 2AP - 1 - (pA + a) of 2AP. In the order of the sequence the chunks of a group are therefore two
+    contiguous ones, p and 2P - 1 - p of 2P: the zig-zag split over P ranks, which balances the ring of ``inner``.
+    """
+
+    def __init__(self, ranks: Communicator, inner: Attention) -> None:
+        self._ranks, self._inner = ranks, inner
         self._split = ContextSplit(ranks.rank, ranks.size)
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
@@ -166,7 +174,7 @@ class HeadwiseAttention:
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Exchange, attend, exchange back."""
         whole = self._to_heads(query, key, value)
-        output, kept = self._local.forward(whole[0], whole[1], whole[2], documents)
+        output, kept = self._inner.forward(whole[0], whole[1], whole[2], documents)
         return self._to_positions(output)[0], (whole, output, kept)
 
     def backward(
@@ -183,16 +191,23 @@ class HeadwiseAttention:
         whole, whole_output, rest = kept
         (whole_grad,) = self._to_heads(grad)
         whole_query, whole_key, whole_value = whole
-        grads = self._local.backward(whole_grad, whole_query, whole_key, whole_value, whole_output, documents, rest)
-        grad_query, grad_key, grad_value = self._to_positions(*grads)
+        grads = self._inner.backward(whole_grad, whole_query, whole_key, whole_value, whole_output, documents, rest)
+        # Complete: the exchange adds nothing up, so that they need not travel in a wider format.
+        grad_query, grad_key, grad_value = self._to_positions(*(part.to(grad.dtype) for part in grads))
         return grad_query, grad_key, grad_value
 
 
-_KINDS: dict[ContextParallelType, Callable[[AttentionKernel, Communicator], Attention]] = {
-    "p2p": RingAttention,
-    "allgather": GatheredAttention,
-    "a2a": HeadwiseAttention,
-}
+def build_attention(
+    levels: Sequence[Exchange], communicators: Sequence[Communicator], kernel: AttentionKernel
+) -> Attention:
+    """Attention by the exchanges ``levels``, each among its communicator's ranks, from neighbouring ranks outwards."""
+    if not levels:
+        return LocalAttention(kernel)
+    ranks = communicators[0]
+    if levels[0] == "a2a":
+        return HeadwiseAttention(ranks, build_attention(levels[1:], communicators[1:], kernel))
+    assert len(levels) == 1, "only a2a leaves each rank whole heads, among which another exchange can follow"
+    return RingAttention(kernel, ranks) if levels[0] == "p2p" else GatheredAttention(kernel, ranks)
 
 
 @dataclass(frozen=True)
@@ -201,15 +216,17 @@ class ContextParallel:
 
     ranks: Communicator = field(default_factory=lambda: Communicator((0,), 0))
     comm_types: Sequence[ContextParallelType] = ("p2p",)
+    levels: Sequence[Communicator] = ()
+    """The levels of the same ranks, for types of several levels."""
 
     @property
     def split(self) -> ContextSplit:
-        """This rank's part of a sequence."""
+        """This rank's part of a sequence; the same for all types."""
         return ContextSplit(self.ranks.rank, self.ranks.size)
 
     def attention(self, layer: int, kernel: AttentionKernel) -> Attention:
         """How layer number ``layer`` attends."""
         if self.ranks.size == 1:
             return LocalAttention(kernel)
-        kind = self.comm_types[layer if len(self.comm_types) > 1 else 0]
-        return _KINDS[kind](kernel, self.ranks)
+        exchanges = CONTEXT_PARALLEL_TYPES[self.comm_types[layer if len(self.comm_types) > 1 else 0]].levels
+        return build_attention(exchanges, self.levels if len(exchanges) > 1 else (self.ranks,), kernel)

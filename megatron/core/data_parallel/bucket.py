@@ -21,7 +21,7 @@ class WeightBucket:
 
     def __init__(self, weights: Tensor, shards: Communicator) -> None:
         self._weights, self._shards = weights, shards
-        self._gathering: Pending | None = None
+        self._gathering: Pending[Tensor] | None = None
 
     def start_gather(self) -> None:
         """Start to give every rank of the shard group the others' weights."""
@@ -87,7 +87,7 @@ class WholeGradientBucket(GradientBucket):
     ) -> None:
         super().__init__(view, shards, replicas, reduce_dtype)
         self._missing = 0
-        self._pending: Pending | None = None
+        self._pending: Pending[Tensor] | None = None
         if overlap:
             for _, slot, _ in view.slots:
                 slot.on_delivery = self._count
@@ -167,7 +167,7 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = 0
         self._is_filled = False
         self._whole: Tensor | None = None
-        self._pending: Pending | None = None
+        self._pending: Pending[Tensor] | None = None
         for _, slot, _ in view.slots:
             slot.provide_with(self._provide)
             slot.on_delivery = self._count

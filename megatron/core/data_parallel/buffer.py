@@ -35,6 +35,15 @@ class BufferLayout:
             part = (stop - start) // shards
             yield start + rank * part, start + (rank + 1) * part
 
+    def ranges(self, number: int, shards: int) -> Iterator[tuple[int, int]]:
+        """Elements of a parameter that lie in each of ``shards`` ranks' part of its bucket, counted from its start."""
+        first, last = self.parameters[number]
+        start, stop = next(bucket for bucket in self.buckets if bucket[0] <= first < bucket[1])
+        part = (stop - start) // shards
+        for begin in range(start, stop, part):
+            low = min(max(first, begin), last)
+            yield low - first, max(min(last, begin + part), low) - first
+
 
 def plan_buffer(
     sizes: Sequence[int], shards: int, bucket_size: int | None = None, alone: Collection[int] = ()
@@ -56,6 +65,15 @@ def plan_buffer(
             buckets.append((bucket_start, position))
             bucket_start = position
     return BufferLayout(tuple(parameters), tuple(buckets))
+
+
+@dataclass(frozen=True)
+class ParameterSplit:
+    """How the ranks of a shard group divide one parameter."""
+
+    info: ParameterInfo
+    ranges: tuple[tuple[int, int], ...]
+    """Elements ``[start, stop)`` of the flattened local tensor that each rank updates, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +171,18 @@ class ParameterBuffer:
         offset = bucket_start // self._shards - shard_start
         return self.gradients[start + offset : stop + offset]
 
+    def splits(self) -> Iterator[ParameterSplit]:
+        """How the shard group divides every parameter."""
+        for number, parameter in enumerate(self.parameters):
+            yield ParameterSplit(info_of(parameter), tuple(self.layout.ranges(number, self._shards)))
+
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What ``rank`` of the shard group updates."""
         shards = list(zip(self.layout.buckets, self.layout.shard(rank, self._shards)))
-        for parameter, (first, last) in zip(self.parameters, self.layout.parameters):
-            for (bucket_start, _), (shard_start, shard_stop) in shards:
-                start, stop = max(first, shard_start), min(last, shard_stop)
-                if start < stop:
-                    yield Piece(
-                        info_of(parameter),
-                        start - first,
-                        stop - first,
-                        self.weights[start:stop],
-                        self._gradients_of_shard(bucket_start, shard_start, start, stop),
-                    )
+        for split, (first, _) in zip(self.splits(), self.layout.parameters):
+            start, stop = split.ranges[rank]
+            if start < stop:
+                bucket, shard = next(found for found in shards if found[0][0] <= first < found[0][1])
+                weights = self.weights[first + start : first + stop]
+                gradients = self._gradients_of_shard(bucket[0], shard[0], first + start, first + stop)
+                yield Piece(split.info, start, stop, weights, gradients)

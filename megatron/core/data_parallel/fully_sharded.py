@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Pending
 from megatron.core.data_parallel.bucket import InFlight, RowShardedGradientBucket
-from megatron.core.data_parallel.buffer import GradientView, Piece
+from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, Piece
 from megatron.core.data_parallel.strategy import DataParallel, Sharing, StoredWeight
 from megatron.core.gradient import GradientSlot, attach_slot
 from megatron.core.parameter import ParameterInfo, attach_info, info_of
@@ -122,7 +122,8 @@ class FullyShardedDataParallel(DataParallel):
             buckets.append(RowShardedGradientBucket(*common, config.defer_grad_reduce, part_sizes))
         self.stored_weights = [StoredWeight(piece.info, piece.start, piece.weight) for piece in pieces]
         # Backward comes to the last unit first.
-        super().__init__(formats, topology, sharing, pieces, buckets[::-1])
+        splits = [_split(info, shards.size) for unit in self._units for info in unit.infos]
+        super().__init__(formats, topology, sharing, pieces, buckets[::-1], splits)
 
     def publish_parameters(self) -> None:
         """Let go of weights that are still gathered; updated ones are gathered when they are used."""
@@ -222,7 +223,7 @@ class _AllGather:
 class _Work(dist.Work):
     """A pending result in the form that FSDP2 waits for."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: Pending[Tensor]) -> None:
         super().__init__()
         self._pending = pending
 
@@ -230,6 +231,13 @@ class _Work(dist.Work):
         """Wait until it is there."""
         self._pending.wait()
         return True
+
+
+def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
+    parts = [RowPart.of(info, rank, shards) for rank in range(shards)]
+    return ParameterSplit(
+        info, tuple((part.first * part.width, (part.first + part.rows) * part.width) for part in parts)
+    )
 
 
 def _pieces(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> Iterator[Piece]:

@@ -21,7 +21,7 @@ from megatron.core.data_parallel.bucket import (
     WeightBucket,
     WholeGradientBucket,
 )
-from megatron.core.data_parallel.buffer import ParameterBuffer, Piece
+from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, Piece
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.precision import NumberFormats
@@ -71,9 +71,13 @@ class DataParallel(ABC):
     formats: NumberFormats
     pieces: Sequence[Piece]
     """What this rank updates."""
+    splits: Sequence[ParameterSplit]
+    """How ``shard_ranks`` divide every parameter of this rank's part of the model."""
     stored_weights: Sequence[StoredWeight]
     """Every weight that this rank stores."""
 
+    shard_ranks: Communicator
+    """Ranks that divide what they update; one without sharding."""
     piece_ranks: Communicator
     """Ranks that hold different pieces of the whole model; a norm over all pieces is summed over them."""
 
@@ -84,8 +88,10 @@ class DataParallel(ABC):
         sharing: Sharing,
         pieces: Sequence[Piece],
         buckets: Sequence[GradientBucket],
+        splits: Sequence[ParameterSplit],
     ) -> None:
         self.formats, self.pieces, self.piece_ranks = formats, pieces, sharing.piece_ranks
+        self.shard_ranks, self.splits = sharing.shards, splits
         self._topology, self._buckets = topology, buckets
         self._partial_gradients = [piece.gradient for piece in pieces if piece.info.gradient_is_partial]
         self._tied_pieces = [piece for piece in pieces if piece.info.tied_end is not None]
@@ -176,7 +182,8 @@ class BufferedDataParallel(DataParallel):
                 buckets.append(ShardedGradientBucket(*common, in_flight))
             else:
                 buckets.append(WholeGradientBucket(*common, config.overlap_grad_reduce))
-        super().__init__(formats, topology, sharing, list(buffer.pieces(shards.rank)), buckets)
+        pieces = list(buffer.pieces(shards.rank))
+        super().__init__(formats, topology, sharing, pieces, buckets, list(buffer.splits()))
         self._gathers_behind = config.overlap_param_gather
         if config.overlap_param_gather:
             _wait_before_use(modules, holders)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from megatron.config.errors import ConfigError
 from megatron.config.kernels import Wanted
+from megatron.errors import ConfigError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -55,7 +55,7 @@ def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | 
             continue
         passed_over = f" (not {'; not '.join(obstacles)})" if obstacles else ""
         return made, Choice(operation, candidate.name, candidate.merit + passed_over)
-    raise ConfigError(f"No implementation of {operation} goes here: {'; '.join(obstacles)}.")
+    raise ConfigError(f"No implementation of {operation} is available: {'; '.join(obstacles)}.")
 
 
 def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted) -> tuple[T, Choice]:
@@ -65,8 +65,7 @@ def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: W
     except Unavailable as error:
         there = [other.name for other in candidates if other is not candidate and _is_there(other)]
         raise ConfigError(
-            f"{wanted.flag} cannot be honoured: {error}; what goes here is {', '.join(there)}: use one of these, or "
-            "remove it."
+            f"{wanted.flag} is not available: {error}; available: {', '.join(there)}: use one of these, or remove it."
         ) from error
 
 

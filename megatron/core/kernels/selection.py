@@ -126,7 +126,7 @@ class Setting:
 def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     """The kernels of a run.
 
-    Raises :class:`~megatron.config.errors.ConfigError` where one that is wanted is not there.
+    Raises :class:`~megatron.errors.ConfigError` where one that is wanted is not there.
     """
     choices = [_linear(setting)]
 
@@ -203,19 +203,19 @@ def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[Attent
 
 def _transformer_engine_attention(setting: Setting) -> AttentionKernel:
     if setting.engine is None:
-        raise Unavailable("it comes with --transformer-impl transformer_engine")
+        raise Unavailable("it needs --transformer-impl transformer_engine")
     return TransformerEngineAttention(setting.engine)
 
 
 def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> AttentionKernel:
     kernel = make()
     if not kernel.supports(setting.device, setting.weight):
-        raise Unavailable(f"it does not run on {setting.device.type} in {_short(setting.weight)}")
+        raise Unavailable(f"it does not support {_short(setting.weight)} on {setting.device.type}")
     if setting.needs_log_sum_exp and not kernel.tells_log_sum_exp:
-        raise Unavailable("it does not tell the log-sum-exp, which context parallelism and offload need")
+        raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
     if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
         # Called as it is, it does not refuse that itself.
-        raise Unavailable("torch does not count its backward pass as deterministic")
+        raise Unavailable("its backward pass is not deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
         _try(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
     return kernel
@@ -254,13 +254,13 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
     def in_place() -> WeightGradientKernel:
         is_wider = setting.gradient != setting.weight
         if is_wider and not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
-            formats = f"{_short(setting.weight)} products to {_short(setting.gradient)}"
-            raise Unavailable(f"torch has no kernel that adds {formats} on {setting.device.type}")
+            formats = f"{_short(setting.weight)} products and {_short(setting.gradient)} gradients"
+            raise Unavailable(f"torch has no in-place kernel for {formats} on {setting.device.type}")
         return _tried_weight_gradient(InPlaceWeightGradient(), setting)
 
     def apex() -> WeightGradientKernel:
         if not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
-            raise Unavailable("apex adds half-precision products to fp32 on GPUs")
+            raise Unavailable("apex only accumulates half-precision products in fp32 on GPUs")
         return _tried_weight_gradient(ApexWeightGradient(), setting)
 
     return [
@@ -386,9 +386,9 @@ def _l2_norm(setting: Setting) -> list[Candidate[SquaredNorm]]:
 
 def _on_gpu(make: Callable[[], T], setting: Setting) -> T:
     if not setting.on_gpu:
-        raise Unavailable("it runs on GPUs alone")
+        raise Unavailable("it needs a GPU")
     if setting.weight == torch.float64:
-        raise Unavailable("it does not compute in fp64")
+        raise Unavailable("it does not support fp64")
     return make()
 
 
@@ -410,7 +410,7 @@ def _try(trial: Callable[[], None]) -> None:
 def _compare(found: Tensor, expected: Tensor) -> None:
     """Within a twentieth of the largest element: wrong masks and heads are further off, roundings never."""
     if found.shape != expected.shape:
-        raise Unavailable(f"a trial gave {tuple(found.shape)} instead of {tuple(expected.shape)}")
+        raise Unavailable(f"a trial returned shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
     if not error < 0.05:
-        raise Unavailable(f"a trial was off by {error:.0%}")
+        raise Unavailable(f"a trial had a relative error of {error:.0%}")

@@ -29,7 +29,7 @@ def load(module: str, package: str) -> Any:
     except ModuleNotFoundError:
         raise Unavailable(f"{package} is not installed (no module {module})") from None
     except (ImportError, OSError, RuntimeError) as error:
-        raise Unavailable(f"{package} is installed but does not load ({error})") from error
+        raise Unavailable(f"{package} is installed but cannot be imported ({error})") from error
 
 
 class ApexRMSNorm:

@@ -1,11 +1,8 @@
 """Causal self-attention with grouped queries, on the fused output of the query-key-value projection.
 
-Rotation, attention and their backward are one autograd function: queries and keys are rotated where the
-projection wrote them, and backward writes their gradients side by side, without a copy of either.
-
-An *attention* says what attends to what, and where keys come from: here all of it is on this rank
-(:class:`LocalAttention`), under context parallelism it is not. It cuts its work in tiles, which a *kernel* computes
-(:mod:`megatron.core.ops.attention_kernels`), and merges them by the log-sum-exp of their scores.
+An *attention* (:class:`Attention`) says what attends to what and where keys come from: here all keys are on this rank
+(:class:`LocalAttention`), under context parallelism they are not. It divides its work into tiles, which a *kernel*
+(:mod:`megatron.core.ops.attention_kernels`) computes, and merges them by the log-sum-exp of their scores.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.core.ops.attention_kernels import AttentionKernel, Gradients, PartialAttention
 from megatron.core.ops.documents import Documents, attention_spans
-from megatron.core.ops.rope import Rotation, rotate_
 
 
 @dataclass(frozen=True)
@@ -216,57 +212,33 @@ def _take_tensors(kept: tuple[Any, ...]) -> tuple[list[Tensor], Callable[[Sequen
 class _FusedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        fused: Tensor,
-        table: Tensor,
-        shape: AttentionShape,
-        attention: Attention,
-        documents: Documents | None,
-        is_rotated: bool,
-        rotate: Rotation,
+        ctx: Any, qkv: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None
     ) -> Tensor:
-        # Detached: the in-place rotation is this function's own affair, not autograd's.
-        fused = fused.detach()
-        if not is_rotated:
-            rotate(fused[..., : shape.rotated_size], table)
-        output, kept = attention.forward(*shape.split(fused), documents)
+        qkv = qkv.detach()
+        output, kept = attention.forward(*shape.split(qkv), documents)
         # What the next layer keeps, too: [s, b, n d].
         joined = output.permute(2, 0, 1, 3).flatten(2)
         tensors, ctx.restore = _take_tensors(kept)
-        ctx.save_for_backward(fused, joined, *tensors)
-        ctx.table, ctx.shape, ctx.attention, ctx.documents = table, shape, attention, documents
-        ctx.rotate = rotate
+        ctx.save_for_backward(qkv, joined, *tensors)
+        ctx.shape, ctx.attention, ctx.documents = shape, attention, documents
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        fused, joined, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        qkv, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
-        parts = ctx.attention.backward(grad, *shape.split(fused), output, ctx.documents, ctx.restore(tensors))
-        grad_fused = torch.empty_like(fused)
-        for whole, part in zip(shape.split(grad_fused), parts, strict=True):
+        parts = ctx.attention.backward(grad, *shape.split(qkv), output, ctx.documents, ctx.restore(tensors))
+        # Side by side, as the backward pass of the projection reads them.
+        grad_qkv = torch.empty_like(qkv)
+        for whole, part in zip(shape.split(grad_qkv), parts, strict=True):
             whole.copy_(part)
-        # A rotation's adjoint is the rotation back.
-        ctx.rotate(grad_fused[..., : shape.rotated_size], ctx.table.conj())
-        return grad_fused, None, None, None, None, None, None
+        return grad_qkv, None, None, None
 
 
 def fused_attention(
-    fused: Tensor,
-    table: Tensor,
-    shape: AttentionShape,
-    attention: Attention,
-    documents: Documents | None = None,
-    *,
-    is_rotated: bool = False,
-    rotate: Rotation = rotate_,
+    qkv: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None = None
 ) -> Tensor:
-    """Rotate queries and keys and attend, causally: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``.
-
-    ``fused`` is overwritten (its queries and keys are rotated in place), so it must be a fresh result that
-    nobody else reads; with ``is_rotated`` that has been done. ``table`` comes from
-    :func:`~megatron.core.ops.rope.rotary_table` .
-    """
-    output: Tensor = _FusedAttention.apply(fused, table, shape, attention, documents, is_rotated, rotate)
+    """Causal attention on queries, keys and values side by side: ``[s, b, (n + 2g) d] -> [s, b, n d]``."""
+    output: Tensor = _FusedAttention.apply(qkv, shape, attention, documents)
     return output

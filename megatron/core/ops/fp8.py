@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.ops.matmul import Operand
+from megatron.core.ops.quantized import QuantizedTensor
 
 AmaxAlgorithm = Literal["most_recent", "max"]
 
@@ -53,7 +53,7 @@ def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
     return history[..., 0] if algorithm == "most_recent" else history.amax(dim=-1)
 
 
-def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Operand:
+def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> QuantizedTensor:
     """``tensor`` times ``scale`` in the FP8 format ``dtype``; what is beyond its range becomes the largest number.
 
     ``amax`` is that of ``tensor``. Where it is not finite every product of the result is NaN, so that an overflow of
@@ -63,21 +63,21 @@ def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) ->
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     # torch's own conversion saturates in some versions and not in others.
     data = (wide * scale).clamp_(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
-    return Operand(data, scale.reciprocal() + (amax - amax))
+    return QuantizedTensor(data, scale.reciprocal() + (amax - amax))
 
 
-def transposed(operand: Operand) -> Operand:
+def transposed(operand: QuantizedTensor) -> QuantizedTensor:
     """The transpose ``[n, m]`` of ``[m, n]``, in memory of its own."""
-    return Operand(operand.data.t().contiguous(), operand.inverse_scale)
+    return QuantizedTensor(operand.data.t().contiguous(), operand.inverse_scale)
 
 
 class ScaledProduct(Protocol):
     """``a [m, k] @ b [n, k]^T`` of two quantised matrices, as ``[m, n]`` in ``dtype``."""
 
-    def __call__(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
+    def __call__(self, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
 
 
-def scaled_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """``a [m, k] @ b [n, k]^T`` in ``dtype`` (bf16 or fp32), accumulated in fp32 or, where the hardware has it and
     ``fast`` allows it, with fewer bits.
 
@@ -91,7 +91,7 @@ def scaled_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = Fals
     return product
 
 
-def widened_product(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def widened_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """:func:`scaled_product` of fp32 copies of the numbers, for devices without FP8 units."""
     assert a.inverse_scale is not None and b.inverse_scale is not None
     product = a.data.float() @ b.data.float().t()
@@ -103,13 +103,13 @@ def product_for(device: torch.device) -> ScaledProduct:
     return widened_product if device.type == "cpu" else scaled_product
 
 
-def scaled_product_reference(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_product_reference(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """:func:`scaled_product` from the numbers that the operands stand for, in fp64."""
     wide_a, wide_b = dequantize(a), dequantize(b)
     return (wide_a @ wide_b.t()).to(dtype)
 
 
-def dequantize(operand: Operand) -> Tensor:
+def dequantize(operand: QuantizedTensor) -> Tensor:
     """The numbers that ``operand`` stands for, in fp64."""
     assert operand.inverse_scale is not None
     return operand.data.double() * operand.inverse_scale.double()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.gradient import Gradient
+from megatron.core.ops.quantized import QuantizedTensor
 
 
 def _onednn_linear() -> Callable[..., Any] | None:
@@ -111,82 +112,47 @@ class WeightGradientProduct:
         self.kernel.write(buffer, self.grad_outputs, self.inputs, accumulate)
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A tensor in the form in which products take it."""
-
-    data: Tensor
-    inverse_scale: Tensor | None = None
-    """What ``data`` is to be multiplied by, a number in fp32, where it is scaled (:mod:`megatron.core.ops.fp8`)."""
-
-
-class LinearProducts(Protocol):
-    """The three products of a linear layer with ``weight`` ``[n, k]``, and the form in which they take its input
-    ``[..., k]`` and the gradient of its output ``[..., n]``."""
+class Gemm(Protocol):
+    """The three GEMMs of a linear layer ``y = x W^T`` with ``W`` ``[n, k]``, and the format of their operands."""
 
     is_plain: bool
     """Whether operands are the tensors themselves, in the format of the weight."""
 
-    def prepare_input(self, inputs: Tensor) -> Operand:
-        """The layer's input, or a part of it, as an operand, which is also what backward keeps."""
+    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
+        """``x`` ``[..., k]``, or this rank's rows of it; backward keeps the result."""
 
-    def prepare_gradient(self, grad_outputs: Tensor) -> Operand:
-        """The gradient of the layer's output, or a part of it, as an operand."""
+    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
+        """``dy`` ``[..., n]``, or this rank's rows of it."""
 
-    def output(self, inputs: Operand, weight: Tensor) -> Tensor:
-        """``inputs @ weight^T``, ``[..., n]``."""
+    def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
+        """``x W^T`` ``[..., n]``; rows are independent."""
 
-    def input_gradient(self, grad_outputs: Operand, weight: Tensor) -> Tensor:
-        """``grad_outputs @ weight``, ``[..., k]``."""
+    def input_gradient(self, grad_outputs: QuantizedTensor, weight: Tensor) -> Tensor:
+        """``dy W`` ``[..., k]``; rows are independent."""
 
-    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Gradient:
-        """``grad_outputs^T @ inputs``, ``[n, k]``, maybe yet to be multiplied; may be wider than the weight."""
-
-
-@dataclass(frozen=True)
-class RowProduct:
-    """A product whose rows need not be multiplied together: ``[..., k] -> [..., n]``."""
-
-    of: Callable[[Operand], Tensor]
-    """The product of some of the rows."""
-    matrix: Tensor | None
-    """``[k, n]``, by which ``of`` multiplies tensors as they are; None where operands are scaled."""
+    def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Gradient:
+        """``dy^T x`` ``[n, k]``, perhaps not multiplied yet; may be wider than the weight."""
 
 
-def output_product(products: LinearProducts, weight: Tensor) -> RowProduct:
-    """The layer's output, from its input."""
-    return RowProduct(lambda inputs: products.output(inputs, weight), weight.t() if products.is_plain else None)
-
-
-def input_gradient_product(products: LinearProducts, weight: Tensor) -> RowProduct:
-    """The gradient of the layer's input, from that of its output."""
-    return RowProduct(lambda grads: products.input_gradient(grads, weight), weight if products.is_plain else None)
-
-
-class PlainProducts:
-    """Products of tensors as they are."""
+class PlainGemm:
+    """GEMMs of unquantised tensors."""
 
     is_plain = True
 
     def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
         self._kernel = kernel or SeparateWeightGradient()
 
-    def prepare_input(self, inputs: Tensor) -> Operand:
-        """``inputs`` themselves."""
-        return Operand(inputs)
+    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
+        return QuantizedTensor(inputs)
 
-    def prepare_gradient(self, grad_outputs: Tensor) -> Operand:
-        """``grad_outputs`` themselves."""
-        return Operand(grad_outputs)
+    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
+        return QuantizedTensor(grad_outputs)
 
-    def output(self, inputs: Operand, weight: Tensor) -> Tensor:
-        """``inputs @ weight^T``."""
+    def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         return linear(inputs.data, weight)
 
-    def input_gradient(self, grad_outputs: Operand, weight: Tensor) -> Tensor:
-        """``grad_outputs @ weight``."""
+    def input_gradient(self, grad_outputs: QuantizedTensor, weight: Tensor) -> Tensor:
         return linear(grad_outputs.data, weight.t())
 
-    def weight_gradient(self, grad_outputs: Operand, inputs: Operand) -> Gradient:
-        """``grad_outputs^T @ inputs``, yet to be multiplied."""
+    def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Gradient:
         return WeightGradientProduct(grad_outputs.data, inputs.data, self._kernel)

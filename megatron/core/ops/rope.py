@@ -7,9 +7,11 @@ two halves of the pairs apart; conversion permutes the rows of the query and key
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Rotates every head of ``[s, b, heads * head_size]`` in place by a table of complex numbers; the conjugate table, as
@@ -53,6 +55,32 @@ def rotate_(activations: Tensor, table: Tensor) -> Tensor:
         pairs.mul_(table)
         return activations
     return activations.copy_(rotate_(activations.to(torch.float32, copy=True), table))
+
+
+class _Rotary(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, table: Tensor, rotated_size: int, rotate: Rotation) -> Tensor:
+        ctx.table, ctx.rotated_size, ctx.rotate = table, rotated_size, rotate
+        # Detached: autograd forbids in-place changes of views, which the GEMM's output is on some devices.
+        qkv = qkv.detach()
+        rotate(qkv[..., :rotated_size], table)
+        return qkv
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        # The adjoint of a rotation is the rotation back.
+        ctx.rotate(gradients[0][..., : ctx.rotated_size], ctx.table.conj())
+        return gradients[0], None, None, None
+
+
+def apply_rotary(qkv: Tensor, table: Tensor, rotated_size: int, rotate: Rotation = rotate_) -> Tensor:
+    """Rotate queries and keys, the first ``rotated_size`` of ``[s, b, (n + 2g) d]``, in place.
+
+    ``qkv`` must be a fresh result that nothing else reads, and so must its gradient. ``table`` comes from
+    :func:`rotary_table`.
+    """
+    output: Tensor = _Rotary.apply(qkv, table, rotated_size, rotate)
+    return output
 
 
 def rotated(activations: Tensor, table: Tensor, sign: int) -> Tensor:

@@ -2,10 +2,10 @@
 does not hurry the schedule)."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from megatron.config.errors import ConfigError
 from megatron.config.optimizer import LearningRateConfig
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class LearningRateSchedule:
         }
         return shares[self.wsd_style]
 
-    def to_json(self) -> dict[str, float | int | str]:
-        """The schedule as a checkpoint keeps it."""
-        return asdict(self)
-
 
 def build_learning_rate_schedule(
     config: LearningRateConfig,
@@ -90,7 +86,7 @@ def build_learning_rate_schedule(
     if warmup + annealing > decay:
         unit = "iters" if train_samples is None else "samples"
         raise ConfigError(
-            f"The warm-up ({warmup} samples) and the annealing ({annealing}) exceed the decay length ({decay} "
+            f"The warm-up ({warmup} samples) and the WSD decay ({annealing}) exceed the decay length ({decay} "
             f"samples): lower --lr-warmup-{unit} or --lr-wsd-decay-{unit}, or raise --lr-decay-{unit}."
         )
     return LearningRateSchedule(

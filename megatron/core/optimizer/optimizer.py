@@ -1,12 +1,10 @@
-"""AdamW or SGD over the pieces that this rank owns, with master weights and clipping by the global norm.
+"""The optimizer over the pieces that this rank owns: clipping by the global norm, master weights, an update rule.
 
-The update itself is torch's (fused where torch has it). Where the weights that data parallelism stores have the
-master weights' format, they *are* the master weights.
+Where the weights that data parallelism stores have the master weights' format, they *are* the master weights.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,24 +12,23 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.kernels.selection import OptimizerKernels
-from megatron.core.optimizer.update import build_torch_optimizer
+from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
-
-_DECAYS, _IS_VOCABULARY = "decays", "is_vocabulary"
-"""Keys of ours in torch's parameter groups."""
+from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import Group, Shard, UpdateContext, UpdateRule
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step tells."""
+    """The result of an optimizer step."""
 
     grad_norm: float
     """Global L2 norm before clipping, of the gradient of the mean loss."""
     is_applied: bool
     """False when the norm was not finite: then nothing was changed."""
-    num_zeros: int | None
-    """Zeros in the gradient, if asked for."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values for the metrics of the iteration, by name."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,15 @@ class OptimizerState:
     info: ParameterInfo
     start: int
     tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _GroupKey:
+    """What the shards of a group have in common."""
+
+    rule: UpdateRule
+    decays: bool
+    is_vocabulary: bool
 
 
 class Optimizer:
@@ -62,65 +68,72 @@ class Optimizer:
         self._pieces = data_parallel.pieces
         self.has_master_weights = data_parallel.needs_master_weights
         """Whether master weights exist beside the model's."""
-        master = data_parallel.formats.master
+        master_dtype = data_parallel.formats.master
         # The same tensor where it has that format already.
-        self._masters = [piece.weight.to(master) for piece in self._pieces]
+        self._masters = [piece.weight.to(master_dtype) for piece in self._pieces]
         is_first = topology.tensor_parallel.rank == 0
         counted = [number for number, piece in enumerate(self._pieces) if _is_counted(piece.info, is_first)]
         self._counted_pieces = [self._pieces[number] for number in counted]
         self._counted = [piece.gradient for piece in self._counted_pieces]
         self._counted_weights = [self._masters[number] for number in counted]
         self._device = topology.device
-        gradients = [piece.gradient for piece in self._pieces]
-        groups = self._parameter_groups(config.weight_decay)
-        self._torch_optimizer = build_torch_optimizer(config, groups, self._masters, gradients, kernels.adam)
+        self.num_steps = 0
+        """Updates so far."""
+        self._rule = build_rule(config)
+        self._shards = [
+            Shard(piece.info, master, piece.gradient, self._rule.rule_for(piece.info).state(master))
+            for piece, master in zip(self._pieces, self._masters)
+        ]
+        context = UpdateContext(
+            kernels.adam,
+            topology.tensor_parallel,
+            data_parallel.shard_ranks,
+            data_parallel.splits,
+            torch.empty(0, dtype=master_dtype, device=topology.device),
+        )
+        self._groups = self._grouped(config.weight_decay)
+        # Ranks without a shard bind and update, too: a rule may communicate.
+        rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
+        self._updates = [
+            rule.bind([group for key, group in self._groups.items() if key.rule is rule], context) for rule in rules
+        ]
 
-    def _parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        groups: list[dict[str, object]] = []
-        for decays, is_vocabulary in product((True, False), (False, True)):
-            kind = decays, is_vocabulary
-            members = [
-                master
-                for master, piece in zip(self._masters, self._pieces)
-                if (piece.info.weight_decay, piece.info.is_vocabulary) == kind
-            ]
-            if members:
-                decay = weight_decay if decays else 0.0
-                groups.append(
-                    {"params": members, "weight_decay": decay, _DECAYS: decays, _IS_VOCABULARY: is_vocabulary}
-                )
+    def _grouped(self, weight_decay: float) -> "dict[_GroupKey, Group]":
+        groups: dict[_GroupKey, Group] = {}
+        for shard in self._shards:
+            info = shard.info
+            key = _GroupKey(self._rule.rule_for(info), info.weight_decay, info.is_vocabulary)
+            group = groups.setdefault(key, Group([], weight_decay if info.weight_decay else 0.0))
+            group.shards.append(shard)
         return groups
 
     def step(
         self,
-        learning_rate: float,
+        hyperparameters: Hyperparameters,
         gradient_factor: float,
-        count_zeros: bool = False,
-        *,
-        vocabulary_learning_rate: float | None = None,
-        weight_decay: float | None = None,
     ) -> StepResult:
-        """Clip and update.
+        """Clip and update; gradients are overwritten.
 
-        The gradients times ``gradient_factor`` are those of the mean loss. With a norm that is not finite,
-        nothing changes. Gradients are overwritten. ``vocabulary_learning_rate`` is that of embedding and head where
-        they have one of their own; ``weight_decay`` that of this step where it is not the configured one.
+        The gradients times ``gradient_factor`` are the gradients of the mean loss. Nothing changes where their norm is
+        not finite.
         """
         grad_norm = self.global_norm(self._counted) * abs(gradient_factor)
-        num_zeros = self._count_zeros() if count_zeros else None
         if not torch.isfinite(torch.tensor(grad_norm)):
-            return StepResult(grad_norm, is_applied=False, num_zeros=num_zeros)
+            return StepResult(grad_norm, is_applied=False)
         factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
         if factor != 1.0 and self._pieces:
             torch._foreach_mul_([piece.gradient for piece in self._pieces], factor)
-        for group in self._torch_optimizer.param_groups:
-            is_apart = vocabulary_learning_rate is not None and group.get(_IS_VOCABULARY)
-            group["lr"] = vocabulary_learning_rate if is_apart else learning_rate
-            if weight_decay is not None and group.get(_DECAYS):
-                group["weight_decay"] = weight_decay
-        self._torch_optimizer.step()
+        for key, group in self._groups.items():
+            group.learning_rate = hyperparameters.learning_rate
+            if hyperparameters.vocabulary_learning_rate is not None and key.is_vocabulary:
+                group.learning_rate = hyperparameters.vocabulary_learning_rate
+            if hyperparameters.weight_decay is not None and key.decays:
+                group.weight_decay = hyperparameters.weight_decay
+        self.num_steps += 1
+        for update in self._updates:
+            update(self.num_steps)
         self.publish()
-        return StepResult(grad_norm, is_applied=True, num_zeros=num_zeros)
+        return StepResult(grad_norm, is_applied=True, metrics={"grad_norm": grad_norm})
 
     def publish(self) -> None:
         """Write the master weights to the model, on every rank."""
@@ -149,7 +162,8 @@ class Optimizer:
         """L2 norm of all weights."""
         return self.global_norm(self._counted_weights)
 
-    def _count_zeros(self) -> int:
+    def count_zeros(self) -> int:
+        """Zeros in the gradient of the whole model; call it before :meth:`step`."""
         zeros = sum(
             end - begin - int(torch.count_nonzero(piece.gradient[begin - piece.start : end - piece.start]))
             for piece in self._counted_pieces
@@ -159,13 +173,12 @@ class Optimizer:
         return int(self._ranks.all_reduce(torch.tensor(zeros, dtype=torch.int64, device=self._device)))
 
     def state(self) -> Iterator[OptimizerState]:
-        """Every tensor of the state but the step count; loading writes into them."""
-        for master, piece in zip(self._masters, self._pieces):
-            if master is not piece.weight:
-                yield OptimizerState("master", piece.info, piece.start, master)
-            for kind, tensor in self._torch_optimizer.state[master].items():
-                if kind != "step":
-                    yield OptimizerState(kind, piece.info, piece.start, tensor)
+        """Every tensor of the state; loading writes into them."""
+        for shard, piece in zip(self._shards, self._pieces):
+            if shard.weight is not piece.weight:
+                yield OptimizerState("master", piece.info, piece.start, shard.weight)
+            for kind, tensor in shard.state.items():
+                yield OptimizerState(kind, piece.info, piece.start, tensor)
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights and moments on this rank, measured from the tensors."""
@@ -173,18 +186,6 @@ class Optimizer:
         for state in self.state():
             sizes["master weights" if state.kind == "master" else "moments"] += state.tensor.nbytes
         return sizes
-
-    @property
-    def num_steps(self) -> int:
-        """Updates so far (Adam's bias correction)."""
-        steps = (state["step"] for state in self._torch_optimizer.state.values() if "step" in state)
-        return int(next(steps, 0))
-
-    @num_steps.setter
-    def num_steps(self, steps: int) -> None:
-        for state in self._torch_optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
 
 
 def _is_counted(info: ParameterInfo, is_first_tensor_parallel_rank: bool) -> bool:

@@ -19,8 +19,8 @@ from megatron.core.gradient import HeldGradient, WeightGradientQueue, compute_he
 from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.mailbox import Channels, Mailbox, open_channels
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
-from megatron.core.pipeline_parallel.schedule import Action, Schedule, Step
-from megatron.core.pipeline_parallel.verifier import verify
+from megatron.schedules.schedule import Action, Schedule, Step
+from megatron.schedules.verifier import verify
 
 Microbatch = Mapping[str, Tensor]
 """``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
@@ -81,6 +81,13 @@ class PipelineExecutor:
         self._schedule = lru_cache(maxsize=8)(partial(_verified, schedule))
         self.placement = self.schedule(1).placement
         open_channels(self.placement, stage, channels, activations.device)
+
+    @property
+    def readers(self) -> set[int]:
+        """The virtual stages of this rank that read microbatches."""
+        chunks = range(self.placement.num_chunks)
+        mine = {self.placement.virtual_stage(self.stage, chunk) for chunk in chunks}
+        return mine if self.documents is not None else mine & {0, self.placement.num_virtual_stages - 1}
 
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
         """The schedule of a batch of ``num_microbatches``, proved sound."""
@@ -165,26 +172,22 @@ class _Pass:
         activations = activations or executor.activations
         placement = schedule.placement
         self.last = placement.num_virtual_stages - 1
-        mine = {placement.virtual_stage(self.stage, chunk) for chunk in range(placement.num_chunks)}
-        self.readers = mine if executor.documents is not None else mine & {0, self.last}
+        self.readers = executor.readers
         self.feed = _Feed(microbatches, len(self.readers), activations.device)
         self.mailbox = Mailbox(executor.channels, activations.empty)
         self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
 
     def run(self) -> None:
-        """Run the stage's actions; with overlap, the next one's message is received meanwhile."""
+        """Run the stage's actions; with overlap, the next action's message is received meanwhile."""
+        perform = {"F": self.forward, "B": self.backward, "W": self.weight}
         steps = self.schedule.steps(self.stage)
         for step, following in zip(steps, (*steps[1:], None)):
             self.mailbox.let_go()
             self.mailbox.expect(step)
             if following is not None and self.executor.overlap:
                 self.mailbox.expect(following)
-            self.perform(step)
+            perform[step.action.kind](step)
         self.mailbox.close()
-
-    def perform(self, step: Step) -> None:
-        """Run one action."""
-        self.forward(step)
 
     def recording(self, action: Action) -> AbstractContextManager[None]:
         """Note how long ``action`` takes, without the wait for its input."""
@@ -192,32 +195,39 @@ class _Pass:
         return nullcontext() if recorder is None else recorder.span(self.stage, action)
 
     def forward(self, step: Step) -> None:
-        """Run a chunk and hand on its output."""
+        """Run a chunk and send its output."""
         action, virtual_stage = step.action, step.result.virtual_stage
         microbatch = self.feed(action.microbatch) if virtual_stage in self.readers else {}
-        inputs = self.mailbox.take(step)
+        received = self.mailbox.take(step)
+        read = self.executor.documents
+        is_last = virtual_stage == self.last
         with self.recording(action):
-            inputs = microbatch["tokens"] if inputs is None else inputs
-            outputs = self.compute(action, inputs, microbatch, virtual_stage == self.last)
-        if outputs is not None:
+            documents = None if read is None else read(microbatch["document_starts"])
+            inputs = microbatch["tokens"] if received is None else self.enter(action, received)
+            # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or logits [s/cp, b, v/tp] at the end of the model.
+            outputs = self.executor.chunks[action.chunk](inputs, documents)
+            outputs = self.leave(action, self.finish(outputs, microbatch) if is_last else outputs)
+        if not is_last:
             self.mailbox.give(step, outputs)
 
-    def run_chunk(self, chunk: int, inputs: Tensor, microbatch: Microbatch) -> Tensor:
-        """The output of a chunk."""
-        read = self.executor.documents
-        documents = None if read is None else read(microbatch["document_starts"])
-        return self.executor.chunks[chunk](inputs, documents)
+    def backward(self, step: Step) -> None:
+        """Run the backward pass of a chunk and send the gradient of its input."""
+        raise NotImplementedError
 
-    def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch, is_last: bool) -> Tensor | None:
-        """The output of a chunk; None at the end of the model."""
-        outputs = self.run_chunk(action.chunk, inputs, microbatch)
-        if not is_last:
-            return outputs
-        self.finish(outputs, microbatch)
-        return None
+    def weight(self, step: Step) -> None:
+        """Compute the weight gradients that a backward pass deferred."""
+        raise NotImplementedError
 
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> None:
-        """Take what is wanted from the logits."""
+    def enter(self, action: Action, received: Tensor) -> Tensor:
+        """The input of the chunk, from the activations received."""
+        return received
+
+    def leave(self, action: Action, outputs: Tensor) -> Tensor:
+        """The activations to send, from the output of the chunk."""
+        return outputs
+
+    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
+        """What the pass computes at the end of the model: the loss, or the logits."""
         raise NotImplementedError
 
     def masked_loss(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -231,15 +241,16 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> None:
-        self.masked_loss(logits, microbatch)
+    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
+        return self.masked_loss(logits, microbatch)
 
 
 class _Logits(_Pass):
     logits: Tensor | None = None
 
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> None:
+    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         self.logits = logits
+        return logits
 
 
 class _Entrance(Function):
@@ -279,30 +290,25 @@ class _Training(_Pass):
         super().__init__(executor, schedule, microbatches)
         self.scale = scale
         self.graphs: dict[tuple[int, int], _Graph] = {}
+        self.input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self.held: dict[tuple[int, int], list[HeldGradient]] = {}
         self.anchor = torch.empty(0, requires_grad=True)
         """Makes autograd follow what was received."""
 
-    def perform(self, step: Step) -> None:
-        if step.action.kind == "F":
-            self.forward(step)
-        elif step.action.kind == "B":
-            self.backward(step)
-        else:
-            self.weight(step.action)
+    def enter(self, action: Action, received: Tensor) -> Tensor:
+        gradients = self.input_gradients[action.microbatch, action.chunk] = []
+        entered: Tensor = _Entrance.apply(received, self.anchor, gradients)
+        return entered
 
-    def compute(self, action: Action, inputs: Tensor, microbatch: Microbatch, is_last: bool) -> Tensor | None:
-        gradients: list[Tensor] | None = None
-        if inputs.is_floating_point():
-            gradients = []
-            inputs = _Entrance.apply(inputs, self.anchor, gradients)
-        outputs = self.run_chunk(action.chunk, inputs, microbatch)
-        if is_last:
-            root: Tensor | GradientEdge = self.masked_loss(outputs, microbatch) * self.scale
-        else:
-            root = get_gradient_edge(outputs)
-        self.graphs[action.microbatch, action.chunk] = _Graph(gradients, root)
-        return None if is_last else outputs.detach()
+    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
+        return self.masked_loss(logits, microbatch) * self.scale
+
+    def leave(self, action: Action, outputs: Tensor) -> Tensor:
+        key = action.microbatch, action.chunk
+        # A loss is kept; of activations only the place in the graph.
+        root = outputs if outputs.dim() == 0 else get_gradient_edge(outputs)
+        self.graphs[key] = _Graph(self.input_gradients.pop(key, None), root)
+        return outputs.detach()
 
     def backward(self, step: Step) -> None:
         """Go back through a chunk and hand on its input's gradient; weight gradients may wait."""
@@ -321,7 +327,7 @@ class _Training(_Pass):
             self.mailbox.give(step, input_gradient)
 
     @torch.no_grad()
-    def weight(self, action: Action) -> None:
-        """Compute the weight gradients that a backward pass left."""
+    def weight(self, step: Step) -> None:
+        action = step.action
         with self.recording(action):
             compute_held(self.held.pop((action.microbatch, action.chunk)))

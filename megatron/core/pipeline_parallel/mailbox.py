@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Pending
-from megatron.core.pipeline_parallel.schedule import Kind, Placement, Result, Step
+from megatron.schedules.schedule import Kind, Placement, Result, Step
 
 Channels = Callable[[Kind, int, int], Communicator]
 """(kind, source stage, target stage) to the communicator that carries such messages."""
@@ -22,8 +22,8 @@ class Mailbox:
     def __init__(self, channels: Channels, empty: Callable[[], Tensor]) -> None:
         self._channels, self._empty = channels, empty
         self._local: dict[Result, Tensor] = {}
-        self._sending: list[Pending] = []
-        self._receiving: dict[Result, Pending] = {}
+        self._sending: list[Pending[Tensor]] = []
+        self._receiving: dict[Result, Pending[Tensor]] = {}
 
     def expect(self, step: Step) -> None:
         """Start to receive what ``step`` takes, if that is a message; in the order of the steps."""

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.core.pipeline_parallel.schedule import Action
-from megatron.core.pipeline_parallel.simulator import Span
+from megatron.schedules.schedule import Action
+from megatron.schedules.simulator import Span
 
 
 class ActionRecorder:

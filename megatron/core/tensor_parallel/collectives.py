@@ -1,26 +1,26 @@
 """The edges of a tensor-parallel region, without and with sequence parallelism.
 
-Entering and leaving are adjoint to each other: the backward of a layer that enters a region leaves it, and the
-other way round. The layers' autograd functions call both, so that a collective can overlap with computation.
+The all-gather of a region's input and the reduction of its output are adjoint: the backward pass of one is the other.
+The layers' autograd functions call both, so that a collective can overlap with computation.
 """
-
-from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Pending
-from megatron.core.ops.matmul import Operand, RowProduct
-from megatron.core.tensor_parallel.overlap import EdgeProducts
+from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.tensor_parallel.overlap import RowGemm, TPOverlap
 
 
-@dataclass(frozen=True)
 class TensorParallel:
-    """How a layer is shared: the ranks, and whether the sequence is split between parallel regions."""
+    """How a layer is sharded: the ranks, whether the sequence is sharded between parallel regions (Korthikanti et al.,
+    arXiv 2205.05198), and how the collectives of sequence parallelism overlap with GEMMs."""
 
-    communicator: Communicator
-    sequence_parallel: bool = False
-    overlap: EdgeProducts | None = None
-    """Products behind which the collectives of sequence parallelism run; None: one after the other."""
+    def __init__(
+        self, communicator: Communicator, sequence_parallel: bool = False, overlap: TPOverlap | None = None
+    ) -> None:
+        self.communicator, self.sequence_parallel = communicator, sequence_parallel
+        self.overlap: TPOverlap = overlap or NoOverlap(self)
+        self.has_overlap = overlap is not None
 
     @property
     def size(self) -> int:
@@ -29,7 +29,7 @@ class TensorParallel:
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index in the group."""
         return self.communicator.rank
 
     @property
@@ -37,42 +37,36 @@ class TensorParallel:
         """Parts into which the sequence is split between parallel regions."""
         return self.size if self.sequence_parallel else 1
 
-    @property
-    def edges(self) -> EdgeProducts:
-        """How linear layers multiply where a region begins and ends."""
-        return self.overlap or OneAfterAnother(self)
-
-    def enter(self, tensor: Tensor) -> Pending:
-        """Start making the whole input of a region.
-
-        ``[s/tp, b, h] -> [s, b, h]`` by an all-gather under sequence parallelism; otherwise it is there already.
-        """
+    def gather_input(self, rows: QuantizedTensor) -> Pending[QuantizedTensor]:
+        """Start the all-gather of a region's input under sequence parallelism, ``[s/tp, b, h] -> [s, b, h]``; without
+        it every rank has the whole input."""
         if self.sequence_parallel:
-            return self.communicator.start_all_gather(tensor)
-        return Pending((), lambda: tensor)
+            return rows.start_all_gather(self.communicator)
+        return Pending((), lambda: rows)
 
-    def leave(self, partial: Tensor) -> Pending:
-        """Start summing a region's partial outputs ``[s, b, h]`` over the ranks; overwrites ``partial``.
+    def reduce_output(self, partial: Tensor) -> Pending[Tensor]:
+        """Start the sum of a region's partial outputs ``[s, b, h]`` over the ranks; overwrites ``partial``.
 
-        The result is ``[s/tp, b, h]`` under sequence parallelism (reduce-scatter), else whole (all-reduce).
+        ``[s/tp, b, h]`` under sequence parallelism (reduce-scatter), else ``[s, b, h]`` (all-reduce).
         """
         if self.sequence_parallel:
             return self.communicator.start_reduce_scatter(partial)
         return self.communicator.start_all_reduce(partial)
 
 
-@dataclass(frozen=True)
-class OneAfterAnother:
-    """The whole collective before or after the whole product; with or without sequence parallelism."""
+class NoOverlap:
+    """The whole collective before or after the whole GEMM; with or without sequence parallelism."""
 
-    parallel: TensorParallel
     name = "none"
 
-    def enter_and_multiply(self, part: Operand, product: RowProduct) -> tuple[Tensor, Operand]:
-        """Gather, then multiply."""
-        whole = replace(part, data=self.parallel.enter(part.data).wait())
-        return product.of(whole), whole
+    def __init__(self, parallel: TensorParallel) -> None:
+        self._parallel = parallel
 
-    def multiply_and_leave(self, inputs: Operand, product: RowProduct) -> Pending:
-        """Multiply, then start the sum."""
-        return self.parallel.leave(product.of(inputs))
+    def gather_gemm(
+        self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        whole = self._parallel.gather_input(rows).wait()
+        return gemm(whole), whole
+
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+        return self._parallel.reduce_output(gemm(inputs))

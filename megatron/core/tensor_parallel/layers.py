@@ -4,8 +4,9 @@ Each backward starts the collective of the input gradient before it computes the
 goes straight to the gradient buffer, or waits in the queue (:mod:`megatron.core.gradient`).
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
-from megatron.core.gradient import Gradient, WeightGradientQueue, deliver_gradient, slot_of
-from megatron.core.ops.matmul import (
-    LinearProducts,
-    Operand,
-    PlainProducts,
-    WeightGradientKernel,
-    input_gradient_product,
-    output_product,
-)
+from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
+from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
+from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.parameter import (
     ParameterInfo,
     TiedEnd,
@@ -32,103 +27,77 @@ from megatron.core.parameter import (
     sharded_boxes,
 )
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import RowGemm
 
 
-class _ColumnParallelLinear(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        parallel: TensorParallel,
-        queue: WeightGradientQueue,
-        products: LinearProducts,
-        graph_only: bool,
-    ) -> Tensor:
-        operand = products.prepare_input(inputs)
-        _keep(ctx, operand, weight)
-        ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
-        if graph_only:
-            return _no_values(inputs, inputs.shape[0] * parallel.sequence_parts, weight)
-        output, _ = parallel.edges.enter_and_multiply(operand, output_product(products, weight))
-        return output
+@dataclass(frozen=True)
+class LinearOp:
+    """What a linear layer is besides its weight: its GEMMs, and on which side of them the ranks communicate."""
+
+    parallel: TensorParallel
+    gemm: Gemm
+    weight_gradients: WeightGradientQueue
+    is_column: bool
+    """Column-parallel: all-gather, then GEMM. Row-parallel: GEMM, then reduction."""
+
+
+class _ParallelLinear(Function):
+    """``y = x W^T`` at the edge of a tensor-parallel region: ``[s(/tp), b, in] -> [s, b, out/tp]`` if column-parallel,
+    ``[s, b, in/tp] -> [s(/tp), b, out]`` if row-parallel."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        # Only the rank's part of the sequence was kept. Detached: what is held back must not hold the graph.
-        inputs, weight = _kept(ctx)
-        parallel: TensorParallel = ctx.parallel
-        queue: WeightGradientQueue = ctx.queue
-        products: LinearProducts = ctx.products
-        grad_outputs = products.prepare_gradient(gradients[0])
-        input_gradient = input_gradient_product(products, weight)
-
-        def product(whole: Tensor) -> Gradient:
-            return products.weight_gradient(grad_outputs, replace(inputs, data=whole))
-
-        if queue.is_holding:
-            queue.hold_back(weight, lambda: parallel.enter(inputs.data), product)
-            return parallel.edges.multiply_and_leave(grad_outputs, input_gradient).wait(), None, None, None, None, None
-        gathering = parallel.enter(inputs.data)
-        grad_inputs = parallel.edges.multiply_and_leave(grad_outputs, input_gradient)
-        grad_weight = deliver_gradient(weight, product(gathering.wait()))
-        return grad_inputs.wait(), grad_weight, None, None, None, None
-
-
-class _RowParallelLinear(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        parallel: TensorParallel,
-        queue: WeightGradientQueue,
-        products: LinearProducts,
-        graph_only: bool,
-    ) -> Tensor:
-        operand = products.prepare_input(inputs)
-        _keep(ctx, operand, weight)
-        ctx.parallel, ctx.queue, ctx.products = parallel, queue, products
-        if graph_only:
-            return _no_values(inputs, inputs.shape[0] // parallel.sequence_parts, weight)
-        return parallel.edges.multiply_and_leave(operand, output_product(products, weight)).wait()
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, skip_output: bool) -> Tensor:
+        x = op.gemm.quantize_input(inputs)
+        # Under sequence parallelism backward gathers x again: only this rank's rows are kept. The weight and a scale of
+        # the whole tensor are no activations, so hooks on saved tensors (CPU offload) must not see them.
+        ctx.save_for_backward(*x.row_tensors)
+        ctx.scaling, ctx.weight, ctx.op = QuantizedTensor(x.data.new_empty(0), x.inverse_scale), weight, op
+        if skip_output:
+            return _no_values(inputs, op, weight)
+        matrix = weight.t() if op.gemm.is_plain else None
+        gemm = partial(op.gemm.output, weight=weight)
+        if op.is_column:
+            return op.parallel.overlap.gather_gemm(x, gemm, matrix)[0]
+        return op.parallel.overlap.gemm_reduce(x, gemm, matrix).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        inputs, weight = _kept(ctx)
-        parallel: TensorParallel = ctx.parallel
-        queue: WeightGradientQueue = ctx.queue
-        products: LinearProducts = ctx.products
-        grad_part = products.prepare_gradient(gradients[0])
-
-        def product(whole: Tensor) -> Gradient:
-            return products.weight_gradient(replace(grad_part, data=whole), inputs)
-
-        input_gradient = input_gradient_product(products, weight)
-        grad_inputs, grad_outputs = parallel.edges.enter_and_multiply(grad_part, input_gradient)
-        if queue.is_holding:
-            # Holds the rank's part of the sequence and gathers it again, for the whole is as large as a layer's input.
-            queue.hold_back(weight, lambda: parallel.enter(grad_part.data), product)
-            return grad_inputs, None, None, None, None, None
-        return grad_inputs, deliver_gradient(weight, product(grad_outputs.data)), None, None, None, None
-
-
-def _keep(ctx: Any, inputs: Operand, weight: Tensor) -> None:
-    """Keep for the backward pass what :func:`_kept` returns there."""
-    # Neither a weight nor a scale is an activation: what is saved may go to the host, and comes back another tensor.
-    ctx.save_for_backward(inputs.data)
-    ctx.inverse_scale, ctx.weight = inputs.inverse_scale, weight
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        op: LinearOp = ctx.op
+        parallel, weight, wgrad = op.parallel, ctx.weight, op.gemm.weight_gradient
+        # Detached: a deferred weight gradient must not keep the graph alive.
+        x = ctx.scaling.with_rows([tensor.detach() for tensor in ctx.saved_tensors])
+        dy = op.gemm.quantize_gradient(gradients[0])
+        dgrad = partial(op.gemm.input_gradient, weight=weight)
+        matrix = weight if op.gemm.is_plain else None
+        if op.is_column:
+            return _column_backward(op, x, dy, weight, dgrad, matrix)
+        dx, whole_dy = parallel.overlap.gather_gemm(dy, dgrad, matrix)
+        if op.weight_gradients.is_holding:
+            # Keeps this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
+            op.weight_gradients.hold_back(weight, lambda: parallel.gather_input(dy), lambda dy: wgrad(dy, x))
+            return dx, None, None, None
+        return dx, deliver_gradient(weight, wgrad(whole_dy, x)), None, None
 
 
-def _kept(ctx: Any) -> tuple[Operand, Tensor]:
-    """The layer's input as it was kept, without a graph, and the weight."""
-    (data,) = ctx.saved_tensors
-    return Operand(data.detach(), ctx.inverse_scale), ctx.weight
+def _column_backward(
+    op: LinearOp, x: QuantizedTensor, dy: QuantizedTensor, weight: Tensor, dgrad: RowGemm, matrix: Tensor | None
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """The input gradient is reduced while the weight gradient is multiplied."""
+    parallel, wgrad = op.parallel, op.gemm.weight_gradient
+    if op.weight_gradients.is_holding:
+        op.weight_gradients.hold_back(weight, lambda: parallel.gather_input(x), lambda x: wgrad(dy, x))
+        return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None
+    gathering = parallel.gather_input(x)
+    dx = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
+    grad_weight = deliver_gradient(weight, wgrad(dy, gathering.wait()))
+    return dx.wait(), grad_weight, None, None
 
 
-def _no_values(inputs: Tensor, length: int, weight: Tensor) -> Tensor:
-    """A tensor of the shape of a product, ``[length, b, out]``, without memory for it."""
-    return inputs.new_zeros(()).expand(length, *inputs.shape[1:-1], weight.shape[0])
+def _no_values(inputs: Tensor, op: LinearOp, weight: Tensor) -> Tensor:
+    """A tensor of the shape of the output, without memory for it."""
+    rows, parts = inputs.shape[0], op.parallel.sequence_parts
+    rows = rows * parts if op.is_column else rows // parts
+    return inputs.new_zeros(()).expand(rows, *inputs.shape[1:-1], weight.shape[0])
 
 
 class _VocabParallelEmbedding(Function):
@@ -143,13 +112,13 @@ class _VocabParallelEmbedding(Function):
         embedded = F.embedding(rows, weight)
         if parallel.size == 1:
             return embedded
-        return parallel.leave(embedded.masked_fill_(foreign.unsqueeze(-1), 0.0)).wait()
+        return parallel.reduce_output(embedded.masked_fill_(foreign.unsqueeze(-1), 0.0)).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
         rows, foreign = ctx.saved_tensors
         weight: Tensor = ctx.weight
-        gradient = ctx.parallel.enter(gradients[0]).wait()
+        gradient = ctx.parallel.gather_input(QuantizedTensor(gradients[0])).wait().data
         if ctx.parallel.size > 1:
             gradient = gradient.masked_fill(foreign.unsqueeze(-1), 0.0)
         slot = slot_of(weight)
@@ -180,13 +149,19 @@ class LayerContext:
         """An uninitialised parameter."""
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
 
-    def linear_products(self, name: str, divided: Collection[Fp8Role]) -> LinearProducts:
-        """How the linear layer ``name`` multiplies, of whose tensors each tensor-parallel rank has a part of those that
-        are ``divided``, and all of the others."""
+    def linear_op(self, name: str, is_column: bool) -> LinearOp:
+        """The linear layer ``name``."""
+        return LinearOp(self.parallel, self._gemm(name, is_column), self.weight_gradients, is_column)
+
+    def _gemm(self, name: str, is_column: bool) -> Gemm:
         if self.fp8 is None:
-            return PlainProducts(self.weight_gradient)
+            return PlainGemm(self.weight_gradient)
         assert isinstance(self.fp8, Fp8Scaling), "others bring layers of their own"
-        return self.fp8.linear_products(name, self.dtype, self.parallel.communicator, divided)
+        # The amax of a tensor of which each tensor-parallel rank has a part is reduced over these ranks.
+        sharded: set[Fp8Role] = {"weight", "output_gradient" if is_column else "input"}
+        if self.parallel.sequence_parallel:
+            sharded.add("input" if is_column else "output_gradient")
+        return self.fp8.gemm(name, self.dtype, self.parallel.communicator, sharded)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -210,34 +185,22 @@ class ColumnParallelLinear(nn.Module):
         layout = sharded_boxes(output_sections, (input_size,), parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = context.empty_parameter(info)
-        divided: tuple[Fp8Role, ...] = ("input",) if parallel.sequence_parallel else ()
-        self.products = context.linear_products(name, ("weight", "output_gradient", *divided))
+        self.op, self.skip_output = context.linear_op(name, is_column=True), False
 
-    def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
-        """``[s(/tp), b, in] -> [s, b, out/tp]``."""
-        return column_parallel_linear(inputs, self.weight, self.context, self.products, graph_only=graph_only)
+    @property
+    def last_linear(self) -> "ColumnParallelLinear":
+        """The layer itself, for a recomputed segment that is this layer alone."""
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[s(/tp), b, in] -> [s, b, out/tp]``; with ``skip_output`` the graph is built and nothing is multiplied."""
+        output: Tensor = _ParallelLinear.apply(inputs, self.weight, self.op, self.skip_output)
+        return output
 
 
-def column_parallel_linear(
-    inputs: Tensor,
-    weight: Tensor,
-    context: LayerContext,
-    products: LinearProducts | None = None,
-    *,
-    graph_only: bool = False,
-) -> Tensor:
-    """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding.
-
-    With ``graph_only`` the product is not computed, for a second run whose output nobody reads.
-    """
-    output: Tensor = _ColumnParallelLinear.apply(
-        inputs,
-        weight,
-        context.parallel,
-        context.weight_gradients,
-        products or PlainProducts(context.weight_gradient),
-        graph_only,
-    )
+def column_parallel_linear(inputs: Tensor, weight: Tensor, op: LinearOp) -> Tensor:
+    """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding."""
+    output: Tensor = _ParallelLinear.apply(inputs, weight, op, False)
     return output
 
 
@@ -258,18 +221,48 @@ class RowParallelLinear(nn.Module):
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
         info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
         self.weight = context.empty_parameter(info)
-        divided: tuple[Fp8Role, ...] = ("output_gradient",) if parallel.sequence_parallel else ()
-        self.products = context.linear_products(name, ("weight", "input", *divided))
+        self.op, self.skip_output = context.linear_op(name, is_column=False), False
 
-    def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
-        """``[s, b, in/tp] -> [s(/tp), b, out]``; with ``graph_only`` the product is not computed."""
-        output: Tensor = _RowParallelLinear.apply(
-            inputs, self.weight, self.context.parallel, self.context.weight_gradients, self.products, graph_only
-        )
+    @property
+    def last_linear(self) -> "RowParallelLinear":
+        """The layer itself, for a recomputed segment that is this layer alone."""
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[s, b, in/tp] -> [s(/tp), b, out]``; with ``skip_output`` the graph is built and nothing is multiplied."""
+        output: Tensor = _ParallelLinear.apply(inputs, self.weight, self.op, self.skip_output)
         return output
 
 
-class VocabParallelTable(nn.Module):
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        # Detached: autograd forbids in-place changes of views, which the GEMM's output is on some devices.
+        return inputs.detach().add_(bias.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)
+        return gradients[0], deliver_gradient(ctx.bias, gradients[0].flatten(0, -2).sum(dim=0, dtype=wide))
+
+
+class Bias(nn.Module):
+    """The bias of a column-parallel layer, added in place to its output ``[s, b, out/tp]``."""
+
+    def __init__(self, name: str, output_sections: Sequence[int], context: LayerContext) -> None:
+        super().__init__()
+        parallel = context.parallel
+        layout = sharded_boxes(output_sections, (), parallel.rank, parallel.size)
+        info = ParameterInfo(f"{name}.bias", *layout, init_std=0.0, weight_decay=False, tensor_parallel_sharded=True)
+        self.bias = context.empty_parameter(info)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = _AddBias.apply(inputs, self.bias)
+        return output
+
+
+class VocabParallelWeight(nn.Module):
     """A weight ``[v/tp, h]`` with a row for each id of this rank's part of the vocabulary; the output head's.
 
     The vocabulary is padded with ids that no token has, so that the ranks divide it evenly. ``uses``
@@ -305,7 +298,7 @@ class VocabParallelTable(nn.Module):
         self.first_id = parallel.rank * info.local_shape[0]
 
 
-class VocabParallelEmbedding(VocabParallelTable):
+class VocabParallelEmbedding(VocabParallelWeight):
     """Token embedding with the vocabulary divided over the ranks: ``[b, s] -> [s(/tp), b, h]``."""
 
     backward_reads_weights = False

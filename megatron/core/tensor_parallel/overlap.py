@@ -1,14 +1,14 @@
-"""Products at the edges of a tensor-parallel region, with the collectives of sequence parallelism behind them.
+"""GEMMs at the edges of a tensor-parallel region, overlapped with the collectives of sequence parallelism.
 
-Rows of a product are independent of each other, and each rank has, or is to have, its part of the rows. So the own part
-can be multiplied while the others come, and a part can go to its rank while the next is multiplied. Sources: Wang et
-al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); PyTorch's async tensor
+The rows of a GEMM are independent, and each rank holds its part of the rows of the input or of the output. So a rank
+multiplies its own rows while it receives the others, and sends one part of a sum while it multiplies the next. Sources:
+Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); PyTorch's async tensor
 parallelism, which does the same with copies between the memories of GPUs.
 """
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,79 +16,96 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Pending, add_in_order
-from megatron.core.ops.matmul import Operand, RowProduct
+from megatron.core.ops.quantized import QuantizedTensor
+
+RowGemm = Callable[[QuantizedTensor], Tensor]
+"""A GEMM of some rows with a fixed matrix, ``[..., k] -> [..., n]``; rows are independent."""
 
 
-class EdgeProducts(Protocol):
-    """How a linear layer multiplies where a region begins (gather and multiply) and ends (multiply and sum)."""
+class TPOverlap(Protocol):
+    """How a linear layer multiplies where a region begins (all-gather, GEMM) and where it ends (GEMM, reduction).
+
+    ``matrix`` ``[k, n]`` is what ``gemm`` multiplies unquantised rows by; None if the rows are quantised.
+    """
 
     @property
     def name(self) -> str:
-        """Which way this is, and why, for the log."""
+        """The implementation, and why it was chosen, for the log."""
 
-    def enter_and_multiply(self, part: Operand, product: RowProduct) -> tuple[Tensor, Operand]:
-        """From this rank's rows ``[s/tp, b, k]`` the product of all ranks' rows, ``[s, b, n]``, and these rows."""
+    def gather_gemm(
+        self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        """From this rank's rows ``[s/tp, b, k]``: the GEMM of all ranks' rows, ``[s, b, n]``, and these rows."""
 
-    def multiply_and_leave(self, inputs: Operand, product: RowProduct) -> Pending:
-        """Start the product of ``[s, b, k]``, summed over the ranks: this rank's rows ``[s/tp, b, n]``."""
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+        """Start the GEMM of ``[s, b, k]`` and its sum over the ranks: this rank's rows ``[s/tp, b, n]``."""
 
 
-class PipelinedEdges:
-    """Rows go from rank to rank part by part, with sends that every backend has; sums are in the order of ranks.
+class P2POverlap:
+    """Point-to-point messages, part by part, on every backend; sums are in the order of ranks.
 
-    Each rank sends as much as it does in an all-gather or a reduce-scatter. ``why`` this way was chosen is told.
+    Each rank sends as many bytes as in an all-gather or a reduce-scatter. ``reason`` is why it was chosen.
     """
 
-    def __init__(self, ranks: Communicator, why: str = "") -> None:
+    def __init__(self, ranks: Communicator, reason: str = "") -> None:
         self._ranks = ranks
-        self.name = f"pipelined ({why})" if why else "pipelined"
+        self.name = f"pipelined ({reason})" if reason else "pipelined"
 
     def _partners(self) -> Iterator[tuple[int, int]]:
-        """(whom to receive from, whom to send to), a different one at every step, so that no rank is asked twice."""
+        """(source, target) of each step: a different pair at every step, so that no rank has two requests at once."""
         ranks = self._ranks
         for step in range(1, ranks.size):
             yield (ranks.rank - step) % ranks.size, (ranks.rank + step) % ranks.size
 
-    def enter_and_multiply(self, part: Operand, product: RowProduct) -> tuple[Tensor, Operand]:
-        """All sends start at once; the own rows are multiplied first, the others as they come."""
-        ranks, own = self._ranks, part.data.contiguous()
-        whole = _all_rows(own, ranks.size)
+    def gather_gemm(
+        self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        """All sends start at once; this rank's rows are multiplied first, the others as they arrive."""
+        ranks = self._ranks
+        own = rows.with_rows([tensor.contiguous() for tensor in rows.row_tensors])
+        whole = rows.with_rows([_all_rows(tensor, ranks.size) for tensor in rows.row_tensors])
         parts = whole.chunk(ranks.size)
         arriving = {
-            source: ranks.start_exchange(own, target, parts[source], source) for source, target in self._partners()
+            source: Pending.all_of(
+                [
+                    ranks.start_exchange(sent, target, received, source)
+                    for sent, received in zip(own.row_tensors, parts[source].row_tensors)
+                ],
+                own.with_rows,
+            )
+            for source, target in self._partners()
         }
-        parts[ranks.rank].copy_(own)
-        first = product.of(replace(part, data=own))
+        for tensor, place in zip(own.row_tensors, parts[ranks.rank].row_tensors):
+            place.copy_(tensor)
+        first = gemm(own)
         output = _all_rows(first, ranks.size)
         outputs = output.chunk(ranks.size)
         outputs[ranks.rank].copy_(first)
-        for source, rows in arriving.items():
-            outputs[source].copy_(product.of(replace(part, data=rows.wait())))
-        return output, replace(part, data=whole)
+        for source, pending in arriving.items():
+            outputs[source].copy_(gemm(pending.wait()))
+        return output, whole
 
-    def multiply_and_leave(self, inputs: Operand, product: RowProduct) -> Pending:
-        """The rows of other ranks are multiplied first, and each part goes while the next is multiplied."""
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+        """The rows of other ranks are multiplied first; each part is sent while the next is multiplied."""
         ranks = self._ranks
-        parts = inputs.data.chunk(ranks.size)
-        summands: dict[int, Pending] = {}
+        parts = inputs.chunk(ranks.size)
+        summands: dict[int, Pending[Tensor]] = {}
         for source, target in self._partners():
-            partial = product.of(replace(inputs, data=parts[target]))
+            partial = gemm(parts[target])
             summands[source] = ranks.start_exchange(partial, target, torch.empty_like(partial), source)
-        own = product.of(replace(inputs, data=parts[ranks.rank]))
+        own = gemm(parts[ranks.rank])
         summands[ranks.rank] = Pending((), lambda: own)
         return Pending.all_of([summands[rank] for rank in range(ranks.size)], add_in_order)
 
 
 def _all_rows(part: Tensor, size: int) -> Tensor:
-    """Memory for the rows of ``size`` ranks, of which each has as many as ``part``."""
+    """Memory for the rows of ``size`` ranks, each with as many rows as ``part``."""
     return part.new_empty((size * part.shape[0], *part.shape[1:]))
 
 
-class SymmetricMemoryEdges:
+class SymmetricMemoryOverlap:
     """PyTorch's asynchronous tensor parallelism: GPUs of a host copy from each other's memory, without kernels that
-    take part of the GPU from the product.
-
-    Scaled operands go the pipelined way.
+    take multiprocessors from the GEMM. Quantised rows use :class:`P2POverlap`.
     """
 
     name = "PyTorch's symmetric memory"
@@ -97,27 +114,27 @@ class SymmetricMemoryEdges:
         # Defines the operators.
         import torch.distributed._symmetric_memory
 
-        self._ranks, self._scaled = ranks, PipelinedEdges(ranks)
+        self._ranks, self._quantized = ranks, P2POverlap(ranks)
         self._operators: Any = torch.ops.symm_mem
 
-    def enter_and_multiply(self, part: Operand, product: RowProduct) -> tuple[Tensor, Operand]:
-        """In one operator."""
-        if product.matrix is None:
-            return self._scaled.enter_and_multiply(part, product)
-        self._ranks.record("all_gather", part.data.nbytes * self._ranks.size)
+    def gather_gemm(
+        self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        if matrix is None:
+            return self._quantized.gather_gemm(rows, gemm, matrix)
+        self._ranks.record("all_gather", rows.data.nbytes * self._ranks.size)
         whole, (output,) = self._operators.fused_all_gather_matmul(
-            part.data, [product.matrix], 0, self._ranks.process_group.group_name
+            rows.data, [matrix], 0, self._ranks.process_group.group_name
         )
-        return output, replace(part, data=whole)
+        return output, rows.with_rows([whole])
 
-    def multiply_and_leave(self, inputs: Operand, product: RowProduct) -> Pending:
-        """In one operator, which adds in the order of ranks."""
-        if product.matrix is None:
-            return self._scaled.multiply_and_leave(inputs, product)
-        width = product.matrix.shape[1]
-        self._ranks.record("reduce_scatter", inputs.data.nbytes // inputs.data.shape[-1] * width)
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+        """The operator adds in the order of ranks."""
+        if matrix is None:
+            return self._quantized.gemm_reduce(inputs, gemm, matrix)
+        self._ranks.record("reduce_scatter", inputs.data.nbytes // inputs.data.shape[-1] * matrix.shape[1])
         output: Tensor = self._operators.fused_matmul_reduce_scatter(
-            inputs.data, product.matrix, "sum", 0, self._ranks.process_group.group_name
+            inputs.data, matrix, "sum", 0, self._ranks.process_group.group_name
         )
         return Pending((), lambda: output)
 
@@ -133,10 +150,10 @@ class Seat:
     backend: str
 
 
-def choose_overlap(ranks: Communicator, device: torch.device) -> EdgeProducts:
-    """The best overlap that all ``ranks`` can do; all of them call it. Layers of Transformer Engine bring their own."""
+def choose_overlap(ranks: Communicator, device: torch.device) -> TPOverlap:
+    """The best overlap that all ``ranks`` support. Collective. Layers of Transformer Engine bring their own."""
     obstacle = _obstacle_to_symmetric_memory(ranks, device)
-    return SymmetricMemoryEdges(ranks) if obstacle is None else PipelinedEdges(ranks, obstacle)
+    return SymmetricMemoryOverlap(ranks) if obstacle is None else P2POverlap(ranks, obstacle)
 
 
 def _obstacle_to_symmetric_memory(ranks: Communicator, device: torch.device) -> str | None:

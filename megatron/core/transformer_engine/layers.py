@@ -60,6 +60,8 @@ class _Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.engine, self.context = engine, context
+        # A recomputed segment sets skip_output in its second run; the module computes its output even then.
+        self.skip_output = False
         for name, info in infos.items():
             assert tuple(getattr(module, name).shape) == info.local_shape, (name, info)
             setattr(module, name, context.empty_parameter(info))
@@ -70,8 +72,13 @@ class _Linear(nn.Module):
         if fp8 is not None:
             fp8.add(infos["weight"].name.removesuffix(".weight"), module)
 
-    def forward(self, inputs: Tensor, *, graph_only: bool = False) -> Tensor:
-        """``[s(/tp), b, in]`` or ``[s, b, in/tp]`` to the output, which is computed with ``graph_only``, too."""
+    @property
+    def last_linear(self) -> "_Linear":
+        """The module itself: a norm with a linear layer is one module."""
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[s(/tp), b, in]`` or ``[s, b, in/tp]`` to the output."""
         if not torch.is_grad_enabled():
             return self.compute(inputs)
         assert inputs.requires_grad
@@ -94,25 +101,21 @@ class _Linear(nn.Module):
         return context
 
 
-class TransformerEngineParts:
-    """Makes the layers (:class:`megatron.core.model.layer.LayerParts`); those that ``overlaps`` are made and run inside
+class TransformerEngineProvider:
+    """Makes the layers (:class:`megatron.core.models.layer.LayerProvider`). With ``overlaps`` they need
     :func:`~megatron.core.transformer_engine.overlap.shared_buffers`."""
 
     def __init__(self, engine: TransformerEngine, overlaps: bool = False) -> None:
         self.engine, self.overlaps = engine, overlaps
 
-    def norm(self, name: str, size: int, epsilon: float, context: LayerContext) -> nn.Module:
-        """Nothing: the column-parallel layer behind it does it."""
-        return nn.Identity()
-
-    def column(
+    def norm_linear(
         self,
+        norm: str,
         name: str,
         input_size: int,
         output_sections: Sequence[int],
         context: LayerContext,
         init_std: float,
-        norm: str,
         epsilon: float,
     ) -> nn.Module:
         """RMSNorm and the product, ``[s(/tp), b, in] -> [s, b, out/tp]``, one ``LayerNormLinear``."""
@@ -138,7 +141,9 @@ class TransformerEngineParts:
         )
         return _Linear(self.engine, module, {"layer_norm_weight": gain, "weight": weight}, context)
 
-    def row(self, name: str, input_size: int, output_size: int, context: LayerContext, init_std: float) -> nn.Module:
+    def row_linear(
+        self, name: str, input_size: int, output_size: int, context: LayerContext, init_std: float
+    ) -> nn.Module:
         """The product and its sum over the ranks, ``[s, b, in/tp] -> [s(/tp), b, out]``, a ``Linear``."""
         parallel = context.parallel
         layout = columns_box(output_size, input_size, parallel.rank, parallel.size)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.config.optimizer import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 

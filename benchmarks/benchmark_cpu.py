@@ -1,0 +1,343 @@
+#!/usr/bin/env python3
+"""Training speed on two CPU cores: one rank, two ranks in each layout, and what one could hope for.
+
+All contenders train the same Llama (6,163,712 parameters, fp32, 16 sequences of 256 tokens a step, AdamW) with one
+thread per rank, in turns within one run, so that the ratios hold on a noisy machine:
+
+    python benchmarks/benchmark_cpu.py [--repeats 5] [--json OUT]
+
+The bound is the step's matrix products and attention alone, as torch computes them. The second bound uses the
+product that our layers use.
+"""
+
+import importlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Before torch reads them, here and in the ranks that this process starts.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.context_parallel import Exchange
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
+from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.ops.matmul import linear
+from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.loss_scaler import LossScaler
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.precision import NumberFormats
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import P2POverlap
+from megatron.core.topology import RankGrid, Topology, single_process
+from megatron.errors import ConfigError
+from megatron.metrics.timers import Timers
+from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.stages import split_evenly
+from megatron.training.initialize import Process, prepare_cpu
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
+from megatron.urls import refuse_urls
+
+CPU = torch.device("cpu")
+BATCH, LENGTH = 16, 256
+MODEL = TransformerConfig(
+    num_layers=6,
+    hidden_size=256,
+    ffn_hidden_size=768,
+    num_attention_heads=16,
+    num_query_groups=16,
+    kv_channels=16,
+    vocab_size=2048,
+    padded_vocab_size=2048,
+    max_position_embeddings=LENGTH,
+)
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """How long to measure."""
+
+    repeats: int = 5
+    """Turns of every contender; the median counts."""
+    steps: int = 2
+    """Steps per turn."""
+    micro_batch_size: int | None = None
+    """Sequences per microbatch for every contender alike (default: the fastest for each)."""
+    rows: str = ""
+    """Measure only the rows whose name contains this, and those that they are compared with."""
+    json: str | None = None
+    """File for the figures."""
+
+    @property
+    def contenders(self) -> "list[Contender]":
+        """What is measured."""
+        chosen = [contender for contender in CONTENDERS if self.rows in contender.name]
+        wanted = {"one rank", *(contender.name for contender in chosen), *(one.reference for one in chosen)}
+        return [contender for contender in CONTENDERS if contender.name in wanted]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A row of the table: its ranks, and a function that builds its step for a rank."""
+
+    name: str
+    ranks: int
+    build: Callable[[int, int], Callable[[], None]]
+    """Makes the step from the micro-batch size and the rank."""
+    micro_batch_size: int = 4
+    """The fastest of 2, 4, 8 and 16 here: small ones stay in the cache, large ones mean fewer collectives. Pipelines
+    have four microbatches to fill them."""
+    reference: str = "one rank"
+    """The row whose speed it is compared with."""
+
+
+def samples(length: int = LENGTH) -> Tensor:
+    """The batch ``[4096 / length, length + 1]``, the same for all; by default 16 sequences."""
+    shape = (BATCH * LENGTH // length, length + 1)
+    return torch.randint(0, MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
+    """A step of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
+    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of
+    ``length``."""
+
+    def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
+        tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
+        length = layout.get("length", LENGTH)
+        config = ParallelConfig(
+            data_parallel_sharding_strategy=layout.get("strategy", "no_shard"),
+            overlap_grad_reduce=layout.get("overlap", False),
+            overlap_param_gather=layout.get("overlap", False) and layout.get("strategy", "no_shard") != "no_shard",
+            ddp_bucket_size=layout.get("bucket_size"),
+            torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
+        )
+        replicas = config.data_parallel_replicas(dp)
+        topology = Topology(RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
+        overlap = P2POverlap(topology.tensor_parallel) if layout.get("tp_overlap", False) else None
+        parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False), overlap)
+        kernel = choose_attention_kernel("auto", CPU, torch.float32)
+        schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
+        placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
+        stages = split_evenly(MODEL.num_layers, pp, placement.num_chunks)
+        chunks = chunks_of_stage(stages, placement, topology.pipeline_parallel.rank)
+        context_parallel = ContextParallel(topology.context_parallel, (layout.get("cp_comm_type", "p2p"),))
+        context = BuildContext(parallel, torch.float32, CPU, kernel, context_parallel=context_parallel)
+        model = build_model(MODEL, context, seed=1, virtual_stages=chunks)
+        executor = build_executor(model, topology, schedule, length, micro_batch_size)
+        data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
+        optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
+        mine = samples(length).view(-1, dp, micro_batch_size, length + 1)[:, topology.data_parallel.rank]
+        places = context_parallel.split.positions(length)
+        parts = [(text[:, places], text[:, places + 1]) for text in mine]
+        microbatches = [
+            {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts
+        ]
+
+        module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology.loss_ranks)
+
+        def step() -> None:
+            train_step(
+                module,
+                iter(microbatches),
+                Hyperparameters(learning_rate=1e-4),
+                num_microbatches=len(microbatches),
+                expected_tokens=BATCH * LENGTH,
+                timers=Timers(0),
+            )
+
+        return step
+
+    return build
+
+
+def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
+    """The same step with our model and torch's AdamW, and nothing of ours around them."""
+    kernel = choose_attention_kernel("auto", CPU, torch.float32)
+    parallel = TensorParallel(single_process().tensor_parallel)
+    model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
+    head = model.head
+    assert head is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    microbatches = samples().split(micro_batch_size)
+
+    def step() -> None:
+        for text in microbatches:
+            losses = head.token_losses(model.chunks[0](text[:, :-1]), text[:, 1:])
+            (losses.sum() / (BATCH * LENGTH)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def transformers_eager(micro_batch_size: int, rank: int) -> Callable[[], None]:
+    """The same step with Hugging Face's Llama and torch's AdamW."""
+    transformers: Any = importlib.import_module("transformers")
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=MODEL.vocab_size,
+            hidden_size=MODEL.hidden_size,
+            intermediate_size=MODEL.ffn_hidden_size,
+            num_hidden_layers=MODEL.num_layers,
+            num_attention_heads=MODEL.num_attention_heads,
+            num_key_value_heads=MODEL.num_query_groups,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=False,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    microbatches = samples().split(micro_batch_size)
+
+    def step() -> None:
+        for text in microbatches:
+            logits = model(input_ids=text[:, :-1]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+            (loss / (BATCH * LENGTH)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def bound(product: Product) -> Callable[[int, int], Callable[[], None]]:
+    """The step's matrix products and attention, forward and backward, and nothing else."""
+
+    def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
+        products = BareProducts(linear_shapes(MODEL), micro_batch_size * LENGTH, product=product)
+        attention = BareAttention(MODEL, micro_batch_size, LENGTH)
+
+        def step() -> None:
+            for _ in range(BATCH // micro_batch_size):
+                for part in (products, attention):
+                    part.forward()
+                    part.backward()
+
+        return step
+
+    return build
+
+
+CONTENDERS = (
+    Contender("bound, torch's matrix product", 1, bound(F.linear)),
+    Contender("bound, our matrix product", 1, bound(linear)),
+    Contender("transformers eager", 1, transformers_eager),
+    Contender("bare model and optimizer", 1, bare),
+    Contender("one rank", 1, ours()),
+    Contender("DP2 no_shard", 2, ours(dp=2)),
+    Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, strategy="optim")),
+    Contender("DP2 optim_grads (ZeRO-2)", 2, ours(dp=2, strategy="optim_grads", bucket_size=10**6), 8),
+    Contender("DP2 no_shard, overlap", 2, ours(dp=2, overlap=True, bucket_size=10**6)),
+    Contender("DP2 optim, overlap", 2, ours(dp=2, strategy="optim", overlap=True, bucket_size=10**6)),
+    Contender("DP2 optim_grads, overlap", 2, ours(dp=2, strategy="optim_grads", overlap=True, bucket_size=10**6), 8),
+    Contender("DP2 FSDP", 2, ours(dp=2, strategy="optim_grads_params"), 8),
+    Contender("DP2 FSDP, overlap", 2, ours(dp=2, strategy="optim_grads_params", overlap=True), 8),
+    Contender("DP2 FSDP, gathered once", 2, ours(dp=2, strategy="optim_grads_params", reshard=False), 8),
+    Contender("TP2", 2, ours(tp=2), 16),
+    Contender("TP2 + sequence parallel", 2, ours(tp=2, sequence_parallel=True), 16),
+    Contender("TP2 + sequence parallel, overlap", 2, ours(tp=2, sequence_parallel=True, tp_overlap=True), 16),
+    *(Contender(f"CP2 {kind}", 2, ours(cp=2, cp_comm_type=kind), 16) for kind in get_args(Exchange)),
+    Contender("one rank, 2048 tokens", 1, ours(length=2048), 1),
+    *(
+        Contender(f"CP2 {kind}, 2048 tokens", 2, ours(cp=2, cp_comm_type=kind, length=2048), 1, "one rank, 2048 tokens")
+        for kind in get_args(Exchange)
+    ),
+    Contender("PP2 1f1b", 2, ours(pp=2)),
+    Contender("PP2 interleaved", 2, ours(pp=2, schedule="interleaved", chunks=3)),
+    Contender("PP2 zb-h1", 2, ours(pp=2, schedule="zb-h1")),
+)
+
+
+def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> None:
+    """Take part in every contender that has a place for this rank; rank 0 writes the seconds per step."""
+    prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    steps: dict[str, Callable[[], None]] = {}
+    for contender in config.contenders:
+        if rank < contender.ranks:
+            try:
+                steps[contender.name] = contender.build(config.micro_batch_size or contender.micro_batch_size, rank)
+            except ImportError:
+                print(f"{contender.name} is left out: the package is not installed", file=sys.stderr)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(config.repeats + 1):
+        for contender in config.contenders:
+            dist.barrier()
+            step = steps.get(contender.name)
+            if step is None:
+                continue
+            start = time.perf_counter()
+            for _ in range(config.steps):
+                step()
+            # The first turn warms up.
+            if repeat > 0:
+                seconds[contender.name].append((time.perf_counter() - start) / config.steps)
+        if rank == 0:
+            print(f"\rturn {repeat} of {config.repeats}", end="", file=sys.stderr, flush=True)
+    if rank == 0:
+        print(file=sys.stderr)
+        Path(output).write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Tokens/s and ratios: medians, ratios turn by turn against one rank on sequences of the same length."""
+    references = {contender.name: seconds[contender.reference] for contender in config.contenders}
+    rows = {}
+    print(f"{'':32}{'tokens/s':>10}{'x one rank':>12}")
+    for name, times in seconds.items():
+        speed = BATCH * LENGTH / median(times)
+        ratio = median(one / mine for one, mine in zip(references[name], times))
+        rows[name] = {"tokens_per_s": speed, "ratio_to_one_rank": ratio, "seconds_per_step": times}
+        print(f"{name:32}{speed:10.0f}{ratio:12.3f}")
+    return {"machine": platform.machine(), "torch": torch.__version__, "flags": asdict(config), "rows": rows}
+
+
+def main() -> None:
+    """Start the ranks, and report."""
+    config = tyro.cli(BenchmarkConfig, description=__doc__)
+    try:
+        refuse_urls({"--json": config.json}, "name a local file")
+    except ConfigError as error:
+        sys.exit(f"ERROR: {error}")
+    with tempfile.TemporaryDirectory() as directory:
+        store, output = str(Path(directory, "store")), str(Path(directory, "seconds.json"))
+        mp.spawn(run_rank, args=(config, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
+        figures = report(config, json.loads(Path(output).read_text()))
+    if config.json is not None:
+        Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

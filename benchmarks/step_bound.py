@@ -1,0 +1,95 @@
+"""What a training step takes at the least: its matrix products and its attention, and nothing else."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.ops.attention_kernels import AttentionKernel, PartialAttention, TorchAttention
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""
+
+
+def linear_shapes(
+    model: TransformerConfig, tensor_parallel_size: int = 1, with_head: bool = True
+) -> list[tuple[int, int]]:
+    """Widths ``(in, out)`` of every linear layer, as one tensor-parallel rank has it."""
+    size = tensor_parallel_size
+    layer = [
+        (model.hidden_size, (model.query_size + 2 * model.key_value_size) // size),
+        (model.query_size // size, model.hidden_size),
+        (model.hidden_size, 2 * model.ffn_hidden_size // size),
+        (model.ffn_hidden_size // size, model.hidden_size),
+    ]
+    head = [(model.hidden_size, model.padded_vocab_size // size)] if with_head else []
+    return layer * model.num_layers + head
+
+
+class BareProducts:
+    """The products of linear layers of ``shapes`` (in, out) with so many tokens; equal shapes share their operands."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        tokens: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        product: Product = F.linear,
+    ) -> None:
+        self._shapes, self._product = shapes, product
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device)
+
+        self._inputs = {shape: random(tokens, shape[0]) for shape in shapes}
+        self._outputs = {shape: random(tokens, shape[1]) for shape in shapes}
+        self._weights = {shape: random(shape[1], shape[0]) for shape in shapes}
+
+    def forward(self) -> None:
+        """Outputs."""
+        for shape in self._shapes:
+            self._product(self._inputs[shape], self._weights[shape])
+
+    def backward(self) -> None:
+        """Gradients of inputs and of weights."""
+        for shape in reversed(self._shapes):
+            self._product(self._outputs[shape], self._weights[shape].t())
+            self._product(self._outputs[shape].t(), self._inputs[shape].t())
+
+
+class BareAttention:
+    """Causal attention of every layer, by torch's own function or a kernel of ours."""
+
+    def __init__(
+        self,
+        model: TransformerConfig,
+        batch: int,
+        length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        tensor_parallel_size: int = 1,
+        kernel: AttentionKernel | None = None,
+    ) -> None:
+        def random(heads: int) -> Tensor:
+            shape = (batch, heads // tensor_parallel_size, length, model.kv_channels)
+            return torch.randn(shape, dtype=dtype, device=device)
+
+        self._num_layers = model.num_layers
+        self._kernel = kernel or TorchAttention()
+        self._query, self._grad = random(model.num_attention_heads), random(model.num_attention_heads)
+        self._key, self._value = random(model.num_query_groups), random(model.num_query_groups)
+        self._attended: list[PartialAttention] = []
+
+    def forward(self) -> None:
+        """Outputs, kept for backward."""
+        for _ in range(self._num_layers):
+            self._attended.append(self._kernel.forward(self._query, self._key, self._value, is_causal=True))
+
+    def backward(self) -> None:
+        """Gradients of queries, keys and values."""
+        while self._attended:
+            attended = self._attended.pop()
+            self._kernel.backward(self._grad, self._query, self._key, self._value, attended, is_causal=True)

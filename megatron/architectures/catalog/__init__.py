@@ -1,0 +1,1 @@
+"""The architectures: each module defines ``ARCHITECTURE``."""

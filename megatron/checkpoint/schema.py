@@ -1,0 +1,123 @@
+"""The schema of the saved state: what a checkpoint holds besides tensors, in every version that can be read.
+
+Every reader of a run's state goes through :func:`upgrade`, which returns the state in today's form:
+
+- a field that was added has its dataclass default where an older checkpoint lacks it. If older code behaved in another
+  way than the default, a migration sets the value that describes it;
+- a field that was renamed, or whose meaning changed, has a migration from the version before the change;
+- a field that was removed is refused by name, unless a migration drops it because its value changed nothing.
+
+To change the schema: raise :data:`FORMAT_VERSION`, add the migration if one is needed, and freeze checkpoints of the
+new version (``python -m tests.checkpoint.frozen_checkpoints``).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, TypeVar
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.errors import CheckpointError
+
+FORMAT_VERSION = 3
+"""Version of the manifest and of the state in it."""
+READABLE_VERSIONS = (2, 3)
+
+T = TypeVar("T")
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataStage:
+    """A part of a run with the same data, from the iteration and sample at which it began."""
+
+    name: str
+    first_iteration: int
+    """Iterations before the stage."""
+    first_sample: int
+    """Samples consumed before the stage."""
+    data: Mapping[str, Any]
+    """The stage's data record (``megatron/data/data_record.py``)."""
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens per sample."""
+        return int(self.data["sequence_length"])
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The state of a run in a checkpoint, without tensors."""
+
+    iteration: int
+    consumed_samples: int
+    optimizer_steps: int
+    has_master_weights: bool
+    architecture: TransformerConfig
+    flags: Mapping[str, Any]
+    """Flags of the run, by group. A converted checkpoint has only some groups."""
+    skipped_samples: int = 0
+    loss_scaler: Mapping[str, float] | None = None
+    """None under a constant loss scale."""
+    lr_schedule: LearningRateSchedule | None = None
+    """None in a checkpoint of weights only."""
+    data_stages: tuple[DataStage, ...] = ()
+    """Data stages up to the current one; empty if the checkpoint recorded or consumed no data."""
+
+    def to_json(self) -> State:
+        """The inverse of :func:`upgrade`."""
+        return dataclasses.asdict(self)
+
+    def flag_group(self, name: str, kind: type[T]) -> T:
+        """The flags of one group; flags that did not exist yet have their defaults."""
+        return _build(kind, dict(self.flags.get(name, {})), f"flag group {name}")
+
+
+def _from_version_2(state: State) -> State:
+    if "schedule" in state:
+        state["lr_schedule"] = state.pop("schedule")
+    return state
+
+
+MIGRATIONS: Mapping[int, Callable[[State], State]] = {2: _from_version_2}
+"""Migration from each version to the next."""
+
+
+def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
+    """Convert a state that was saved in format ``version`` to the current schema.
+
+    Raises :class:`CheckpointError` for a missing field without a default, and for an unknown field.
+    """
+    current = dict(state)
+    for step in range(version, FORMAT_VERSION):
+        current = MIGRATIONS[step](current)
+    for name, kind in (("architecture", TransformerConfig), ("lr_schedule", LearningRateSchedule)):
+        if current.get(name) is not None:
+            current[name] = _build(kind, current[name], name)
+    current["data_stages"] = [_build(DataStage, stage, "data stage") for stage in current.get("data_stages", ())]
+    return _build(SavedState, current, "state")
+
+
+def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """The dataclass ``kind`` from its saved ``values``."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = [f"{name} {value!r}" for name, value in values.items() if name not in fields]
+    if unknown:
+        raise CheckpointError(
+            f"The checkpoint's {where} has {', '.join(unknown)}, which this version of the code does not have: it was "
+            "removed, or added by a newer version; load the checkpoint with the version that saved it."
+        )
+    required = [name for name, field in fields.items() if field.default is MISSING and field.default_factory is MISSING]
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint's {where} lacks {', '.join(missing)}: use a checkpoint that training or "
+            "tools/convert_checkpoint.py saved."
+        )
+    return kind(**{name: _as_tuple(value) for name, value in values.items()})
+
+
+def _as_tuple(value: Any) -> Any:
+    """Convert JSON lists to tuples."""
+    return tuple(value) if isinstance(value, list) else value

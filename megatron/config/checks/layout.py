@@ -1,0 +1,142 @@
+"""Checks of the parallel layout against the model and the number of processes."""
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES
+from megatron.errors import ConfigError
+from megatron.schedules.registry import SCHEDULES
+
+if TYPE_CHECKING:
+    from megatron.config.run import RunConfig
+
+
+def check_tensor_parallel(run: "RunConfig", world_size: int) -> None:
+    size = run.parallel.tensor_model_parallel_size
+    model = run.model.resolve(1, size, run.data.seq_length or 1)
+    for flag, value in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--num-query-groups", model.num_query_groups),
+        ("--ffn-hidden-size", model.ffn_hidden_size),
+    ):
+        if value % size:
+            raise ConfigError(
+                f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}: lower the latter to a "
+                f"divisor of {value}, or change the former."
+            )
+    if run.parallel.sequence_parallel and run.data.seq_length is not None and run.data.seq_length % size:
+        raise ConfigError(
+            f"--sequence-parallel needs --seq-length {run.data.seq_length} to be divisible by "
+            f"--tensor-model-parallel-size {size}: change one of them."
+        )
+
+
+def check_tensor_parallel_overlap(run: "RunConfig", world_size: int) -> None:
+    size = run.parallel.tensor_model_parallel_size
+    if size == 1 or not run.parallel.tp_comm_overlap:
+        return
+    if not run.parallel.sequence_parallel:
+        raise ConfigError(
+            f"--tp-comm-overlap with --tensor-model-parallel-size {size} needs --sequence-parallel: add it, or remove "
+            "--tp-comm-overlap."
+        )
+
+
+def check_context_parallel(run: "RunConfig", world_size: int) -> None:
+    parallel = run.parallel
+    size, tensor_size = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    model = run.model.resolve(1, tensor_size, run.data.seq_length or 1)
+    types = " ".join(parallel.cp_comm_type)
+    if len(parallel.cp_comm_type) not in (1, model.num_layers):
+        raise ConfigError(
+            f"--cp-comm-type {types} has {len(parallel.cp_comm_type)} types for {model.num_layers} layers: use one for "
+            "all layers, or one per layer."
+        )
+    if size == 1:
+        return
+    length = run.data.seq_length
+    parts = math.lcm(2 * size, size * tensor_size) if parallel.sequence_parallel else 2 * size
+    if length is not None and length % parts:
+        by = " and --sequence-parallel" if parallel.sequence_parallel and tensor_size > 1 else ""
+        raise ConfigError(
+            f"--seq-length {length} is not divisible by {parts}, as --context-parallel-size {size}{by} requires: "
+            "change one of them."
+        )
+    heads = model.num_query_groups // tensor_size
+    for name in dict.fromkeys(parallel.cp_comm_type):
+        spec = CONTEXT_PARALLEL_TYPES[name]
+        sizes = spec.level_sizes(size, parallel.hierarchical_context_parallel_sizes)
+        divided_by = f"--context-parallel-size {size}"
+        if len(sizes) > 1:
+            divided_by = f"the first of --hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
+        if heads % spec.head_divisor(sizes):
+            raise ConfigError(
+                f"--cp-comm-type {name} needs the {heads} key-value heads of a rank to be divisible by {divided_by}: "
+                "use p2p or allgather, or a smaller size."
+            )
+
+
+def check_pipeline(run: "RunConfig", world_size: int) -> None:
+    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    run.pipeline.check_stages(model.num_layers, run.parallel.pipeline_model_parallel_size)
+
+
+def check_data_parallel(run: "RunConfig", world_size: int) -> None:
+    data_parallel = run.data_parallel_size(world_size)
+    instances = run.parallel.num_distributed_optimizer_instances
+    if run.parallel.sharding_strategy == "no_shard" and instances > 1:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} needs a sharded strategy: add "
+            "--use-distributed-optimizer, or remove the flag."
+        )
+    if data_parallel % instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size "
+            f"{data_parallel}: use one of its divisors."
+        )
+
+
+def check_fully_sharded(run: "RunConfig", world_size: int) -> None:
+    stages = run.parallel.pipeline_model_parallel_size
+    copies = run.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    shards = copies // run.parallel.num_distributed_optimizer_instances
+    if run.parallel.sharding_strategy != "optim_grads_params" or stages == 1 or shards == 1:
+        return
+    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    schedule = run.pipeline.schedule(model.num_layers, stages)
+    if SCHEDULES[schedule].placement == "v" and not model.untie_embeddings_and_output_weights:
+        raise ConfigError(
+            f"--pipeline-schedule {schedule} places a tied embedding in two chunks of the first pipeline rank, which "
+            "optim_grads_params does not support (docs/data_parallel.md): use another schedule, another "
+            "--data-parallel-sharding-strategy, or --untie-embeddings-and-output-weights."
+        )
+
+
+def check_activations(run: "RunConfig", world_size: int) -> None:
+    activations, parallel = run.activations, run.parallel
+    size = parallel.tensor_model_parallel_size
+    model = run.model.resolve(1, size, run.data.seq_length or 1)
+    stages = run.pipeline.virtual_stages(model.num_layers, parallel.pipeline_model_parallel_size)
+    layers = max(len(stage.layers) for stage in stages)
+    for flag, count in (
+        ("--recompute-num-layers", activations.recompute_num_layers),
+        ("--cpu-offloading-num-layers", activations.cpu_offloading_num_layers),
+    ):
+        if count is not None and count > layers:
+            raise ConfigError(f"{flag} {count} exceeds the {layers} layers of a pipeline chunk: lower it.")
+    if activations.distribute_saved_activations:
+        _check_distributed_activations(run, size, model.hidden_size)
+
+
+def _check_distributed_activations(run: "RunConfig", size: int, hidden_size: int) -> None:
+    flag, sizes = "--distribute-saved-activations", f"--tensor-model-parallel-size {size}"
+    if run.parallel.sequence_parallel:
+        raise ConfigError(f"{flag} has no effect with --sequence-parallel, which already shards the inputs: remove it.")
+    if size == 1:
+        raise ConfigError(
+            f"{flag} needs more than one tensor-parallel rank, not {sizes}: remove it, or raise the latter."
+        )
+    if hidden_size % size:
+        raise ConfigError(
+            f"{flag} needs --hidden-size {hidden_size} to be divisible by {sizes}: change one, or remove {flag}."
+        )

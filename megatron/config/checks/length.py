@@ -1,0 +1,107 @@
+"""Checks of required flags, of data, and of the length of a run and what happens on the way."""
+
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.run import RunConfig
+
+
+def check_required(run: "RunConfig", world_size: int) -> None:
+    required = {
+        "--seq-length": run.data.seq_length,
+        "--micro-batch-size": run.training.micro_batch_size,
+        "--lr": run.learning_rate.lr if not run.validation.skip_train else 0.0,
+        "--train-iters (or --train-samples)": run.training.train_iters or run.training.train_samples,
+    }
+    for flag, value in required.items():
+        if value is None:
+            raise ConfigError(f"{flag} is missing: set it.")
+
+
+def check_data_source(run: "RunConfig", world_size: int) -> None:
+    if not run.data.sources:
+        raise ConfigError("No corpus: set --data-path to a tokenized corpus, or add --mock-data.")
+    if run.tokenizer.tokenizer_type is None and not run.data.mock_data:
+        raise ConfigError("--tokenizer-type is missing: set it to the tokenizer of the corpus of --data-path.")
+    if run.tokenizer.tokenizer_type is None and run.mock_vocab_size is None:
+        raise ConfigError(
+            "--mock-data without a tokenizer needs a vocabulary size: add --vocab-size, or a Llama 2 or 3 preset with "
+            "--model."
+        )
+
+
+def check_loader_timeout(run: "RunConfig", world_size: int) -> None:
+    minutes = run.parallel.distributed_timeout_minutes
+    if world_size > 1 and run.dataloader_timeout >= minutes * 60:
+        raise ConfigError(
+            f"--dataloader-timeout {run.dataloader_timeout:.0f} s must be shorter than --distributed-timeout-minutes "
+            f"{minutes:g}, after which collectives of the other ranks fail: lower the former or raise the latter."
+        )
+
+
+def check_length(run: "RunConfig", world_size: int) -> None:
+    in_samples = run.training.train_samples is not None
+    iteration_flags = {
+        "--lr-decay-iters": run.learning_rate.lr_decay_iters,
+        "--lr-warmup-iters": run.learning_rate.lr_warmup_iters or None,
+        "--lr-wsd-decay-iters": run.learning_rate.lr_wsd_decay_iters,
+    }
+    sample_flags = {
+        "--lr-decay-samples": run.learning_rate.lr_decay_samples,
+        "--lr-warmup-samples": run.learning_rate.lr_warmup_samples or None,
+        "--lr-wsd-decay-samples": run.learning_rate.lr_wsd_decay_samples,
+    }
+    length, wrong = ("--train-samples", iteration_flags) if in_samples else ("--train-iters", sample_flags)
+    for flag, value in wrong.items():
+        if value is not None:
+            unit = "samples" if in_samples else "iters"
+            raise ConfigError(f"{flag} cannot be combined with {length}: use {flag.rsplit('-', 1)[0]}-{unit}.")
+
+
+def check_profile(run: "RunConfig", world_size: int) -> None:
+    missing = [rank for rank in run.logging.profile_ranks if not 0 <= rank < world_size]
+    if missing:
+        raise ConfigError(f"--profile-ranks {missing[0]} is not a rank of this run: use 0 to {world_size - 1}.")
+    if run.logging.use_pytorch_profiler and run.logging.tensorboard_dir is None and run.checkpoint.save is None:
+        raise ConfigError("--use-pytorch-profiler needs a directory for its traces: add --tensorboard-dir or --save.")
+    if run.logging.profile_pipeline is None:
+        return
+    if run.validation.skip_train:
+        raise ConfigError("--profile-pipeline and --skip-train exclude each other: remove one of them.")
+    iteration, length = run.logging.profile_pipeline_iteration, run.training.train_iters
+    if length is not None and length < iteration:
+        raise ConfigError(
+            f"--profile-pipeline records iteration {iteration}, which is after --train-iters {length}: lower "
+            "--profile-pipeline-iteration, or raise --train-iters."
+        )
+
+
+def check_data_stage(run: "RunConfig", world_size: int) -> None:
+    if run.data.new_data_stage is not None and run.validation.skip_train:
+        raise ConfigError(
+            f"--new-data-stage {run.data.new_data_stage} and --skip-train exclude each other: remove one of them."
+        )
+
+
+def check_evaluation_batch(run: "RunConfig", world_size: int) -> None:
+    size, ranks = run.validation.eval_global_batch_size, run.data_parallel_size(world_size)
+    unit = run.micro_batch_size * ranks
+    if size is not None and size % unit:
+        raise ConfigError(
+            f"--eval-global-batch-size {size} is not divisible by --micro-batch-size {run.micro_batch_size} x "
+            f"data-parallel size {ranks}: use a multiple of {unit}."
+        )
+
+
+def check_dry_run(run: "RunConfig", world_size: int) -> None:
+    if not run.dry_run.dry_run:
+        return
+    for flag, is_given, reason in (
+        ("--use-checkpoint-args", run.checkpoint.use_checkpoint_args, "reads no checkpoint"),
+        ("--skip-train", run.validation.skip_train, "simulates a training step"),
+        ("--cpu-offloading-num-layers", run.activations.cpu_offloading_num_layers > 0, "cannot separate host memory"),
+    ):
+        if is_given:
+            raise ConfigError(f"{flag} is not supported by --dry-run, which {reason}: remove one of them.")

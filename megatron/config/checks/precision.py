@@ -1,0 +1,48 @@
+"""Checks of number formats against the optimizer and the sizes of the model."""
+
+from typing import TYPE_CHECKING
+
+from megatron.config.precision import FP8_UNITS, PrecisionConfig
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.run import RunConfig
+
+
+def check_formats(run: "RunConfig", world_size: int) -> None:
+    if run.precision.fp64 and run.optimizer.use_precision_aware_optimizer:
+        raise ConfigError("--fp64 and --use-precision-aware-optimizer exclude each other: remove one of them.")
+
+
+def check_fp8(run: "RunConfig", world_size: int) -> None:
+    if run.precision.fp8_format is None:
+        return
+    unit = FP8_UNITS[run.precision.fp8_recipe]
+    size, context_size = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
+    length, samples = run.data.seq_length or unit, run.training.micro_batch_size or unit
+    model = run.model.resolve(1, size, length)
+    on_each_rank = {
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size / --tensor-model-parallel-size": model.ffn_hidden_size // size,
+        "--num-attention-heads x --kv-channels / --tensor-model-parallel-size": model.query_size // size,
+        "(--num-attention-heads + 2 x --num-query-groups) x --kv-channels / --tensor-model-parallel-size": (
+            (model.query_size + 2 * model.key_value_size) // size
+        ),
+        "--micro-batch-size x --seq-length / --context-parallel-size": samples * length // context_size,
+    }
+    for formula, value in on_each_rank.items():
+        if value % unit:
+            raise ConfigError(
+                f"--fp8-format needs sizes that are multiples of {unit}, but {formula} is {value}: change one of them, "
+                "or remove --fp8-format."
+            )
+    _check_layers_in_bf16(run.precision, model.num_layers)
+
+
+def _check_layers_in_bf16(precision: PrecisionConfig, num_layers: int) -> None:
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if precision.first_last_layers_bf16 and start + end >= num_layers:
+        raise ConfigError(
+            f"--first-last-layers-bf16 keeps {start} + {end} of {num_layers} layers in bf16 and leaves none for "
+            "--fp8-format: lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format."
+        )

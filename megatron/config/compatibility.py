@@ -1,0 +1,115 @@
+"""Flags of Megatron-LM that are accepted and change nothing."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from megatron.errors import ConfigError
+
+REFUSALS = {
+    "use_rotary_position_embeddings": "Llama has rotary position embeddings",
+    "position_embedding": "Llama has rotary position embeddings, not learned ones",
+    "rotary_percent": "Llama rotates the whole head",
+    "swiglu": "Llama's MLP is SwiGLU",
+    "disable_bias_linear": "Llama's linear layers have no bias",
+    "hidden_dropout": "Llama has no dropout",
+    "attention_dropout": "Llama has no dropout",
+    "use_flash_attn": "--attention-backend local chooses the reference kernel",
+    "use_mcore_models": "there is one implementation of the model",
+    "cross_entropy_loss_fusion": "there is one implementation of the loss",
+    "attention_softmax_in_fp32": "every attention kernel computes its softmax in fp32",
+    "calculate_per_token_loss": "a mean of microbatch means would depend on the layout",
+    "te_rng_tracker": "training draws no random numbers",
+    "use_cpu_initialization": "initial weights are the same in every layout",
+    "accumulate_allreduce_grads_in_fp32": "gradients are accumulated in fp32",
+    "disable_gloo_process_groups": "no gloo process groups are needed beside NCCL's",
+    "ckpt_fully_parallel_save": "every rank saves its own part",
+    "dist_ckpt_optim_fully_reshardable": "the optimizer state loads in every layout",
+    "verify_integrity": "every file is compared with its digest before it is loaded",
+    "log_timers_to_tensorboard": "TensorBoard and wandb receive the timers of --timing-log-level",
+    "log_validation_ppl_to_tensorboard": "TensorBoard and wandb receive the validation perplexity",
+    "create_attention_mask_in_dataloader": "attention kernels build the causal mask",
+}
+"""Why any other value of a field is refused. Fields that are not listed accept both forms, or have one value."""
+
+
+@dataclass(frozen=True)
+class CompatibilityConfig:
+    """Accepted for Megatron-LM compatibility; no effect. They state what this code always does."""
+
+    position_embedding_type: Literal["rope"] = "rope"
+    """Accepted for Megatron-LM compatibility; no effect."""
+    use_rotary_position_embeddings: bool = True
+    """Accepted for Megatron-LM compatibility; no effect."""
+    position_embedding: bool = False
+    """Accepted for Megatron-LM compatibility as --no-position-embedding; no effect."""
+    rotary_percent: float = 1.0
+    """Accepted for Megatron-LM compatibility; no effect. The whole head is rotated."""
+    normalization: Literal["RMSNorm"] = "RMSNorm"
+    """Accepted for Megatron-LM compatibility; no effect."""
+    swiglu: bool = True
+    """Accepted for Megatron-LM compatibility; no effect."""
+    disable_bias_linear: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. Linear layers have no bias."""
+    hidden_dropout: float = 0.0
+    """Accepted for Megatron-LM compatibility; no effect."""
+    attention_dropout: float = 0.0
+    """Accepted for Megatron-LM compatibility; no effect."""
+    use_flash_attn: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. --attention-backend chooses the kernel."""
+    use_mcore_models: bool = True
+    """Accepted for Megatron-LM compatibility; no effect."""
+    cross_entropy_loss_fusion: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. The loss never allocates fp32 logits of a whole microbatch."""
+    attention_softmax_in_fp32: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. The softmax is in fp32 (fp64 under --fp64)."""
+    bias_dropout_fusion: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. There is no bias and no dropout."""
+    masked_softmax_fusion: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. --attention-backend chooses the kernel."""
+    persist_layer_norm: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. There is no LayerNorm."""
+    cuda_graph_impl: Literal["none"] = "none"
+    """Accepted for Megatron-LM compatibility; no effect. CUDA graphs are not used."""
+    calculate_per_token_loss: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. The loss is the mean over all unmasked tokens of the global
+    batch."""
+    rerun_mode: Literal["disabled"] = "disabled"
+    """Accepted for Megatron-LM compatibility; no effect. No iteration is run twice to compare its results."""
+    te_rng_tracker: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. Training draws no random numbers."""
+    use_cpu_initialization: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. Initial weights are the same in every layout; they are
+    computed on the training device."""
+    main_params_dtype: Literal["fp32"] = "fp32"
+    """Accepted for Megatron-LM compatibility; no effect. Master weights are fp32."""
+    accumulate_allreduce_grads_in_fp32: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. --main-grads-dtype and --grad-reduce-in-bf16 choose formats
+    other than fp32."""
+    disable_gloo_process_groups: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. On GPUs all process groups are NCCL's."""
+    create_attention_mask_in_dataloader: bool = False
+    """Accepted for Megatron-LM compatibility as --no-create-attention-mask-in-dataloader; no effect. Attention kernels
+    build the causal mask."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Accepted for Megatron-LM compatibility; no effect. A checkpoint is safetensors files and a manifest, and loads in
+    every layout. Megatron-LM cannot read it, and Megatron-LM's checkpoints cannot be loaded."""
+    ckpt_fully_parallel_save: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. Every rank saves its own part."""
+    dist_ckpt_optim_fully_reshardable: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. The optimizer state loads in every layout."""
+    verify_integrity: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. Every file is compared with its digest before it is loaded."""
+    log_timers_to_tensorboard: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. TensorBoard and wandb receive the timers of
+    --timing-log-level."""
+    log_validation_ppl_to_tensorboard: bool = True
+    """Accepted for Megatron-LM compatibility; no effect. TensorBoard and wandb receive the validation perplexity."""
+
+    def check(self) -> None:
+        for field in fields(self):
+            value, flag = getattr(self, field.name), field.name.replace("_", "-")
+            if value != field.default and field.name in REFUSALS:
+                spelling = (
+                    f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag if value else 'no-' + flag}"
+                )
+                raise ConfigError(f"{spelling} is not supported, because {REFUSALS[field.name]}: remove it.")

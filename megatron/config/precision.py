@@ -1,0 +1,142 @@
+"""Flags for number formats."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least, require_positive
+
+PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
+"""Precisions in which the model computes."""
+
+FP8_UNITS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""Sizes of FP8 matrices must be multiples of this, by recipe."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Precision; the default is fp32."""
+
+    bf16: bool = False
+    """Compute in bf16, with master weights and by default gradients in fp32."""
+    fp16: bool = False
+    """Compute in fp16 with a loss scale, with master weights and by default gradients in fp32."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """Compute the linear layers of the transformer layers in FP8, and everything else in bf16 (needs --bf16): e4m3, or
+    hybrid with e4m3 for inputs and weights and e5m2 for output gradients. See docs/precision.md."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
+    """FP8 scaling: from the tensor's amax in past steps (delayed), or from its current amax (tensorwise). blockwise
+    (Hopper) and mxfp8 (Blackwell) have a scale per block and need --transformer-impl transformer_engine."""
+    fp8_margin: int = 0
+    """Delayed scaling: divide the scale by two to this power."""
+    fp8_amax_history_len: int = 1
+    """Delayed scaling: steps in the amax history (1024 is common)."""
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    """Delayed scaling: compute the scale from the most recent or the largest amax of the history."""
+    first_last_layers_bf16: bool = False
+    """Compute the linear layers of the first and the last transformer layers in bf16 under --fp8-format."""
+    num_layers_at_start_in_bf16: int = 1
+    """Number of first layers in bf16, with --first-last-layers-bf16."""
+    num_layers_at_end_in_bf16: int = 1
+    """Number of last layers in bf16, with --first-last-layers-bf16."""
+    fp64: bool = False
+    """Compute everything in fp64, to verify that every layout equals one process to 1e-9."""
+    loss_scale: float | None = None
+    """Constant loss scale, preferably a power of 2 (default: dynamic with --fp16, otherwise 1)."""
+    initial_loss_scale: float = 2.0**32
+    """Initial value of the dynamic loss scale of --fp16."""
+    min_loss_scale: float = 1.0
+    """Minimum of the dynamic loss scale of --fp16."""
+    loss_scale_window: int = 1000
+    """Consecutive updates without an overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Halve the dynamic loss scale at this many overflows after it has doubled, and at every later one."""
+    grad_reduce_in_bf16: bool = False
+    """Reduce gradients over data-parallel ranks in bf16: half the communication, with less precision. Microbatches
+    still accumulate in --main-grads-dtype."""
+
+    def check(self) -> None:
+        self._check_loss_scale()
+        given = [flag for flag, on in (("--bf16", self.bf16), ("--fp16", self.fp16), ("--fp64", self.fp64)) if on]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} exclude each other: remove one of them.")
+        if self.fp64 and self.grad_reduce_in_bf16:
+            raise ConfigError("--fp64 and --grad-reduce-in-bf16 exclude each other: remove one of them.")
+        self._check_fp8()
+
+    def _check_loss_scale(self) -> None:
+        require_positive(
+            {
+                "--loss-scale": self.loss_scale,
+                "--initial-loss-scale": self.initial_loss_scale,
+                "--min-loss-scale": self.min_loss_scale,
+            }
+        )
+        require_at_least(1, {"--loss-scale-window": self.loss_scale_window, "--hysteresis": self.hysteresis})
+        defaults = PrecisionConfig()
+        rules = {
+            "--initial-loss-scale": self.initial_loss_scale != defaults.initial_loss_scale,
+            "--min-loss-scale": self.min_loss_scale != defaults.min_loss_scale,
+            "--loss-scale-window": self.loss_scale_window != defaults.loss_scale_window,
+            "--hysteresis": self.hysteresis != defaults.hysteresis,
+        }
+        changed = [flag for flag, is_changed in rules.items() if is_changed]
+        if changed and not self.fp16:
+            raise ConfigError(
+                f"{changed[0]} needs the dynamic loss scale of --fp16: add --fp16, or remove {changed[0]}."
+            )
+        if changed and self.loss_scale is not None:
+            raise ConfigError(
+                f"{changed[0]} needs a dynamic loss scale, but --loss-scale {self.loss_scale} is constant: remove one "
+                "of them."
+            )
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale {self.initial_loss_scale}: "
+                "change one of them."
+            )
+
+    def _check_fp8(self) -> None:
+        require_at_least(1, {"--fp8-amax-history-len": self.fp8_amax_history_len})
+        require_at_least(
+            0,
+            {
+                "--fp8-margin": self.fp8_margin,
+                "--num-layers-at-start-in-bf16": self.num_layers_at_start_in_bf16,
+                "--num-layers-at-end-in-bf16": self.num_layers_at_end_in_bf16,
+            },
+        )
+        default = PrecisionConfig()
+        delayed = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+        ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        for needed, is_there, names in (
+            ("--fp8-format", self.fp8_format is not None, ("fp8_recipe", *delayed, "first_last_layers_bf16", *ends)),
+            ("--fp8-recipe delayed", self.fp8_recipe == "delayed", delayed),
+            ("--first-last-layers-bf16", self.first_last_layers_bf16, ends),
+        ):
+            for name in names:
+                if not is_there and getattr(self, name) != getattr(default, name):
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} needs {needed}: add it, or remove --{name.replace('_', '-')}."
+                    )
+        if self.fp8_format is not None and not self.bf16:
+            remedy = "add --bf16" if self.name == "fp32" else f"use --bf16 instead of --{self.name}"
+            raise ConfigError(f"--fp8-format {self.fp8_format} needs bf16 outside of the linear layers: {remedy}.")
+
+    @property
+    def has_dynamic_loss_scale(self) -> bool:
+        return self.fp16 and self.loss_scale is None
+
+    @property
+    def name(self) -> PrecisionName:
+        """Precision of the model."""
+        if self.fp64:
+            return "fp64"
+        if self.fp16:
+            return "fp16"
+        return "bf16" if self.bf16 else "fp32"
+
+    @property
+    def product_name(self) -> PrecisionName | Literal["fp8"]:
+        """Precision of the linear layers, which decides the peak FLOP/s for MFU."""
+        return self.name if self.fp8_format is None else "fp8"

@@ -1,0 +1,80 @@
+"""Which kernels a run uses, from its flags and its device."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from megatron.config.run import RunConfig
+from megatron.core.communication import Communicator
+from megatron.core.kernels.choice import Choice
+from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
+from megatron.core.ops.attention import AttentionShape
+from megatron.core.precision import number_formats
+from megatron.core.topology import Topology
+from megatron.core.transformer_engine.overlap import shared_buffers
+from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
+from megatron.errors import ConfigError, RankError
+
+
+def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Kernels:
+    """The kernel of each operation on this rank."""
+    size = topology.tensor_parallel.size
+    model = config.model.resolve(vocab_size, size, config.seq_length)
+    formats = number_formats(config.precision, config.optimizer)
+    setting = Setting(
+        topology.device,
+        formats.weight,
+        formats.gradient,
+        AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
+        needs_log_sum_exp=needs_log_sum_exp(config, topology),
+        attention_backend=config.model.attention_backend,
+        engine=find_transformer_engine(config, topology),
+    )
+    return choose_kernels(config.kernels, setting)
+
+
+def check_kernels_agree(choices: Sequence[Choice], world: Communicator) -> None:
+    """Refuse ranks that chose different kernels, because of their packages, compilers or GPUs: tensors that
+    tensor-parallel ranks replicate would drift apart."""
+    for rank, others in enumerate(world.all_gather_object(choices)):
+        for mine, other in zip(choices, others, strict=True):
+            if mine.implementation != other.implementation:
+                raise ConfigError(
+                    f"The {mine.operation} kernel differs among ranks: on rank {world.rank} {mine.implementation} "
+                    f"({mine.reason}), on rank {rank} {other.implementation} ({other.reason}): install the same "
+                    f"packages on all hosts, or choose one with --kernel {mine.operation}={mine.implementation}."
+                )
+
+
+def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
+    """Whether the attention kernel must return the log-sum-exp: needed to merge partial outputs (context parallelism)
+    and for CPU offload, which cannot move a kernel's private autograd graph."""
+    return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
+
+
+def find_transformer_engine(config: RunConfig, topology: Topology) -> TransformerEngine | None:
+    """Transformer Engine, if ``--transformer-impl`` asks for it."""
+    if config.model.transformer_impl == "local":
+        return None
+    try:
+        return TransformerEngine.find(topology.device)
+    except UnavailableError as error:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine needs that package, which {error}: install requirements-cuda.txt "
+            "on a machine with a GPU, or use --transformer-impl local."
+        ) from error
+
+
+def share_buffers(config: RunConfig, topology: Topology, engine: TransformerEngine | None, at_end: ExitStack) -> None:
+    """Allocate Transformer Engine's user buffers for --tp-comm-overlap, which ``at_end`` frees. Collective."""
+    ranks = topology.tensor_parallel
+    if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
+        return
+    rows = config.micro_batch_size * config.seq_length // topology.grid.cp
+    hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size
+    try:
+        at_end.enter_context(shared_buffers(engine, config.precision, ranks, rows, hidden_size))
+    except UnavailableError as error:
+        raise RankError(
+            f"--tp-comm-overlap with --transformer-impl transformer_engine needs that package, which on rank "
+            f"{topology.rank} {error}: fix this, use --transformer-impl local, or remove --tp-comm-overlap."
+        ) from error

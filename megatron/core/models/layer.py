@@ -1,0 +1,264 @@
+"""One transformer layer: norm, attention, norm, MLP, with two residual connections.
+
+Shapes: ``s`` sequence length, ``b`` sequences, ``h`` hidden size, ``n`` query heads in ``g`` groups, ``d`` head size,
+``f`` MLP width. Context parallelism divides ``s`` by ``cp``, sequence parallelism by ``tp`` outside parallel regions;
+without it read ``s/(cp tp)`` as ``s/cp``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.kernels.selection import LayerKernels
+from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
+from megatron.core.ops.attention_kernels import AttentionKernel
+from megatron.core.ops.documents import Documents
+from megatron.core.ops.norm import rms_norm
+from megatron.core.ops.rope import apply_rotary
+from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
+from megatron.core.parameter import ParameterInfo, sharded_boxes
+from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
+
+
+class LayerProvider(Protocol):
+    """Makes the linear layers of a transformer layer and the norms before them: our own, or a backend's. The weights
+    have the same names, facts and layout in each."""
+
+    def norm_linear(
+        self,
+        norm: str,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: "BuildContext",
+        init_std: float,
+        epsilon: float,
+    ) -> nn.Module:
+        """The norm named ``norm`` and the column-parallel layer ``name`` behind it."""
+
+    def row_linear(
+        self, name: str, input_size: int, output_size: int, context: "BuildContext", init_std: float
+    ) -> nn.Module:
+        """A row-parallel layer."""
+
+
+@dataclass(frozen=True)
+class BuildContext(LayerContext):
+    """What layers are built with: beside :class:`LayerContext` the kernels, the ranks that share a sequence, and who
+    provides linear layers."""
+
+    attention_kernel: AttentionKernel
+    provider: LayerProvider = field(default_factory=lambda: LocalProvider(), kw_only=True)
+    context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
+    kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
+
+    def of_layer(self, layer: int, num_layers: int) -> "BuildContext":
+        """The context of one layer: the first and last may be excepted from FP8."""
+        if self.fp8 is None or self.fp8.includes(layer, num_layers):
+            return self
+        return replace(self, fp8=None)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a gain, replicated over the tensor-parallel ranks: ``[..., h] -> [..., h]``."""
+
+    def __init__(
+        self, name: str, size: int, epsilon: float, context: BuildContext, gradient_is_partial: bool | None = None
+    ) -> None:
+        super().__init__()
+        if gradient_is_partial is None:
+            # Each rank sees its part of the sequence.
+            gradient_is_partial = context.parallel.sequence_parallel
+        self.epsilon, self.kernel = epsilon, context.kernels.rms_norm
+        info = ParameterInfo(
+            f"{name}.weight",
+            *sharded_boxes((size,), (), rank=0, size=1),
+            init_std=None,
+            weight_decay=False,
+            tensor_parallel_sharded=False,
+            gradient_is_partial=gradient_is_partial,
+        )
+        self.weight = context.empty_parameter(info)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.epsilon, self.kernel)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of every query head and every key head, each with one gain ``[d]`` for all heads (QK-norm; Henry et al.,
+    arXiv 2010.04245, with RMSNorm as in Qwen3)."""
+
+    def __init__(self, name: str, shape: AttentionShape, epsilon: float, context: BuildContext) -> None:
+        super().__init__()
+        self.shape = shape
+        # Each tensor-parallel rank has some of the heads, so its gradient of a gain is a partial sum.
+        is_partial = context.parallel.size > 1
+        self.q_layernorm = RMSNorm(f"{name}.q_layernorm", shape.head_size, epsilon, context, is_partial)
+        self.k_layernorm = RMSNorm(f"{name}.k_layernorm", shape.head_size, epsilon, context, is_partial)
+
+    def forward(self, qkv: Tensor) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
+        shape = self.shape
+        heads = qkv.unflatten(-1, (-1, shape.head_size))  # [s/cp, b, (n + 2g) / tp, d]
+        query, key, value = heads.split((shape.query_heads, shape.key_value_heads, shape.key_value_heads), dim=2)
+        normed = (self.q_layernorm(query), self.k_layernorm(key), value)
+        return torch.cat(normed, dim=2).flatten(2)  # [s/cp, b, (n + 2g) d / tp]
+
+
+class NormLinear(nn.Module):
+    """RMSNorm and the column-parallel GEMM behind it."""
+
+    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.last_linear = norm, linear
+
+    def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
+        output: Tensor = self.last_linear(self.norm(x))  # [s/cp, b, out/tp]
+        return output
+
+
+class LocalProvider:
+    """The layers of :mod:`megatron.core.tensor_parallel.layers`."""
+
+    def norm_linear(
+        self,
+        norm: str,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: BuildContext,
+        init_std: float,
+        epsilon: float,
+    ) -> nn.Module:
+        return NormLinear(
+            RMSNorm(norm, input_size, epsilon, context),
+            ColumnParallelLinear(name, input_size, output_sections, context, init_std),
+        )
+
+    def row_linear(
+        self, name: str, input_size: int, output_size: int, context: BuildContext, init_std: float
+    ) -> nn.Module:
+        return RowParallelLinear(name, input_size, output_size, context, init_std)
+
+
+class SelfAttention(nn.Module):
+    """Causal grouped-query attention; the heads are divided over the tensor-parallel ranks."""
+
+    def __init__(self, layer: int, config: TransformerConfig, context: BuildContext) -> None:
+        super().__init__()
+        name, tp = f"layers.{layer}.self_attention", context.parallel.size
+        self.shape = AttentionShape(config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels)
+        self.rotate = context.kernels.rotate
+        self.norm_qkv = context.provider.norm_linear(
+            f"layers.{layer}.input_layernorm",
+            f"{name}.linear_qkv",
+            config.hidden_size,
+            (config.query_size, config.key_value_size, config.key_value_size),
+            context,
+            config.init_method_std,
+            config.norm_epsilon,
+        )
+        sections = (config.query_size, config.key_value_size, config.key_value_size)
+        self.qkv_bias = Bias(f"{name}.linear_qkv", sections, context) if config.add_qkv_bias else nn.Identity()
+        self.qk_norm = (
+            HeadNorm(name, self.shape, config.norm_epsilon, context) if config.qk_layernorm else nn.Identity()
+        )
+        self.attend_proj = AttentionProjection(
+            self.shape,
+            context.context_parallel.attention(layer, context.attention_kernel),
+            context.provider.row_linear(
+                f"{name}.linear_proj", config.query_size, config.hidden_size, context, residual_init_std(config)
+            ),
+        )
+
+    def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]
+        qkv = self.qk_norm(self.qkv_bias(self.norm_qkv(x)))  # [s/cp, b, (n + 2g) d / tp]
+        qkv = apply_rotary(qkv, rotary, self.shape.rotated_size, self.rotate)  # in place
+        output: Tensor = self.attend_proj(qkv, documents)  # [s/(cp tp), b, h]
+        return output
+
+
+class AttentionProjection(nn.Module):
+    """Attention on rotated queries and keys, and the row-parallel GEMM behind it."""
+
+    def __init__(self, shape: AttentionShape, attention: Attention, linear_proj: nn.Module) -> None:
+        super().__init__()
+        self.shape, self.attention, self.last_linear = shape, attention, linear_proj
+
+    def forward(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
+        attended = fused_attention(qkv, self.shape, self.attention, documents)  # [s/cp, b, n d / tp]
+        output: Tensor = self.last_linear(attended)  # [s/(cp tp), b, h]
+        return output
+
+
+class MLP(nn.Module):
+    """SwiGLU MLP; gate and up projections are one column-parallel weight."""
+
+    def __init__(self, layer: int, config: TransformerConfig, context: BuildContext) -> None:
+        super().__init__()
+        name = f"layers.{layer}.mlp"
+        self.norm_fc1 = context.provider.norm_linear(
+            f"layers.{layer}.pre_mlp_layernorm",
+            f"{name}.linear_fc1",
+            config.hidden_size,
+            (config.ffn_hidden_size, config.ffn_hidden_size),
+            context,
+            config.init_method_std,
+            config.norm_epsilon,
+        )
+        self.swiglu_fc2 = SwiGLULinear(
+            context.kernels.swiglu,
+            context.provider.row_linear(
+                f"{name}.linear_fc2", config.ffn_hidden_size, config.hidden_size, context, residual_init_std(config)
+            ),
+        )
+
+    @property
+    def last_linear(self) -> nn.Module:
+        """The linear layer that ends the MLP."""
+        return self.swiglu_fc2.last_linear
+
+    def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
+        gate_up = self.norm_fc1(x)  # [s/cp, b, 2 f / tp]
+        output: Tensor = self.swiglu_fc2(gate_up)  # [s/(cp tp), b, h]
+        return output
+
+
+class SwiGLULinear(nn.Module):
+    """SwiGLU and the row-parallel GEMM behind it."""
+
+    def __init__(self, kernel: SwiGLUKernel, linear: nn.Module) -> None:
+        super().__init__()
+        self.kernel, self.last_linear = kernel, linear
+
+    def forward(self, gate_up: Tensor) -> Tensor:  # [s/cp, b, 2 f / tp]
+        output: Tensor = self.last_linear(swiglu(gate_up, self.kernel))  # [s/(cp tp), b, h]
+        return output
+
+
+class TransformerLayer(nn.Module):
+    """A pre-norm transformer layer; ``number`` is its global number, from 0."""
+
+    def __init__(self, number: int, config: TransformerConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(number, config, context)
+        self.mlp = MLP(number, config, context)
+
+    @property
+    def last_linear(self) -> nn.Module:
+        """The linear layer that ends the layer."""
+        return self.mlp.last_linear
+
+    def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]
+        x = x + self.self_attention(x, rotary, documents)
+        return x + self.mlp(x)
+
+
+def residual_init_std(config: TransformerConfig) -> float:
+    """Standard deviation of projections into the residual stream: scaled by ``1 / sqrt(2 layers)`` (GPT-2)."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)

@@ -1,0 +1,243 @@
+"""Everything that is done to a model on a rank, in one list: :func:`parallelize`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.activations import ActivationConfig
+from megatron.config.run import RunConfig
+from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
+from megatron.core.device import device_name
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
+from megatron.core.initialization import initialize_parameters
+from megatron.core.kernels.selection import Kernels
+from megatron.core.models.layer import BuildContext, LocalProvider
+from megatron.core.models.transformer import TransformerModel
+from megatron.core.offload import HostCopies, offload
+from megatron.core.ops.documents import Documents
+from megatron.core.ops.fp8 import supports_fp8
+from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
+from megatron.core.precision import number_formats
+from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.overlap import choose_overlap
+from megatron.core.topology import Topology
+from megatron.core.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+from megatron.core.transformer_engine.layers import TransformerEngineProvider
+from megatron.errors import ConfigError
+from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.schedule import Placement, Schedule
+from megatron.schedules.stages import VirtualStage
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """What computes on a rank."""
+
+    model: TransformerModel
+    executor: PipelineExecutor
+    """Runs the pipeline schedule; also with one stage."""
+    data_parallel: DataParallel
+    """Owns the weights, which are not initialised yet."""
+
+
+def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> ParallelModel:
+    """Build this rank's part of the model and apply everything that the flags ask for, in this order. Collective."""
+    model = build_parallel_model(config, topology, vocab_size, kernels)
+    executor = build_executor(
+        model,
+        topology,
+        pipeline_schedule(config, model.config.num_layers, topology.grid.pp),
+        config.seq_length,
+        config.micro_batch_size,
+        config.pipeline.overlap_p2p_communication,
+        document_reader(config),
+    )
+    # Gradient buffers, ZeRO, FSDP: they take over the weights, so they come last.
+    formats = number_formats(config.precision, config.optimizer)
+    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
+    return ParallelModel(model, executor, data_parallel)
+
+
+def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> TransformerModel:
+    """This rank's chunks of the model with everything inside them; weights are not initialised."""
+    architecture = config.model.resolve(vocab_size, topology.tensor_parallel.size, config.seq_length)
+    tensor_parallel = build_tensor_parallel(config, topology)
+    context = BuildContext(
+        tensor_parallel,
+        number_formats(config.precision, config.optimizer).weight,
+        topology.device,
+        kernels.attention,
+        kernels=kernels.layers,
+        weight_gradient=kernels.weight_gradient,
+        context_parallel=ContextParallel(
+            topology.context_parallel,
+            config.parallel.cp_comm_type,
+            topology.context_parallel_levels(config.parallel.hierarchical_context_parallel_sizes),
+        ),
+        fp8=build_fp8(config, topology, kernels),
+        provider=(
+            LocalProvider()
+            if kernels.engine is None
+            else TransformerEngineProvider(kernels.engine, overlaps=tensor_parallel.has_overlap)
+        ),
+        weights_device=weights_device(config, topology),
+    )
+    model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
+    apply_recompute(model, config.activations)
+    apply_offload(model, config.activations)
+    return model
+
+
+def build_model(
+    architecture: TransformerConfig,
+    context: BuildContext,
+    seed: int,
+    virtual_stages: Sequence[VirtualStage] | None = None,
+    activations: ActivationConfig | None = None,
+) -> TransformerModel:
+    """The model of a ``context`` with initial weights, which are the same in every layout; for use without flags."""
+    model = TransformerModel(architecture, context, virtual_stages)
+    if activations is not None:
+        apply_recompute(model, activations)
+        apply_offload(model, activations)
+    initialize_parameters(model.parameters(), seed)
+    return model
+
+
+# Steps
+
+
+def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParallel:
+    """How layers are sharded; a single rank shards and overlaps nothing."""
+    ranks = topology.tensor_parallel
+    if ranks.size == 1 or not config.parallel.sequence_parallel:
+        return TensorParallel(ranks)
+    overlap = choose_overlap(ranks, topology.device) if config.parallel.tp_comm_overlap else None
+    return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
+
+
+def weights_device(config: RunConfig, topology: Topology) -> torch.device | None:
+    """The meta device where FSDP allocates the weights, so that whole weights are never in memory."""
+    # FSDP2 cannot do that with tensors that have no memory at all.
+    is_meta = topology.has_memory and shards_weights(config.parallel, topology)
+    return torch.device("meta") if is_meta else None
+
+
+def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Layers | None:
+    """The state of all FP8 linear layers; None without ``--fp8-format``."""
+    if config.precision.fp8_format is None:
+        return None
+    if kernels.engine is not None:
+        reason = why_unsupported(kernels.engine, config.precision)
+        if reason is not None:
+            raise ConfigError(
+                f"--fp8-recipe {config.precision.fp8_recipe} is not supported on {device_name(topology.device)} "
+                f"({reason}): use another recipe, or remove --fp8-format."
+            )
+        return TransformerEngineFp8(kernels.engine, config.precision, topology.stage_ranks)
+    if not supports_fp8(topology.device):
+        raise ConfigError(
+            f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
+            f"{device_name(topology.device)} does not have: remove it."
+        )
+    # FSDP frees the weights of a layer after use; quantised copies of all weights would take the memory it saves.
+    keeps_weights = not shards_weights(config.parallel, topology)
+    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights, kernels.fp8_product)
+
+
+def stage_chunks(config: RunConfig, architecture: TransformerConfig, topology: Topology) -> list[VirtualStage]:
+    """The virtual stages of this rank's chunks."""
+    layers, stages = architecture.num_layers, topology.grid.pp
+    schedule, chunks = config.pipeline.schedule(layers, stages), config.pipeline.num_chunks(layers, stages)
+    placement = placement_of(schedule, stages, chunks)
+    virtual_stages = config.pipeline.virtual_stages(layers, stages)
+    return chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
+
+
+def chunks_of_stage(virtual_stages: Sequence[VirtualStage], placement: Placement, stage: int) -> list[VirtualStage]:
+    """The virtual stages of the chunks of ``stage``."""
+    return [virtual_stages[placement.virtual_stage(stage, chunk)] for chunk in range(placement.num_chunks)]
+
+
+def apply_recompute(model: TransformerModel, activations: ActivationConfig) -> None:
+    """Wrap what ``activations`` recomputes: modules inside each layer (selective), or whole layers (full)."""
+    parallel = model.context.parallel
+    shards = parallel.communicator if activations.distribute_saved_activations else None
+    for chunk in model.transformer_chunks:
+        for layer in chunk.layers:
+            recompute_modules(layer, activations.modules)
+        chunk.layers = torch.nn.ModuleList(
+            Recomputed(LayerGroup(chunk.layers[unit.layers.start : unit.layers.stop]), shards)
+            if unit.is_recomputed
+            else chunk.layers[unit.layers.start]
+            for unit in activations.units(len(chunk.layers))
+        )
+
+
+def apply_offload(model: TransformerModel, activations: ActivationConfig) -> None:
+    """Offload the saved tensors of the first layers of each chunk."""
+    if activations.cpu_offloading_num_layers == 0:
+        return
+    copies = HostCopies.of(model.context.device)
+    for chunk in model.transformer_chunks:
+        # The input that a recomputed group keeps belongs to its first layer.
+        layers = list(chunk.layers)
+        count = sum(unit.is_offloaded for unit in activations.units(chunk.num_layers))
+        after = layers[count] if count < len(layers) else chunk.head
+        chunk.layers = torch.nn.ModuleList([*offload(layers[:count], after, copies), *layers[count:]])
+
+
+def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
+    """Makes the schedule of a number of microbatches."""
+    return partial(
+        build_schedule,
+        config.pipeline.schedule(num_layers, num_stages),
+        num_stages,
+        num_chunks=config.pipeline.num_chunks(num_layers, num_stages),
+        microbatch_group_size=config.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+
+
+def document_reader(config: RunConfig) -> ReadDocuments | None:
+    """Reads where documents begin; None if no flag depends on it."""
+    if not config.data.marks_documents:
+        return None
+    return partial(
+        Documents, masks_attention=config.data.masks_documents, resets_positions=config.data.reset_position_ids
+    )
+
+
+def build_executor(
+    model: TransformerModel,
+    topology: Topology,
+    schedule: Callable[[int], Schedule],
+    seq_length: int,
+    micro_batch_size: int,
+    overlap: bool = True,
+    documents: ReadDocuments | None = None,
+) -> PipelineExecutor:
+    """The executor of this rank's chunks. Collective among the ranks of a pipeline: it makes their process groups."""
+    return PipelineExecutor(
+        model.transformer_chunks,
+        None if model.head is None else model.head.token_losses,
+        topology.pipeline_parallel.rank,
+        schedule,
+        topology.pipeline_channel,
+        activation_format(model, seq_length, micro_batch_size),
+        model.context.weight_gradients,
+        overlap,
+        documents,
+    )
+
+
+def activation_format(model: TransformerModel, seq_length: int, micro_batch_size: int) -> ActivationFormat:
+    """The activations that stages send: ``[s/(cp tp), b, h]`` under sequence parallelism, else ``[s/cp, b, h]``."""
+    parallel, context = model.context.parallel, model.context
+    length = seq_length // context.context_parallel.split.size // parallel.sequence_parts
+    return ActivationFormat((length, micro_batch_size, model.config.hidden_size), context.dtype, context.device)

@@ -1,0 +1,193 @@
+"""A decoder-only transformer as one rank holds it: the whole model, or the chunks of a pipeline stage."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import cast
+
+from torch import Tensor, nn
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.gradient import WeightGradientQueue
+from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
+from megatron.core.ops.documents import Documents
+from megatron.core.ops.matmul import PlainGemm
+from megatron.core.ops.rope import rotary_frequencies, rotary_table
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import (
+    LinearOp,
+    VocabParallelEmbedding,
+    VocabParallelWeight,
+    column_parallel_linear,
+)
+from megatron.schedules.stages import VirtualStage
+
+
+class RotaryTables:
+    """The rotations of this rank's positions; where these depend on the length alone, kept for the next call."""
+
+    def __init__(self, config: TransformerConfig, context: BuildContext) -> None:
+        self._config, self._context = config, context
+        self._table: Tensor | None = None
+
+    def __call__(self, length: int, documents: Documents | None = None) -> Tensor:
+        """``[length, 1, 1, head size / 2]``, complex, for this rank's ``length`` positions of a sequence; where they
+        count from the beginning of ``documents``, ``[length, b, 1, head size / 2]``."""
+        if documents is not None and documents.resets_positions:
+            return self._rotations(documents.positions()[self._positions(length)])
+        if self._table is None or self._table.shape[0] != length:
+            self._table = self._rotations(self._positions(length))
+        return self._table
+
+    def _positions(self, length: int) -> Tensor:
+        split = self._context.context_parallel.split
+        return split.positions(length * split.size)
+
+    def _rotations(self, positions: Tensor) -> Tensor:
+        config = self._config
+        frequencies = rotary_frequencies(
+            config.kv_channels,
+            config.rotary_base,
+            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+            original_length=config.rope_scaling_original_length,
+        )
+        return rotary_table(frequencies, positions.to(self._context.device), self._context.dtype)
+
+
+class OutputLayer(nn.Module):
+    """Final norm, logits and loss; ``output_layer`` may be a tied embedding."""
+
+    def __init__(self, config: TransformerConfig, context: BuildContext, output_layer: VocabParallelWeight) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        # The weight gradient is never deferred: that would keep the gradient of the logits, which is larger than all
+        # saved tensors of a layer.
+        gemm = PlainGemm(context.weight_gradient)
+        self.op = LinearOp(context.parallel, gemm, WeightGradientQueue(), is_column=True)
+        self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config.norm_epsilon, context)
+        self.output_layer = output_layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included."""
+        return column_parallel_linear(self.final_layernorm(hidden), self.output_layer.weight, self.op)
+
+    def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``."""
+        loss = vocab_parallel_cross_entropy(
+            logits,
+            labels.t(),
+            self.output_layer.first_id,
+            self.config.vocab_size,
+            self.context.parallel.communicator,
+            self.context.kernels.cross_entropy,
+        )
+        return loss.t()
+
+
+class TransformerChunk(nn.Module):
+    """One virtual stage: some layers, and at the ends of the model the embedding before or the output layer behind."""
+
+    def __init__(
+        self,
+        layers: Sequence[TransformerLayer],
+        rotary: RotaryTables,
+        context: BuildContext,
+        embedding: VocabParallelEmbedding | None,
+        head: OutputLayer | None,
+    ) -> None:
+        super().__init__()
+        self.rotary, self.fp8 = rotary, context.fp8
+        self.sequence_parts = context.parallel.sequence_parts
+        self.embedding, self.layers, self.head = embedding, nn.ModuleList(layers), head
+        self.num_layers = len(layers)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Embedding, layers and output layer in the order of the forward pass; layers that are recomputed together are
+        one unit."""
+        return [unit for unit in (self.embedding, *self.layers, self.head) if unit is not None]
+
+    def forward(self, inputs: Tensor, documents: Documents | None = None) -> Tensor:
+        """Token ids ``[b, s/cp]`` at the start of the model, elsewhere activations ``[s/(cp tp), b, h]``, to
+        activations, or at the end to this rank's part of the logits ``[s/cp, b, v/tp]``."""
+        with nullcontext() if self.fp8 is None else self.fp8.forward_pass():
+            if self.embedding is None:
+                length, hidden = inputs.shape[0] * self.sequence_parts, inputs
+            else:
+                length, hidden = inputs.shape[1], self.embedding(inputs)
+            rotary = self.rotary(length, documents)
+            for layer in self.layers:
+                hidden = layer(hidden, rotary, documents)
+            return hidden if self.head is None else self.head(hidden)
+
+
+class TransformerModel(nn.Module):
+    """This rank's chunks of the model, divided over the tensor-parallel ranks; weights are not initialised.
+
+    ``virtual_stages`` say what each chunk holds; the whole model by default.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, context: BuildContext, virtual_stages: Sequence[VirtualStage] | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        whole = VirtualStage(range(config.num_layers), has_embedding=True, has_head=True)
+        self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
+        rotary = RotaryTables(config, context)
+        embedding = self._embedding() if self._has_embedding else None
+        head = OutputLayer(config, context, self._output_layer(embedding)) if self._has_head else None
+        self.chunks = nn.ModuleList(
+            TransformerChunk(
+                [
+                    TransformerLayer(number, config, context.of_layer(number, config.num_layers))
+                    for number in virtual_stage.layers
+                ],
+                rotary,
+                context,
+                embedding if virtual_stage.has_embedding else None,
+                head if virtual_stage.has_head else None,
+            )
+            for virtual_stage in self.virtual_stages
+        )
+
+    @property
+    def transformer_chunks(self) -> list[TransformerChunk]:
+        """The chunks in their order on this rank."""
+        return [cast(TransformerChunk, chunk) for chunk in self.chunks]
+
+    @property
+    def chunk_units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """Every chunk, and its embedding, layers and head in the order of the forward pass."""
+        return [(chunk, chunk.units) for chunk in self.transformer_chunks]
+
+    @property
+    def head(self) -> OutputLayer | None:
+        """The head, on the rank that has it."""
+        return self.transformer_chunks[-1].head
+
+    @property
+    def _has_embedding(self) -> bool:
+        return any(virtual_stage.has_embedding for virtual_stage in self.virtual_stages)
+
+    @property
+    def _has_head(self) -> bool:
+        return any(virtual_stage.has_head for virtual_stage in self.virtual_stages)
+
+    @property
+    def _vocabulary(self) -> tuple[int, int, int, BuildContext, float]:
+        config = self.config
+        return config.vocab_size, config.padded_vocab_size, config.hidden_size, self.context, config.init_method_std
+
+    def _embedding(self) -> VocabParallelEmbedding:
+        is_tied = not self.config.untie_embeddings_and_output_weights
+        return VocabParallelEmbedding(
+            "embedding.word_embeddings",
+            *self._vocabulary,
+            uses=2 if is_tied and self._has_head else 1,
+            tied_end="embedding" if is_tied and not self._has_head else None,
+        )
+
+    def _output_layer(self, embedding: VocabParallelEmbedding | None) -> VocabParallelWeight:
+        if self.config.untie_embeddings_and_output_weights:
+            return VocabParallelWeight("output_layer", *self._vocabulary)
+        return embedding or VocabParallelWeight("embedding.word_embeddings", *self._vocabulary, tied_end="head")

@@ -1,0 +1,47 @@
+"""Running an action on all ranks or on rank 0 such that a failure on one rank reaches every rank."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from megatron.core.communication import Communicator
+from megatron.errors import UserError
+
+T = TypeVar("T")
+
+
+def run_on_all_ranks(world: Communicator, action: Callable[[], T], first: bool = False) -> T:
+    """Run ``action``, which communicates nothing, on every rank; if one fails, all do with its sentence.
+
+    With ``first`` rank 0 runs it before the others, to write files that they then read.
+    """
+    result: list[T] = []
+    for turn in (world.rank == 0, world.rank > 0) if first else (True,):
+        error: UserError | None = None
+        if turn:
+            try:
+                result.append(action())
+            except UserError as raised:
+                error = raised
+        for failure in world.all_gather_object(error):
+            if failure is not None:
+                raise failure
+    return result[0]
+
+
+def first_failure(failures: Iterable[str | None]) -> str | None:
+    """The first of all ranks' failures, and whose it is."""
+    return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None), None)
+
+
+def run_on_rank0(world: Communicator, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 alone; its (small) result, or its error, reaches every rank."""
+    result: T | UserError | None = None
+    if world.rank == 0:
+        try:
+            result = action()
+        except UserError as error:
+            result = error
+    result = world.broadcast_object(result)
+    if isinstance(result, UserError):
+        raise result
+    return result

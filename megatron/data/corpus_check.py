@@ -1,0 +1,172 @@
+"""Comparing a corpus with its digests: indexes before they are used, blocks of tokens while training goes on.
+
+Ranks share the work: of all blocks of all corpora every rank compares each ``world_size``-th. A thread compares blocks
+of tokens in the order in which the run reads them, so that a block is compared soon after, mostly before, a step uses
+it, and a run that reads a part of a corpus compares that part. It reads with ``pread`` and its time goes to the file
+system and to XXH3, both of which let the training's thread run.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.data.block_use import Integers, block_uses, corpora_of
+from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, describe_damage, is_whole, read_digests
+from megatron.data.gpt_dataset import Dataset
+from megatron.data.indexed_dataset import IndexedDataset
+
+_SAMPLES_AT_A_TIME = 64
+_PATIENCE = 10.0  # seconds for the thread to end
+_LARGEST_SHARE_OF_A_CORE = 0.2  # for a thread that finds nothing to compare
+
+Digests = Mapping[str, CorpusDigests | None]
+"""By prefix; None for a corpus without digests."""
+
+
+class Share(NamedTuple):
+    """A rank's share of the blocks."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+def check_indexes(prefixes: Sequence[str], index_cache: str | None, share: Share, num_threads: int = 1) -> Digests:
+    """Compare this rank's share of the blocks of every ``.idx`` file, and the sizes of both files, with the digests.
+
+    Raises :class:`DataError` for a difference; a corpus without digests passes. ``num_threads`` corpora are opened in
+    parallel.
+    """
+    open_corpus = partial(IndexedDataset, mmap=False, index_cache=index_cache)
+    with ThreadPoolExecutor(num_threads) as threads:
+        corpora = list(threads.map(open_corpus, prefixes))
+        found = dict(zip(prefixes, threads.map(read_digests, prefixes), strict=True))
+    first = 0  # number of a file's first block among those of all files
+    for corpus, (prefix, digests) in zip(corpora, found.items(), strict=True):
+        if digests is None:
+            continue
+        check_size(f"{prefix}.bin", digests.tokens, corpus.stored_bytes)
+        blocks = range((share.rank - first) % share.world_size, len(digests.index.blocks), share.world_size)
+        check_file(corpus.index_path, digests.index, blocks, name=f"{prefix}.idx")
+        first += len(digests.index.blocks)
+    return found
+
+
+class SampleRange(NamedTuple):
+    """Samples of a run, by their position in the sample order."""
+
+    split: str
+    dataset: Dataset
+    start: int
+    stop: int
+    samples: Callable[[int, int], Integers]
+    """The samples of ``dataset`` in a range of positions."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A damaged block."""
+
+    path: str
+    description: str
+    """The beginning of a sentence: file, bytes, block."""
+    split: str
+    """The split whose samples read the block."""
+    position: int
+    """Position of the first of these samples in the sample order."""
+
+
+class BlockComparison:
+    """Compares this rank's blocks of the corpora with digests, each once."""
+
+    def __init__(self, digests: Digests, share: Share) -> None:
+        self._digests = {prefix: found for prefix, found in digests.items() if found is not None}
+        sizes = [len(found.tokens.blocks) for found in self._digests.values()]
+        firsts = np.cumsum([0, *sizes])
+        self._pending = {
+            prefix: (np.arange(first, first + size) % share.world_size) == share.rank
+            for prefix, first, size in zip(self._digests, firsts, sizes)
+        }
+        """Whether a block belongs to this rank and is not compared yet, by prefix."""
+        self.remaining = sum(int(pending.sum()) for pending in self._pending.values())
+        """Number of blocks to compare."""
+
+    def compare(self, wanted: SampleRange) -> Iterator[Damage | int]:
+        """Compare the blocks of these samples, in order. Yields after each step: the bytes read (0 for arithmetic), or
+        the damage."""
+        corpora = corpora_of(wanted.dataset)
+        for start in range(wanted.start, wanted.stop, _SAMPLES_AT_A_TIME):
+            samples = wanted.samples(start, min(start + _SAMPLES_AT_A_TIME, wanted.stop))
+            uses = block_uses(wanted.dataset, samples)
+            for position, number, block in zip(*(array.tolist() for array in uses)):
+                yield from self._compare_block(corpora[number], block, wanted.split, start + position)
+            yield 0
+
+    def _compare_block(self, corpus: IndexedDataset, block: int, split: str, position: int) -> Iterator[Damage | int]:
+        digests, pending = self._digests.get(corpus.prefix), self._pending.get(corpus.prefix)
+        if digests is None or pending is None or not pending[block]:
+            return
+        pending[block] = False
+        self.remaining -= 1
+        start, stop = digests.tokens.range_of(block)
+        if is_whole(corpus.stored(start, stop - start), digests.tokens, block):
+            yield stop - start
+        else:
+            path = f"{corpus.prefix}.bin"
+            yield Damage(path, describe_damage(path, digests.tokens, block), split, position)
+
+
+class BackgroundComparison:
+    """Compares blocks in a thread, at a limited rate; :attr:`found` has the result."""
+
+    def __init__(self, comparison: BlockComparison, ranges: Sequence[SampleRange], bytes_per_s: float) -> None:
+        self._comparison = comparison
+        self._ranges = ranges
+        self._bytes_per_s = bytes_per_s
+        self._stop = threading.Event()
+        self.found: Damage | Exception | None = None
+        """The first damage, or the error that ended the thread."""
+        self._thread = threading.Thread(target=self._run, name="compare-corpora", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for wanted in self._ranges:
+                if not self._compare_slowly(wanted):
+                    return
+        except Exception as error:  # raised by the training's thread, which looks at found
+            self.found = error
+
+    def _compare_slowly(self, wanted: SampleRange) -> bool:
+        """Whether to continue."""
+        begun = time.monotonic()
+        for step in self._comparison.compare(wanted):
+            if isinstance(step, Damage):
+                self.found = step
+                return False
+            busy = time.monotonic() - begun
+            pause = max(step / self._bytes_per_s - busy, 0.0) if step else busy * (1 / _LARGEST_SHARE_OF_A_CORE - 1)
+            if self._stop.wait(pause) or not self._comparison.remaining:
+                return False
+            begun = time.monotonic()
+        return True
+
+    def finish(self, ranges: Sequence[SampleRange]) -> None:
+        """End the thread, and compare the remaining blocks of ``ranges`` at full speed."""
+        self.close()
+        for wanted in ranges:
+            for step in self._comparison.compare(wanted):
+                if isinstance(step, Damage):
+                    self.found = self.found or step
+                if self.found is not None or not self._comparison.remaining:
+                    return
+
+    def close(self) -> None:
+        """End the thread; a thread that waits for a hanging file system ends with the process."""
+        self._stop.set()
+        self._thread.join(_PATIENCE)

@@ -1,0 +1,236 @@
+"""Digests of a corpus in ``P.digests.json``, next to ``P.bin`` and ``P.idx``: XXH3-64 of every block of both files.
+
+The tools that write a corpus compute the digests from the bytes in memory. A block has 1 MiB: large enough that the
+digests of a terabyte are 16 MB of text, small enough to locate damage. The file has a digest of its own text.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megatron.data.build_lock import write_atomically
+from megatron.data.sealed_text import is_sealed, seal
+from megatron.data.storage import open_stored
+from megatron.errors import DataError
+
+BLOCK_BYTES = 1 << 20
+FORMAT_VERSION = 1
+SUFFIX = ".digests.json"
+
+_KEY = "digests"
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """Size and digests of a file as it was written."""
+
+    size: int
+    """In bytes."""
+    blocks: npt.NDArray[np.uint64]
+    """XXH3-64 of each block of :data:`BLOCK_BYTES` bytes; the last may be shorter."""
+
+    def range_of(self, block: int) -> tuple[int, int]:
+        """First byte and end of a block."""
+        start = block * BLOCK_BYTES
+        return start, min(start + BLOCK_BYTES, self.size)
+
+
+@dataclass(frozen=True)
+class CorpusDigests:
+    """The digests of a corpus."""
+
+    tokens: FileDigests
+    """Of ``P.bin``."""
+    index: FileDigests
+    """Of ``P.idx``."""
+
+    def fingerprint(self) -> str:
+        """One digest for the whole corpus: XXH3-128 of all sizes and digests, in hexadecimal."""
+        digest = xxhash.xxh3_128()
+        for file in (self.tokens, self.index):
+            digest.update(file.size.to_bytes(8, "big"))
+            digest.update(_big_endian(file.blocks))
+        return digest.hexdigest()
+
+
+class BlockDigester:
+    """Computes the digests of a file from its bytes in order."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._blocks: list[int] = []
+        self._current = xxhash.xxh3_64()
+
+    def update(self, content: bytes | bytearray | memoryview) -> None:
+        view = memoryview(content).cast("B")
+        while len(view):
+            part = view[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+            self._current.update(part)
+            self._size += len(part)
+            if self._size % BLOCK_BYTES == 0:
+                self._blocks.append(self._current.intdigest())
+                self._current.reset()
+            view = view[len(part) :]
+
+    def result(self) -> FileDigests:
+        """The digests of the bytes so far."""
+        last = [self._current.intdigest()] if self._size % BLOCK_BYTES else []
+        return FileDigests(self._size, np.array([*self._blocks, *last], dtype=np.uint64))
+
+
+class Writable(Protocol):
+    """A binary output."""
+
+    def write(self, content: bytes, /) -> int:
+        """Append ``content``; returns its length."""
+        ...
+
+
+class DigestedWriter:
+    """Writes to a file and digests the written bytes."""
+
+    def __init__(self, file: Writable) -> None:
+        self._file = file
+        self._digester = BlockDigester()
+
+    def write(self, content: bytes, /) -> int:
+        self._digester.update(content)
+        return self._file.write(content)
+
+    def digests(self) -> FileDigests:
+        """The digests of the written bytes."""
+        return self._digester.result()
+
+
+def digests_path(prefix: str) -> str:
+    """Path of the digests of a corpus; a URL for a remote corpus."""
+    return f"{prefix}{SUFFIX}"
+
+
+def encode_digests(digests: CorpusDigests) -> str:
+    """The text of ``P.digests.json``."""
+    files = {".bin": digests.tokens, ".idx": digests.index}
+    records = {kind: {"bytes": file.size, "blocks": _big_endian(file.blocks).hex()} for kind, file in files.items()}
+    head = {"format_version": FORMAT_VERSION, "algorithm": "XXH3-64", "block_bytes": BLOCK_BYTES}
+    return seal(_KEY, json.dumps({**head, "files": records}))
+
+
+def decode_digests(text: str) -> CorpusDigests:
+    """The inverse of :func:`encode_digests`; raises ``ValueError`` for an invalid text."""
+    try:
+        document = json.loads(text)[_KEY]
+        if document["format_version"] != FORMAT_VERSION or document["block_bytes"] != BLOCK_BYTES:
+            raise ValueError(
+                f"format version {document['format_version']} with blocks of {document['block_bytes']} bytes, where "
+                f"this code reads version {FORMAT_VERSION} with {BLOCK_BYTES}"
+            )
+        if not is_sealed(_KEY, text):
+            raise ValueError("its digest does not match its content")
+        files = document["files"]
+        return CorpusDigests(_decode_file(files[".bin"]), _decode_file(files[".idx"]))
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__} {error}") from error
+
+
+def _decode_file(record: dict[str, int | str]) -> FileDigests:
+    size, blocks = int(record["bytes"]), np.frombuffer(bytes.fromhex(str(record["blocks"])), ">u8")
+    if len(blocks) != -(-size // BLOCK_BYTES):
+        raise ValueError(f"{len(blocks)} blocks for {size} bytes")
+    return FileDigests(size, blocks.astype(np.uint64))
+
+
+def _big_endian(blocks: npt.NDArray[np.uint64]) -> bytes:
+    return blocks.astype(">u8").tobytes()
+
+
+def read_digests(prefix: str) -> CorpusDigests | None:
+    """The digests of a corpus; None if there are none. Raises :class:`DataError` for a damaged file."""
+    path = digests_path(prefix)
+    try:
+        with open_stored(path) as file:
+            return decode_digests(file.read().decode())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:  # also of a text that is not UTF-8
+        raise DataError(
+            f"{path} is damaged ({error}): copy it again, or write it again with tools/inspect_dataset.py {prefix} "
+            "--write-digests."
+        ) from error
+    except DataError:
+        raise
+    except Exception as error:  # every remote file system has its own
+        raise DataError(f"{path} cannot be read ({error}): make it readable, or remove it.") from error
+
+
+def write_digests(prefix: str, digests: CorpusDigests) -> None:
+    """Write the digests of a local corpus atomically; errors are ``OSError``."""
+    text = encode_digests(digests).encode()
+    write_atomically(digests_path(prefix), lambda file: file.write(text))
+
+
+def compute_digests(prefix: str) -> CorpusDigests:
+    """The digests of the present files of a local corpus; reads them completely. Errors are ``OSError``."""
+    return CorpusDigests(_compute_file(f"{prefix}.bin"), _compute_file(f"{prefix}.idx"))
+
+
+def _compute_file(path: str) -> FileDigests:
+    digester = BlockDigester()
+    with open(path, "rb", buffering=0) as file:
+        while content := file.read(BLOCK_BYTES):
+            digester.update(content)
+    return digester.result()
+
+
+def corpus_fingerprint(prefix: str) -> str | None:
+    """:meth:`CorpusDigests.fingerprint` from the digests file of a local or remote corpus; None if there is none. Reads
+    only the digests file: :func:`check_file` compares the corpus."""
+    digests = read_digests(prefix)
+    return None if digests is None else digests.fingerprint()
+
+
+def check_file(path: str, digests: FileDigests, blocks: Iterable[int] | None = None, name: str | None = None) -> None:
+    """Raise :class:`DataError` if the size of the local file ``path``, or one of ``blocks`` (default: all), differs
+    from ``digests``; errors name ``name`` (``path`` may be a copy)."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            check_size(name or path, digests, os.fstat(file.fileno()).st_size)
+            for block in range(len(digests.blocks)) if blocks is None else blocks:
+                start, stop = digests.range_of(block)
+                file.seek(start)
+                if not is_whole(file.read(stop - start), digests, block):
+                    raise DataError(f"{describe_damage(name or path, digests, block)}: {remedy_of(name or path)}.")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
+
+
+def check_size(path: str, digests: FileDigests, size: int) -> None:
+    """Raise :class:`DataError` if ``size`` differs from ``digests``."""
+    if size != digests.size:
+        raise DataError(f"{path} has {size} bytes instead of {digests.size}: {remedy_of(path)}.")
+
+
+def is_whole(content: bytes | bytearray, digests: FileDigests, block: int) -> bool:
+    """Whether the digest of ``content`` matches this block."""
+    return xxhash.xxh3_64_intdigest(content) == int(digests.blocks[block])
+
+
+def describe_damage(path: str, digests: FileDigests, block: int) -> str:
+    """The beginning of a sentence about a damaged block."""
+    start, stop = digests.range_of(block)
+    beside = os.path.basename(digests_path(os.path.splitext(path)[0]))
+    return f"{path} is damaged in bytes {start} to {stop} (block {block}), whose digest is not the one in {beside}"
+
+
+def remedy_of(path: str) -> str:
+    """The remedy for a damaged file."""
+    prefix = os.path.splitext(path)[0]
+    return (
+        f"copy it again; or, if another program wrote it since, write the digests anew with tools/inspect_dataset.py "
+        f"{prefix} --write-digests"
+    )

@@ -1,0 +1,101 @@
+"""Write the files of a corpus: ``P.bin``, ``P.idx`` and their digests appear together, when all are complete."""
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+from megatron.data.corpus_digests import CorpusDigests, DigestedWriter, Writable, digests_path, encode_digests
+from megatron.errors import DataError
+
+_logger = logging.getLogger(__name__)
+
+_KINDS = (".bin", ".idx")
+
+
+def warn_of_overwriting(prefix: str) -> None:
+    """Log a warning with the existing files that a new corpus replaces."""
+    existing = [_described(path) for path in (f"{prefix}{kind}" for kind in _KINDS) if os.path.exists(path)]
+    if existing:
+        _logger.warning(
+            "WARNING: overwriting %s: use another --output-prefix to keep the old corpus.", " and ".join(existing)
+        )
+
+
+def _described(path: str) -> str:
+    status = os.stat(path)
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
+    return f"{path} ({status.st_size:,} bytes, written {written})"
+
+
+class NewCorpus:
+    """The files of an unfinished corpus, under temporary names. File-system errors are :class:`DataError`. After any
+    exception, call :meth:`abort`."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        suffix = f".{uuid.uuid4().hex[:8]}.incomplete"
+        self._temporary = {kind: f"{prefix}{kind}{suffix}" for kind in _KINDS}
+        warn_of_overwriting(prefix)
+        try:
+            os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+            self._bin_file: BinaryIO = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        self._tokens = DigestedWriter(self._bin_file)
+
+    def write_tokens(self, content: bytes) -> None:
+        """Append to ``P.bin``."""
+        try:
+            self._tokens.write(content)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def commit(self, write_index: Callable[[Writable], object]) -> None:
+        """Complete ``P.bin``, write ``P.idx`` with ``write_index``, and rename all files."""
+        try:
+            _close_on_disk(self._bin_file)
+            with open(self._temporary[".idx"], "wb") as index_file:
+                index = DigestedWriter(index_file)
+                write_index(index)
+                _close_on_disk(index_file)
+            self._give_names(CorpusDigests(self._tokens.digests(), index.digests()))
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _give_names(self, digests: CorpusDigests) -> None:
+        """Readers open ``P.idx`` first: it is renamed last, so that no reader combines old and new files."""
+        digests_file = digests_path(self.prefix)
+        temporary = f"{self._temporary['.bin']}.digests"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(encode_digests(digests).encode())
+                _close_on_disk(file)
+            with suppress(FileNotFoundError):
+                os.remove(f"{self.prefix}.idx")
+            os.replace(self._temporary[".bin"], f"{self.prefix}.bin")
+            os.replace(temporary, digests_file)
+            os.replace(self._temporary[".idx"], f"{self.prefix}.idx")
+        finally:
+            with suppress(FileNotFoundError):
+                os.remove(temporary)
+
+    def abort(self) -> None:
+        """Remove the unfinished files."""
+        with suppress(OSError):  # a full disk refuses the rest of the buffer, too
+            self._bin_file.close()
+        for path in self._temporary.values():
+            with suppress(FileNotFoundError):
+                os.remove(path)
+
+    def _cannot_write(self, error: OSError) -> DataError:
+        return DataError(f"{self.prefix}.bin and .idx cannot be written ({error.strerror}): choose another output.")
+
+
+def _close_on_disk(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

@@ -1,0 +1,1 @@
+"""Metrics records and their writers: one file a writer, with its flags; free of torch."""

@@ -1,0 +1,96 @@
+"""Megatron-LM's lines on the console."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TextIO
+
+from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags, print_above_bar
+
+_THROUGHPUT = {
+    "tflops_per_gpu": "throughput per GPU (TFLOP/s/GPU): {:.1f}",
+    "tokens_per_s_per_gpu": "tokens/s per GPU: {:.1f}",
+    "mfu": "MFU: {:.2%}",
+}
+"""tokens/s and MFU, which Megatron-LM does not print, stand after its throughput."""
+
+_FIELDS = {
+    "iteration_time_ms": "elapsed time per iteration (ms): {:.1f}",
+    **_THROUGHPUT,
+    "learning_rate": "learning rate: {:.6E}",
+    "global_batch_size": "global batch size: {:5d}",
+    "lm_loss": "lm loss: {:.6E}",
+    "loss_scale": "loss scale: {:.1f}",
+    "grad_norm": "grad norm: {:.3f}",
+    "num_zeros": "num zeros: {:.0f}",
+    "params_norm": "params norm: {:.3f}",
+}
+"""Megatron-LM's fields in its order; metrics that are not listed follow them."""
+_LAST_FIELD = "skipped"
+
+
+@dataclass(frozen=True)
+class ConsoleFlags(WriterFlags):
+    """The console."""
+
+    log_throughput: bool = True
+    """Log TFLOP/s per GPU, tokens/s and MFU."""
+
+    def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
+        return ConsoleWriter(run.stream, self.log_throughput)
+
+
+def format_console_line(record: IterationRecord, now: datetime, log_throughput: bool = True) -> str:
+    """One iteration as Megatron-LM prints it, field for field, so that existing log parsers read it."""
+    fields = [
+        f"[{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.train_iters:8d}",
+        f"consumed samples: {record.consumed_samples:12d}",
+    ]
+    if record.skipped_samples > 0:
+        fields.append(f"skipped samples: {record.skipped_samples:12d}")
+    for name in dict.fromkeys((*_FIELDS, *record.metrics)):
+        value = record.metrics.get(name)
+        if value is not None and name != _LAST_FIELD and (log_throughput or name not in _THROUGHPUT):
+            fields.append(_FIELDS.get(name, _default_format(name, value)).format(value))
+    fields.append(f"number of skipped iterations: {record.metrics[_LAST_FIELD]:3d}")
+    fields.append(f"number of nan iterations: {record.nan_iterations:3d}")
+    return "".join(f" {text} |" for text in fields)
+
+
+def _default_format(name: str, value: float) -> str:
+    return name.replace("_", " ") + (": {:d}" if isinstance(value, int) else ": {:.6E}")
+
+
+def format_evaluation_lines(record: EvaluationRecord) -> str:
+    """One evaluation as Megatron-LM prints it: a line between two rules of dashes."""
+    place = f"iteration {record.iteration}" + (" on test set" if record.split == "test" else "")
+    figures = f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.perplexity:.6E}"
+    line = f" validation loss at {place} | {figures} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+class ConsoleWriter:
+    """Prints Megatron-LM's lines to a stream, above the progress bar where there is one."""
+
+    def __init__(self, stream: TextIO, log_throughput: bool) -> None:
+        self._stream = stream
+        self._log_throughput = log_throughput
+
+    def write_text(self, text: str) -> None:
+        """Print lines above the progress bar."""
+        print_above_bar(self._stream, text)
+
+    def write_iteration(self, record: IterationRecord) -> None:
+        """Print the iteration's line, and the timers of all ranks below it."""
+        self.write_text(format_console_line(record, datetime.now(), self._log_throughput))
+        if record.timer_report:
+            self.write_text(record.timer_report)
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Print the evaluation between its rules."""
+        self.write_text(format_evaluation_lines(record))
+
+    def close(self) -> None:
+        """Flush; the stream belongs to the caller."""
+        self._stream.flush()

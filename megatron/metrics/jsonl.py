@@ -1,0 +1,118 @@
+"""The metrics file: one JSON object per record."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import ConfigError
+from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
+from megatron.urls import refuse_urls
+
+
+@dataclass(frozen=True)
+class JsonlFlags(WriterFlags):
+    """The metrics file."""
+
+    metrics_jsonl: str | None = None
+    """File that receives one JSON object per logged iteration and per evaluation."""
+
+    def check(self) -> None:
+        refuse_urls({"--metrics-jsonl": self.metrics_jsonl}, "use a local file, and copy it afterwards")
+
+    def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
+        if self.metrics_jsonl is None:
+            return None
+        return NeverFatal(JsonlWriter(self.metrics_jsonl, run.resume_iteration), "--metrics-jsonl", run.warn)
+
+
+def _json_line(values: Mapping[str, float | None]) -> str:
+    """Strict JSON at full precision: a number that JSON cannot hold (NaN, infinity) becomes null."""
+    strict = {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}
+    return json.dumps(strict, allow_nan=False) + "\n"
+
+
+class JsonlWriter:
+    """Appends one JSON object per record to a file, each line flushed as it is written.
+
+    On resume the file is first cut back to the iteration of the checkpoint, so that it holds the history of the weights
+    in memory. A run from the start (``resume_iteration`` 0) renames an existing file to ``PATH.previous``. Raises
+    :class:`ConfigError` when the file cannot be written, or is no metrics file.
+    """
+
+    def __init__(self, path: str | Path, resume_iteration: int) -> None:
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                _rewind_jsonl(path, resume_iteration)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(f"--metrics-jsonl {path} cannot be written: {reason}.") from error
+
+    def write_iteration(self, record: IterationRecord) -> None:
+        self._append(
+            {
+                "iteration": record.iteration,
+                "consumed_samples": record.consumed_samples,
+                **record.metrics,
+                "time": record.time,
+                "elapsed_s": record.elapsed_s,
+            }
+        )
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Append the evaluation as ``validation_loss`` or ``test_loss``."""
+        self._append(
+            {
+                "iteration": record.iteration,
+                f"{record.split}_loss": record.loss,
+                "time": record.time,
+                "elapsed_s": record.elapsed_s,
+            }
+        )
+
+    def _append(self, values: Mapping[str, float | None]) -> None:
+        self._file.write(_json_line(values))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
+    """Put a metrics file back to ``resume_iteration``; either all of it happens or nothing."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as old:
+        iterations = [_iteration_of(line) for line in old]
+    # One damaged line may be all that a crash left; several and nothing else are somebody's other file.
+    if len(iterations) > 1 and all(iteration is None for iteration in iterations):
+        raise ConfigError(f"--metrics-jsonl {path} is not a metrics file: use another one.")
+    if resume_iteration == 0:
+        if iterations:
+            os.replace(path, path.with_name(path.name + ".previous"))
+        return
+    partial = path.with_name(path.name + ".partial")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
+        for line, iteration in zip(old, iterations, strict=True):
+            if iteration is not None and iteration <= resume_iteration:
+                new.write(line.rstrip("\n") + "\n")
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(partial, path)
+
+
+def _iteration_of(line: str) -> int | None:
+    """Iteration of a record; None for a line that is no whole record, such as one torn by a crash."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    iteration = record.get("iteration") if isinstance(record, dict) else None
+    return iteration if isinstance(iteration, int) else None

@@ -1,0 +1,61 @@
+"""The record of one iteration and of one evaluation, which every writer receives."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+_LARGEST_EXPONENT = 20.0
+"""Perplexities stop at exp(20): an untrained or broken model must not overflow the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationRecord:
+    """One logged iteration; means and counts cover the iterations since the last record."""
+
+    iteration: int
+    """Iterations done so far; the first one is 1."""
+    consumed_samples: int
+    """Training sequences consumed since the start of the run."""
+    metrics: Mapping[str, float | None]
+    """Values by their names in the JSONL file, in its order; None where this iteration has no value. Every writer shows
+    all of them, so whoever produces a value only adds it here."""
+    train_iters: int
+    """Length of the run in iterations."""
+    skipped_samples: int = 0
+    """Sequences left out so far because a batch size was rounded down."""
+    nan_iterations: int = 0
+    """Iterations whose loss was not finite since the last record."""
+    time: float
+    """Seconds since the epoch."""
+    elapsed_s: float
+    """Seconds since this process began to train."""
+    world_size: int
+    timers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Least and greatest milliseconds over ranks by timer name (see ``timers.combine``)."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """Memory of the writing rank's device by Megatron-LM's key, with ``--log-memory-to-tensorboard``."""
+    timer_report: str = ""
+    """Text for the console below the iteration's line (see ``timers.format_timer_report``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """One evaluation."""
+
+    iteration: int
+    """Iterations trained before this evaluation."""
+    consumed_samples: int
+    """Training sequences consumed before this evaluation."""
+    split: Literal["validation", "test"]
+    loss: float
+    """Mean loss over unmasked tokens."""
+    time: float
+    """Seconds since the epoch."""
+    elapsed_s: float
+    """Seconds since this process began to train."""
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss, which is capped at 20 as Megatron-LM caps it."""
+        return math.exp(min(_LARGEST_EXPONENT, self.loss))

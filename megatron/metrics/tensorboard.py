@@ -1,0 +1,117 @@
+"""TensorBoard's event files."""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError
+from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
+from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
+from megatron.urls import refuse_urls
+
+_VS_SAMPLES = " vs samples"
+_EVENT_SUFFIX = ".pretrain"
+
+
+@dataclass(frozen=True)
+class TensorBoardFlags(WriterFlags):
+    """TensorBoard."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard events; enables the TensorBoard writer."""
+
+    def check(self) -> None:
+        remedy = "use a local directory, because object stores cannot append to files"
+        refuse_urls({"--tensorboard-dir": self.tensorboard_dir}, remedy)
+
+    def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
+        if self.tensorboard_dir is None:
+            return None
+        writer = TensorBoardWriter(self.tensorboard_dir, run.plot_interval, run.resume_iteration)
+        return NeverFatal(writer, "--tensorboard-dir", run.warn)
+
+
+class TensorBoardWriter:
+    """Writes Megatron-LM's TensorBoard keys, many also over samples (``lm loss vs samples``).
+
+    On resume, points beyond the checkpoint are cut from the event files of the earlier runs. TensorBoard's
+    own ``purge_step`` cannot do it: it drops every tag from that step on, and so the whole history of the
+    twins over samples, whose steps are much larger than the iteration.
+
+    There is at most one point per ``interval`` iterations. A run from the start (``resume_iteration`` 0) hides the
+    points of an earlier run in the same directory. Raises :class:`ConfigError` when the tensorboard package is missing,
+    or the directory cannot be written to.
+    """
+
+    def __init__(self, directory: str | Path, interval: int, resume_iteration: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("--tensorboard-dir needs TensorBoard: pip install tensorboard.") from error
+        self._gate = IntervalGate(interval, resume_iteration)
+        if resume_iteration > 0:
+            for path in sorted(Path(directory).glob(f"events.out.tfevents.*{_EVENT_SUFFIX}")):
+                _rewind_events(path, resume_iteration)
+        try:
+            self._writer: Any = SummaryWriter(
+                log_dir=str(directory),
+                purge_step=0 if resume_iteration == 0 else None,
+                flush_secs=30,
+                filename_suffix=_EVENT_SUFFIX,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {directory} cannot be written to ({error.strerror}): use another directory."
+            ) from error
+
+    def write_iteration(self, record: IterationRecord) -> None:
+        """Write a point of every metric, unless the interval passes over it."""
+        if self._gate.passes(record.iteration):
+            self._write(iteration_scalars(record), record.iteration, record.consumed_samples)
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """Write the loss and perplexity of the split."""
+        self._write(evaluation_scalars(record), record.iteration, record.consumed_samples)
+
+    def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        for key, value in scalars.items():
+            self._writer.add_scalar(key, value, iteration)
+        # The twins come last: _rewind_events recognises a stale iteration by its first point.
+        for key in METRICS_WITH_SAMPLE_AXIS.intersection(scalars):
+            self._writer.add_scalar(key + _VS_SAMPLES, scalars[key], consumed_samples)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def _rewind_events(path: Path, resume_iteration: int) -> None:
+    """Cut an event file before its first point beyond ``resume_iteration``, or before a torn record.
+
+    The file is a sequence of records: length (8 bytes, little endian), its checksum (4), payload, checksum
+    (4). Points are in the order of time, so that everything after the first stale one is stale.
+    """
+    with path.open("r+b") as file:
+        while True:
+            start = file.tell()
+            header = file.read(12)
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else 0
+            payload = file.read(length + 4)
+            if len(payload) < length + 4 or _is_stale(payload[:length], resume_iteration):
+                file.truncate(start)
+                return
+
+
+def _is_stale(payload: bytes, resume_iteration: int) -> bool:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    try:
+        event = Event.FromString(payload)
+    except DecodeError:
+        return True
+    over_iterations = any(not value.tag.endswith(_VS_SAMPLES) for value in event.summary.value)
+    return bool(over_iterations and event.step > resume_iteration)

@@ -1,0 +1,1 @@
+"""The processes of a run: start, rendezvous, exit codes and restarts."""

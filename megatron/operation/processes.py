@@ -1,0 +1,34 @@
+"""Child processes that must end with their parent."""
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+
+LAUNCHER = "MEGATRON_LAUNCHER_PID"
+"""Environment variable with the process id of ``megatron.operation.launch``, for its ranks."""
+
+
+def die_with_parent(ancestor: int | None = None) -> None:
+    """Let the kernel kill this process when its parent ends for any reason (Linux).
+
+    Exits immediately if the parent, or the process ``ancestor``, has already ended. The kernel acts when the *thread*
+    that started this process ends, so that thread must live as long as the parent. Forked children do not inherit the
+    setting.
+    """
+    parent = os.getppid()
+    with suppress(AttributeError):  # no prctl in this C library
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent or not (ancestor is None or _is_running(ancestor)):
+        os._exit(1)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # a process of another user
+    return True

@@ -1,0 +1,1 @@
+"""One module per schedule: its order of actions, and ``SCHEDULE``, which describes it."""

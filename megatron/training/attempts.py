@@ -1,0 +1,49 @@
+"""The attempts of a run: this one counts as failed until it ends as it should."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.directory import TRACKER, saved_iterations
+from megatron.core.run_on_ranks import run_on_rank0
+from megatron.errors import ExitCode, UserError
+from megatron.operation.attempts import AttemptCounter
+from megatron.training.context import RunContext
+
+
+@contextmanager
+def attempt_counted(context: RunContext) -> Iterator[None]:
+    """Count this attempt on rank 0, and raise :class:`NoProgressError` on every rank after too many that failed.
+
+    Without ``--save`` there is no checkpoint, and so no progress to count.
+    """
+    config, world = context.config, context.world
+    save, limit = config.checkpoint.save, config.operation.max_failed_attempts
+    if save is None or limit == 0 or config.validation.skip_train:
+        yield
+        return
+    counter = AttemptCounter(Path(config.operation.run_dir or save), limit)
+
+    def begin() -> None:
+        try:
+            counter.begin(newest_iteration(Path(save)))
+        except OSError as error:
+            context.log_rank0(f"--max-failed-attempts does not count this attempt: {error}")
+
+    run_on_rank0(world, begin)
+    try:
+        yield
+    except UserError as error:
+        if world.rank == 0 and error.exit_code in (ExitCode.ACTION_REQUIRED, ExitCode.STOPPED):
+            counter.take_back(newest_iteration(Path(save)))
+        raise
+    if world.rank == 0:
+        counter.take_back(newest_iteration(Path(save)))
+
+
+def newest_iteration(root: Path) -> int | None:
+    """The iteration that was saved last in ``root``; it is below others after a return to an older checkpoint."""
+    try:
+        return int((root / TRACKER).read_text())
+    except (OSError, ValueError):
+        return max(saved_iterations(root), default=None)

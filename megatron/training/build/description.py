@@ -1,0 +1,114 @@
+"""The lines that a run logs before it starts."""
+
+from megatron.config.activations import ActivationConfig
+from megatron.config.run import RunConfig
+from megatron.core.device import device_name
+from megatron.core.fp8 import Fp8Layers
+from megatron.core.kernels.choice import table
+from megatron.core.kernels.selection import Kernels
+from megatron.core.models.parallelize import pipeline_schedule
+from megatron.core.models.transformer import TransformerModel
+from megatron.schedules.simulator import Durations, simulate
+from megatron.training.build.plan import RunPlan
+from megatron.training.checkpoints.state import RunState
+from megatron.training.context import LogRank0, RunContext
+
+
+def describe_run(
+    context: RunContext, model: TransformerModel, kernels: Kernels, state: RunState, plan: RunPlan
+) -> None:
+    """Log a few lines on the run before it starts."""
+    config, topology, batches, log_rank0 = context.config, context.topology, plan.batches, context.log_rank0
+    grid = topology.grid
+    num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
+    strategy = config.parallel.sharding_strategy
+    types = dict.fromkeys(config.parallel.cp_comm_type)
+    context_parallel = f"context {grid.cp} ({', '.join(types)}) x " if grid.cp > 1 else ""
+    sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
+    log_rank0(
+        f"model: {model.config.num_parameters():,} parameters, "
+        f"{sum(weight.tensor.numel() for weight in state.module.data_parallel.stored_weights):,} on this rank"
+    )
+    log_rank0(
+        f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
+        f"{context_parallel}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
+    )
+    if model.context.fp8 is not None:
+        log_rank0(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
+    if topology.rank == 0:
+        describe_pipeline(config, model.config.num_layers, grid.pp, num_microbatches, log_rank0)
+    if config.activations != ActivationConfig():
+        log_rank0(f"activations: {describe_activations(config.activations)}")
+    if model.context.parallel.has_overlap:
+        theirs = (
+            "Transformer Engine's buffers; in the output layer " if config.model.transformer_impl != "local" else ""
+        )
+        log_rank0(f"tensor-parallel overlap: {theirs}{model.context.parallel.overlap.name}")
+    for flag, is_given in (
+        ("--sequence-parallel", config.parallel.sequence_parallel),
+        ("--tp-comm-overlap", config.parallel.tp_comm_overlap),
+    ):
+        if is_given and grid.tp == 1:
+            log_rank0(f"{flag} has no effect with --tensor-model-parallel-size 1")
+    log_rank0(
+        f"run: {plan.train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
+        f"{num_microbatches} microbatches per rank"
+    )
+    log_rank0("\n".join(["kernels:", *table(kernels.choices)]))
+    memory = state.module.data_parallel.memory() | state.module.optimizer.memory()
+    log_rank0(
+        f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}"
+    )
+
+
+def describe_activations(activations: ActivationConfig) -> str:
+    """What is kept of a forward pass where that is not everything, on the device."""
+    words = []
+    if activations.granularity == "full":
+        count = activations.recompute_num_layers
+        words.append(
+            f"of every {count} layers only the input is kept"
+            if activations.recompute_method == "uniform"
+            else f"of the first {count} layers of a chunk only inputs are kept"
+        )
+    elif activations.modules:
+        words.append(f"{', '.join(sorted(activations.modules))} computed again")
+    if activations.distribute_saved_activations:
+        words.append("divided over the tensor-parallel ranks")
+    if activations.cpu_offloading_num_layers:
+        words.append(f"what the first {activations.cpu_offloading_num_layers} layers of a chunk keep is on the host")
+    return "; ".join(words)
+
+
+def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
+    config = fp8.config
+    layers = sum(fp8.includes(layer, num_layers) for layer in range(num_layers))
+    scaling = "current (per-tensor) scaling"
+    if config.fp8_recipe in ("blockwise", "mxfp8"):
+        scaling = f"block scaling ({config.fp8_recipe})"
+    if fp8.is_delayed:
+        history = f"amax history of {config.fp8_amax_history_len}, {config.fp8_amax_compute_algo}"
+        scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
+    return (
+        f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
+        f"{fp8.multiplier}; the rest in bf16"
+    )
+
+
+def describe_pipeline(
+    config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, log_rank0: LogRank0
+) -> None:
+    """Log the stages and the bubble of the schedule, if there are several stages."""
+    if num_stages == 1:
+        if config.pipeline.pipeline_schedule is not None:
+            log_rank0("--pipeline-schedule has no effect with --pipeline-model-parallel-size 1")
+        return
+    schedule = pipeline_schedule(config, num_layers, num_stages)(num_microbatches)
+    layers = [len(virtual_stage.layers) for virtual_stage in config.pipeline.virtual_stages(num_layers, num_stages)]
+    times = tuple(map(float, layers))
+    timeline = simulate(schedule, Durations(forward=times, backward=times, weight=times))
+    log_rank0(
+        f"pipeline: {schedule.name}, {num_stages} stages of {schedule.placement.num_chunks} chunks with "
+        f"{'-'.join(map(str, layers))} layers; bubble {timeline.bubble_fraction:.1%} of the time (layers only, with "
+        "F = B = W)"
+    )

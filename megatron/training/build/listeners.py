@@ -1,0 +1,64 @@
+"""The listeners of a run."""
+
+from collections.abc import Sequence
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.lock import RunLock
+from megatron.core.device import device_name
+from megatron.training.build.plan import RunPlan
+from megatron.training.checkpoints.saver import Saver
+from megatron.training.context import RunContext
+from megatron.training.flops import resolve_peak
+from megatron.training.loop.data import Data
+from megatron.training.loop.listeners import (
+    Checkpoints,
+    DataComparison,
+    Evaluation,
+    GarbageCollection,
+    MemoryRelease,
+    Metrics,
+)
+from megatron.training.loop.trainer import Listener
+from megatron.training.profiling.pipeline_profile import PipelineProfile
+from megatron.training.profiling.profiler import build_profile
+
+
+def build_listeners(
+    context: RunContext, plan: RunPlan, architecture: TransformerConfig, data: Data, locks: Sequence[RunLock]
+) -> list[Listener]:
+    """The listeners in the order in which they receive an event."""
+    config, is_on_gpu = context.config, context.topology.device.type != "cpu"
+    logging, validation, training = config.logging, config.validation, config.training
+    saves, release_level = config.checkpoint.save_schedule, training.empty_unused_memory_level
+    listeners = (
+        # Profiles first: they record the iteration alone, and evaluation uses the pipeline, too.
+        PipelineProfile(logging.profile_pipeline, logging.profile_pipeline_iteration, context.log_rank0)
+        if logging.profile_pipeline is not None
+        else None,
+        build_profile(config, context.topology.rank, context.topology.device, context.log_rank0),
+        MemoryRelease(release_level) if is_on_gpu and release_level else None,
+        build_metrics(context, plan, architecture),
+        Evaluation(
+            validation.eval_interval,
+            validation.eval_iters,
+            (validation.eval_global_batch_size or plan.batches.final_batch_size) // plan.batches.unit,
+            data.validation,
+            data.test,
+        ),
+        DataComparison(data.check),
+        # After evaluation, which may take long: a signal that arrives meanwhile finds nothing half saved.
+        Checkpoints(Saver(context, locks), saves) if config.checkpoint.save is not None else None,
+        GarbageCollection(training.manual_gc_interval, validation.eval_interval, saves) if training.manual_gc else None,
+    )
+    return [listener for listener in listeners if listener is not None]
+
+
+def build_metrics(context: RunContext, plan: RunPlan, architecture: TransformerConfig) -> Metrics:
+    """The metrics, with the peak that MFU is relative to."""
+    config = context.config
+    peak, source = resolve_peak(
+        device_name(context.topology.device), config.precision.product_name, config.logging.peak_tflops
+    )
+    context.log_rank0(source)
+    flops = architecture.flops_per_token(config.seq_length)
+    return Metrics(config.logging, plan.train_iters, flops, peak)

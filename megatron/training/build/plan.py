@@ -1,0 +1,161 @@
+"""What a run trains on and for how long: data stages, batches, iterations, and the schedules that follow from them."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.checkpoint.schema import DataStage
+from megatron.config.run import RunConfig
+from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatron.core.optimizer.weight_decay import WeightDecaySchedule, build_weight_decay_schedule
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.topology import Topology
+from megatron.data.data_record import CorpusRecord, DataRecord, build_record, record_corpus
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.sources import read_sources
+from megatron.errors import ConfigError
+from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
+from megatron.training.checkpoints.resume import Start
+from megatron.training.checkpoints.saved_run import Progress, SavedRun
+from megatron.training.context import RunContext
+from megatron.training.loop.batch_schedule import BatchSchedule, build_batch_schedule
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run trains on and for how long."""
+
+    progress: Progress
+    """Where this process starts."""
+    stages: ResolvedStages
+    batches: BatchSchedule
+    train_iters: int
+    """Iterations of the whole run, those of earlier processes included."""
+
+    @property
+    def stage(self) -> DataStage:
+        """The current data stage."""
+        return self.stages.current
+
+    @property
+    def planned_samples(self) -> int:
+        """Samples of the whole run, if the batch sizes of the flags hold for all of the current stage."""
+        iterations = max(self.train_iters - self.stage.first_iteration, 0)
+        return self.batches.total_samples(iterations, self.stage.first_sample)
+
+
+def plan_run(context: RunContext, vocabulary: Vocabulary, start: Start) -> RunPlan:
+    """The plan of a run that starts from ``start``; all ranks call it."""
+    config, progress = context.config, start.progress
+    stages = find_data_stages(context, vocabulary, start.resumed)
+    batches = build_batches(config, context.topology, progress.consumed_samples, earlier_lengths(stages.stages))
+    train_iters = config.training.train_iters
+    if train_iters is None:
+        assert config.training.train_samples is not None
+        remaining = batches.iterations_for_samples(config.training.train_samples, progress.consumed_samples)
+        train_iters = progress.iteration + remaining
+    check_profile_iteration(config, train_iters, progress)
+    return RunPlan(progress, stages, batches, train_iters)
+
+
+def find_data_stages(context: RunContext, vocabulary: Vocabulary, saved: SavedRun | None) -> ResolvedStages:
+    """The data stages of the run, from the flags and the checkpoint that it resumes from, if any.
+
+    Raises :class:`CheckpointError` where the data of the flags differ from the data of the checkpoint.
+    """
+    config = context.config
+    name = config.data.new_data_stage
+    if config.validation.skip_train:
+        return first_stage(None, {"sequence_length": config.seq_length})
+    now = record_data(context, vocabulary)
+    if saved is None:
+        return first_stage(name, now)
+    stages = saved.data_stages(config.seq_length)
+    if not stages:
+        return first_stage(name, now)
+    where = f"the checkpoint of iteration {saved.iteration} under {saved.root}"
+    return resolve_data_stages(stages, name, now, saved.progress.iteration, saved.progress.consumed_samples, where)
+
+
+def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
+    """What the flags make the run consume. All ranks call it; each reads its share of the corpora."""
+    config, world, data = context.config, context.world, context.config.data
+    sources = run_on_all_ranks(world, lambda: read_sources(data))
+    splits = [0, *((1, 2) if evaluates(config) else ())]
+    blends = [blend for split in splits if (blend := sources.blends[split]) is not None]
+    prefixes = list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
+    index_cache = data.object_storage_cache_path or data.data_cache_path
+
+    def record_share() -> dict[str, CorpusRecord]:
+        share = prefixes[world.rank :: world.size]
+        return {prefix: record_corpus(IndexedDataset(prefix, data.mmap_bin_files, index_cache)) for prefix in share}
+
+    shares = world.all_gather_object(run_on_all_ranks(world, record_share))
+    recorded = {prefix: corpus for share in shares for prefix, corpus in share.items()}
+
+    def combine() -> DataRecord:
+        return build_record(
+            data,
+            config.tokenizer,
+            sources,
+            {prefix: recorded[prefix] for prefix in prefixes},
+            used_splits=splits,
+            seed=config.training.seed,
+            vocabulary_size=vocabulary.size,
+            end_of_document=vocabulary.end_of_document,
+            micro_batch_size=config.micro_batch_size,
+            data_parallel_size=context.topology.grid.dp,
+        )
+
+    return run_on_rank0(world, combine)
+
+
+def evaluates(config: RunConfig) -> bool:
+    """Whether the run reads validation data."""
+    validation = config.validation
+    return validation.skip_train or (validation.eval_interval is not None and validation.eval_iters > 0)
+
+
+def build_batches(
+    config: RunConfig, topology: Topology, consumed_samples: int = 0, earlier_lengths: Sequence[tuple[int, int]] = ()
+) -> BatchSchedule:
+    """The global batch size over the run; sizes of the past need not fit this number of ranks."""
+    return build_batch_schedule(
+        micro_batch_size=config.micro_batch_size,
+        data_parallel_size=topology.grid.dp,
+        global_batch_size=config.training.global_batch_size,
+        rampup_batch_size=config.training.rampup_batch_size,
+        step_batch_size_schedule=config.training.step_batch_size_schedule,
+        seq_length=config.seq_length,
+        earlier_lengths=earlier_lengths,
+        decrease_if_needed=config.training.decrease_batch_size_if_needed,
+        consumed_samples=consumed_samples,
+    )
+
+
+def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progress) -> None:
+    """Refuse to profile an iteration that this run will not make."""
+    iteration = config.logging.profile_pipeline_iteration
+    if config.logging.profile_pipeline is not None and not progress.iteration < iteration <= train_iters:
+        raise ConfigError(
+            f"--profile-pipeline-iteration {iteration} is not one of the iterations {progress.iteration + 1} to "
+            f"{train_iters} of this run: choose one of them, or remove --profile-pipeline."
+        )
+
+
+def build_learning_rate(config: RunConfig, plan: RunPlan) -> LearningRateSchedule:
+    """The learning-rate schedule; evaluation alone needs none."""
+    rates = config.learning_rate
+    return build_learning_rate_schedule(
+        rates if rates.lr is not None else dataclasses.replace(rates, lr=0.0),
+        train_iters=None if config.training.train_samples is not None else plan.train_iters,
+        train_samples=config.training.train_samples,
+        planned_samples=plan.planned_samples,
+        global_batch_size=plan.batches.final_batch_size,
+    )
+
+
+def build_weight_decay(config: RunConfig, plan: RunPlan) -> WeightDecaySchedule | None:
+    """The weight-decay schedule; None where it is constant."""
+    return build_weight_decay_schedule(config.optimizer, config.training.train_samples or plan.planned_samples)

@@ -1,0 +1,117 @@
+"""Building a run: :func:`build_trainer` calls every step in order."""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from megatron.checkpoint.lock import RunLock
+from megatron.core.models.kernels import build_kernels, check_kernels_agree, share_buffers
+from megatron.core.models.parallelize import parallelize
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.metrics.timers import Timers
+from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
+from megatron.training.build.data import build_data
+from megatron.training.build.description import describe_run
+from megatron.training.build.listeners import build_listeners
+from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
+from megatron.training.build.vocabulary import load_vocabulary
+from megatron.training.checkpoints.data_stages import with_train_epochs
+from megatron.training.checkpoints.random_state import seed_random
+from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
+from megatron.training.checkpoints.state import RunState
+from megatron.training.context import RunContext
+from megatron.training.loop.stop import StopConditions
+from megatron.training.loop.trainer import Trainer
+from megatron.training.profiling.pipeline_profile import check_trace_path
+from megatron.training.train_module import TrainModule
+
+
+def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitStack) -> Trainer:
+    """The whole run of this rank, of which ``at_end`` frees what must outlive the trainer.
+
+    Raises :class:`~megatron.errors.UserError`, on every rank alike.
+    """
+    config, topology, world = context.config, context.topology, context.world
+    started = time.monotonic()
+    run_on_rank0(world, lambda: config.logging.check_environment(os.environ))
+    run_on_rank0(world, lambda: check_trace_path(config.logging.profile_pipeline))
+    seed_random(config.training.seed)
+    vocabulary = run_on_all_ranks(world, lambda: load_vocabulary(config))
+    start = find_start(config.checkpoint, world)
+    if not config.validation.skip_train:
+        run_on_rank0(world, lambda: check_nothing_is_abandoned(config.checkpoint, start))
+    plan = plan_run(context, vocabulary, start)
+    kernels = run_on_all_ranks(world, lambda: build_kernels(config, topology, vocabulary.size))
+    check_kernels_agree(kernels.choices, world)
+    share_buffers(config, topology, kernels.engine, at_end)
+    parallel = parallelize(config, topology, vocabulary.size, kernels)
+    parallel.data_parallel.initialize(config.training.seed)
+    model, fp8 = parallel.model, parallel.model.context.fp8
+    optimizer = Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer)
+    loss_scaler = build_loss_scaler(config.precision)
+    module = TrainModule(parallel.executor, parallel.data_parallel, optimizer, loss_scaler, topology.loss_ranks, fp8)
+    state = RunState(
+        context,
+        architecture=model.config,
+        module=module,
+        lr_schedule=build_learning_rate(config, plan),
+        weight_decay=build_weight_decay(config, plan),
+        progress=dataclasses.replace(plan.progress),
+        data_stages=plan.stages.stages,
+    )
+    resume(state, start, context)
+    for notice in plan.stages.notices:
+        context.log_rank0(notice)
+    data = build_data(context, vocabulary, plan)
+    state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
+    for warning in warnings:
+        context.log_rank0(warning)
+    writers = open_writers(context, plan)
+    describe_run(context, model, kernels, state, plan)
+    return Trainer(
+        context,
+        state,
+        plan.batches,
+        data,
+        StopConditions(
+            plan.train_iters,
+            config.training,
+            context.signals,
+            world,
+            topology.device,
+            started,
+            first_iteration=plan.progress.iteration,
+            data_check=data.check,
+        ),
+        Timers(config.logging.timing_log_level, torch.cuda.synchronize if topology.device.type != "cpu" else None),
+        build_listeners(context, plan, model.config, data, locks),
+        writers,
+    )
+
+
+def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:
+    """The metrics writers, all on rank 0; the other ranks have none."""
+    config = context.config
+
+    def open_on_rank0() -> list[MetricsWriter]:
+        if context.topology.rank != 0:
+            return []
+        run = ReportedRun(
+            stream=sys.stdout,
+            train_iters=plan.train_iters,
+            resume_iteration=plan.progress.iteration,
+            plot_interval=config.logging.tensorboard_log_interval,
+            save_directory=config.checkpoint.save,
+            flags=dataclasses.asdict(config),
+            environment=os.environ,
+        )
+        return build_writers(config.logging, run)
+
+    return run_on_all_ranks(context.world, open_on_rank0)

@@ -1,0 +1,55 @@
+"""Comparing the architecture and the learning-rate schedule of the flags with those of a checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megatron.config.optimizer import LearningRateConfig
+from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.errors import CheckpointError
+
+
+def check_architecture(
+    wanted: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    where: str,
+    remedy: str = "use the flags of the run that saved it",
+) -> None:
+    """Raise :class:`CheckpointError` naming every flag whose value differs from ``saved``, which is ``where``."""
+    # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
+    free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
+    different = [
+        f"--{name.replace('_', '-')} is {value} here and {saved[name]} there"
+        for name, value in wanted.items()
+        if name not in free and saved[name] != value
+    ]
+    if different:
+        raise CheckpointError(f"{where} has another architecture ({'; '.join(different)}): {remedy}, or load another.")
+
+
+def resolve_lr_schedule(
+    wanted: LearningRateSchedule, saved: LearningRateSchedule | None, config: LearningRateConfig
+) -> LearningRateSchedule:
+    """The schedule to resume with; raises :class:`CheckpointError` where flags and checkpoint differ undecided.
+
+    A checkpoint of weights alone (:func:`state_of_weights`) has none.
+    """
+    if saved is None:
+        if config.use_checkpoint_opt_param_scheduler:
+            raise CheckpointError(
+                "The checkpoint has no learning-rate schedule: remove --use-checkpoint-opt-param-scheduler."
+            )
+        return wanted
+    if wanted == saved or config.override_opt_param_scheduler:
+        return wanted
+    if config.use_checkpoint_opt_param_scheduler:
+        return saved
+    there = asdict(saved)
+    different = [
+        f"{name} {value} (checkpoint: {there[name]})" for name, value in asdict(wanted).items() if there[name] != value
+    ]
+    raise CheckpointError(
+        "The learning-rate schedule of the command line differs from the checkpoint, in samples: "
+        f"{', '.join(different)}. Add --override-opt-param-scheduler to use the command line, or "
+        "--use-checkpoint-opt-param-scheduler."
+    )

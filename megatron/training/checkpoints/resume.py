@@ -1,0 +1,95 @@
+"""Where a run starts: a checkpoint of its own, the weights of another run or of Hugging Face, or random weights."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.directory import exists, saved_iterations
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.console import print_warning
+from megatron.core.communication import Communicator
+from megatron.core.run_on_ranks import run_on_rank0
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, find_saved_run
+from megatron.training.checkpoints.state import RunState
+from megatron.training.context import LogRank0, RunContext
+from megatron.urls import is_url
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from, if any."""
+
+    saved: SavedRun | None
+    is_resumed: bool
+    """Whether it is a checkpoint of this run, of which more than the weights is loaded."""
+
+    @property
+    def resumed(self) -> SavedRun | None:
+        """The checkpoint, if it is one of this run."""
+        return self.saved if self.is_resumed else None
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of this run."""
+        return Progress() if self.resumed is None else self.resumed.progress
+
+
+def find_start(config: CheckpointConfig, world: Communicator) -> Start:
+    """The checkpoint of ``--load``, else of ``--pretrained-checkpoint``."""
+    saved, base = find_saved_run(config, world), config.pretrained_checkpoint
+    if saved is not None or base is None:
+        return Start(saved, is_resumed=saved is not None and not config.finetune)
+    saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), world)
+    if saved is None:
+        raise CheckpointError(f"--pretrained-checkpoint {base} has no checkpoint: check the path.")
+    return Start(saved, is_resumed=False)
+
+
+def resume(state: RunState, start: Start, context: RunContext) -> None:
+    """Load the checkpoint of ``start``, if any, else the model of ``--load-hf``."""
+    config, log_rank0 = context.config.checkpoint, context.log_rank0
+    if start.saved is not None:
+        weights_only = not start.is_resumed or context.config.validation.skip_train
+        state.load(start.saved, weights_only)
+        log_rank0(f"loaded checkpoint {start.saved.root}, continuing after iteration {state.progress.iteration}")
+        return
+    origin = "random weights" if config.load_hf is None else f"the weights of {config.load_hf}"
+    if config.load is not None:
+        run_on_rank0(context.world, lambda: report_nothing_to_load(config, origin, log_rank0))
+    if config.load_hf is not None:
+        state.load_hugging_face(Path(config.load_hf), context.world)
+        log_rank0(f"loaded {origin}")
+
+
+def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: LogRank0) -> None:
+    """Report that the run begins without a checkpoint; a directory that does not exist is likely a mistyped one.
+
+    Where ``--load`` equals ``--save``, as in a command that starts and resumes, the directory exists by now.
+    """
+    assert config.load is not None
+    if is_url(config.load) or exists(Path(config.load)):
+        log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
+        return
+    print_warning(
+        f"--load {config.load} does not exist: starting from {origin}. Check the path, or add "
+        "--exit-on-missing-checkpoint to fail instead."
+    )
+
+
+def check_nothing_is_abandoned(config: CheckpointConfig, start: Start) -> None:
+    """Refuse to start below the checkpoints that ``--save`` holds, unless ``--load`` asked to go back among them.
+
+    The first save would make the later ones count as abandoned.
+    """
+    if config.save is None:
+        return
+    newest = max(saved_iterations(Path(config.save)), default=0)
+    if newest <= start.progress.iteration:
+        return
+    if start.is_resumed and config.load is not None and Path(config.load).resolve() == Path(config.save).resolve():
+        return
+    raise CheckpointError(
+        f"--save {config.save} has checkpoints up to iteration {newest}, but this run would start at iteration "
+        f"{start.progress.iteration}: add --load {config.save} to resume, or set --save to another directory."
+    )

@@ -1,0 +1,135 @@
+"""Finding the checkpoint to load, and the state that it holds besides tensors."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.checkpointing import (
+    verify_share,
+)
+from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.manifest import read_checkpoint
+from megatron.checkpoint.remote_path import AnyPath, path_of
+from megatron.checkpoint.schema import DataStage, SavedState, upgrade
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.core.communication import Communicator
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.data_stages import FIRST_STAGE
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far the run is."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_samples: int = 0
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint that was found, and what it says of itself."""
+
+    root: AnyPath
+    iteration: int
+    shapes: dict[str, tuple[int, ...]]
+    """Global shape by tensor name."""
+    state: SavedState
+    """All that is not a tensor."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far the saved run was."""
+        state = self.state
+        return Progress(state.iteration, state.consumed_samples, state.skipped_samples)
+
+    def data_stages(self, seq_length: int) -> tuple[DataStage, ...]:
+        """The data stages up to the checkpoint; none before the first sample.
+
+        A checkpoint that recorded none is in the first; it had ``seq_length`` if even its flags are silent.
+        """
+        if self.state.data_stages or not self.state.consumed_samples:
+            return self.state.data_stages
+        length = self.state.flags.get("data", {}).get("seq_length", seq_length)
+        return (DataStage(FIRST_STAGE, 0, 0, {"sequence_length": length}),)
+
+
+def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | None:
+    """The checkpoint that ``--load`` means, or None where there is nothing to load; all ranks call it."""
+    if config.load is None:
+        return None
+    bad: dict[tuple[AnyPath, int], CheckpointError] = {}
+    while True:
+        try:
+            # One rank looks, so that all load the same checkpoint and the file system is asked once.
+            found = run_on_rank0(world, lambda: look_up_saved_run(config, bad))
+        except CheckpointError as nothing_left:
+            # What is wrong with the latest tells more.
+            raise next(iter(bad.values()), nothing_left) from None
+        if found is None:
+            return None
+        try:
+            run_on_all_ranks(world, partial(verify_share, found.root, found.iteration, world.rank, world.size))
+            return found
+        except CheckpointError as error:
+            if not config.checkpoint_fallback or config.ckpt_step is not None:
+                raise
+            if world.rank == 0:
+                _logger.warning("Skipping the checkpoint of iteration %d: %s", found.iteration, error)
+            bad[found.root, found.iteration] = error
+
+
+def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyPath, int]] = ()) -> SavedRun | None:
+    """As :func:`find_saved_run`, but on one rank alone and by the manifest alone: no other file is looked at.
+
+    It is the newest of what is left in the directories to load from, without those ``known_bad``, and in the first of
+    those that have it.
+    """
+    found: tuple[int, AnyPath] | None = None
+    errors: list[CheckpointError] = []
+    first, *copies = map(path_of, config.load_roots)
+    for root in (first, *copies):
+        bad = [iteration for place, iteration in known_bad if place == root]
+        try:
+            iteration = find_checkpoint(root, config.ckpt_step, bad, config.checkpoint_fallback, first)
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        if iteration is not None and (found is None or iteration > found[0]):
+            found = iteration, root
+    if found is None:
+        if errors:
+            raise errors[0]
+        if config.exit_on_missing_checkpoint:
+            where = " and ".join(config.load_roots)
+            raise CheckpointError(f"--load {where} has no checkpoint: check the path, or remove --load.")
+        return None
+    for defect in errors:
+        if not config.checkpoint_fallback:
+            raise defect
+        _logger.warning("Loading from %s: %s", found[1], defect)
+    iteration, root = found
+    manifest = read_checkpoint(root, iteration)
+    shapes = {name: tuple(tensor.size) for name, tensor in manifest.tensors().items()}
+    return SavedRun(root, iteration, shapes, upgrade(manifest.state, manifest.format_version))
+
+
+def state_of_weights(iteration: int, architecture: TransformerConfig, flags: Mapping[str, Any]) -> SavedState:
+    """The state of a checkpoint of weights alone that no run of ours trained: no samples, no step, no schedule.
+
+    ``flags`` has the groups that are known: tools build the model from ``model``, ``tokenizer`` and ``precision``.
+    """
+    return SavedState(
+        iteration=iteration,
+        consumed_samples=0,
+        optimizer_steps=0,
+        has_master_weights=False,
+        architecture=architecture,
+        flags=flags,
+    )

@@ -1,0 +1,250 @@
+"""Saving: at once or in the background, and copies in other places."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
+from megatron.checkpoint.directory import iteration_directory
+from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.storage import SyncSaveBackend
+from megatron.core.run_on_ranks import first_failure, run_on_rank0
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.mirror import Mirror
+from megatron.training.checkpoints.pruning import Pruning
+from megatron.training.checkpoints.state import RunState
+from megatron.training.context import RunContext
+from megatron.urls import is_url
+
+_logger = logging.getLogger(__name__)
+
+LAST_SAVE_ATTEMPTS = 3
+LAST_SAVE_PAUSE = 5.0
+"""Seconds between two attempts at the last save; launchers kill a run about 30 s after SIGTERM."""
+
+
+class Saver:
+    """Saves a run under ``--save``; every rank has one, and all but ``poll`` and ``close`` are collective calls.
+
+    A save that fails is a warning, until more than ``--max-failed-saves`` in a row have failed. ``locks`` are those of
+    the directories, on the rank that holds them.
+    """
+
+    def __init__(self, context: RunContext, locks: Sequence[RunLock]) -> None:
+        config = context.config.checkpoint
+        assert config.save is not None
+        root = Path(config.save)
+        self._root, self._config, self._world, self._log_rank0 = root, config, context.world, context.log_rank0
+        # The lock of another place is compared when a copy becomes visible there: to lose it costs the copy alone.
+        self._locks = [lock for lock in locks if lock.root == root]
+        self._pruning = Pruning(context, root)
+        tokens = {lock.root: lock.token for lock in locks}
+        self._lock_token = tokens.get(root)
+        self._background = BackgroundSaves(context, root, self._lock_token) if config.async_save else None
+        self._mirrors = [
+            Mirror(context, place, self._lock_token if is_url(place) else tokens.get(Path(place)))
+            for place in config.redundant_save
+        ]
+        self._failures: list[str] = []
+        """What went wrong with the saves since the newest good checkpoint."""
+        self.last_saved: int | None = None
+        """The iteration of the newest checkpoint that is known to be complete."""
+
+    def save(self, state: RunState) -> None:
+        """Save ``state`` at a save interval; with ``--async-save`` it is only copied aside when this returns."""
+        iteration = state.progress.iteration
+        run_on_rank0(self._world, self._check_locks)
+        self._finish(f"Training goes on; the next attempt is now, after iteration {iteration}.")
+        self._stop_after_too_many()
+        try:
+            # The last attempt before the run would end is waited for, so that its outcome is known now.
+            if self._background is None or len(self._failures) == self._config.max_failed_saves > 0:
+                self._save_now(state)
+            else:
+                self._background.save(state)
+        except CheckpointError as error:
+            self._note_failure(iteration, str(error), self._next_attempt(iteration))
+            self._stop_after_too_many()
+            return
+        self._start_copies(iteration)
+
+    def save_last(self, state: RunState) -> None:
+        """At the end of a run: save ``state`` unless it is saved already, and wait for everything."""
+        iteration = state.progress.iteration
+        self._finish("The next attempt is now, at the end of the run.")
+        if iteration != self.last_saved:
+            self._save_patiently(state)
+            self._start_copies(iteration)
+        self._finish_copies()
+
+    def _save_patiently(self, state: RunState) -> None:
+        """Save, and try again after a failure: there will be no other interval."""
+        iteration = state.progress.iteration
+        for attempt in range(1, LAST_SAVE_ATTEMPTS + 1):
+            run_on_rank0(self._world, self._check_locks)
+            try:
+                self._save_now(state)
+                return
+            except CheckpointError as error:
+                if attempt == LAST_SAVE_ATTEMPTS:
+                    raise CheckpointError(
+                        f"Iteration {iteration}, the last of this run, is not saved, after {attempt} attempts: {error} "
+                        f"{self._newest()}"
+                    ) from error
+                self._note_failure(iteration, str(error), f"The next attempt is in {LAST_SAVE_PAUSE:.0f} s.")
+            time.sleep(LAST_SAVE_PAUSE)
+
+    def _save_now(self, state: RunState) -> None:
+        saving = SyncSaveBackend(self._root, state.progress.iteration, self._lock_token)
+        self._log_rank0(f"saved checkpoint {state.save(saving)}")
+        self._has_saved(state.progress.iteration)
+
+    def poll(self) -> None:
+        """Look after what is under way; never waits."""
+        if self._background is not None:
+            self._background.poll()
+
+    def close(self) -> None:
+        """End what runs in the background, however the training ended."""
+        if self._background is not None:
+            self._background.close()
+        for mirror in self._mirrors:
+            mirror.close()
+
+    # --- what is under way -----------------------------------------------------------------------------------
+
+    def _finish(self, next_attempt: str) -> None:
+        """Wait for the save under way."""
+        if self._background is None or self._background.saving is None:
+            return
+        iteration = self._background.saving.iteration
+        failure = self._background.finish()
+        if failure is None:
+            self._pruning.retention.confirm(iteration)
+            self._has_saved(iteration)
+            return
+        for mirror in self._mirrors:
+            if mirror.under_way == iteration:
+                # It waits for a checkpoint that will never be there.
+                mirror.abandon()
+        self._note_failure(iteration, failure, next_attempt)
+
+    def _start_copies(self, iteration: int) -> None:
+        for mirror in self._mirrors:
+            mirror.settle(wait=False)
+            mirror.start(iteration_directory(self._root, iteration), iteration)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies under way, and copy the newest checkpoint to every place that does not have it."""
+        for mirror in self._mirrors:
+            mirror.settle(wait=True)
+        behind = [mirror for mirror in self._mirrors if self.last_saved not in (None, mirror.last_started)]
+        for mirror in behind:
+            assert self.last_saved is not None
+            mirror.start(iteration_directory(self._root, self.last_saved), self.last_saved)
+        for mirror in behind:
+            mirror.settle(wait=True)
+
+    # --- success and failure ---------------------------------------------------------------------------------
+
+    def _check_locks(self) -> None:
+        for lock in self._locks:
+            lock.check()
+
+    def _has_saved(self, iteration: int) -> None:
+        self.last_saved = iteration
+        self._failures = []
+        under_way = [mirror.under_way for mirror in self._mirrors]
+        try:
+            self._pruning.prune(iteration, in_use=[copied for copied in under_way if copied is not None])
+        except CheckpointError as error:
+            self._warn(f"Nothing is deleted under {self._root}: {error}")
+
+    def _note_failure(self, iteration: int, failure: str, next_attempt: str) -> None:
+        """A warning, or the end of the run where another run has taken the directory over."""
+        run_on_rank0(self._world, self._check_locks)
+        self._failures.append(failure)
+        self._warn(f"Iteration {iteration} is not saved: {failure} {self._newest()} {next_attempt}")
+
+    def _next_attempt(self, iteration: int) -> str:
+        schedule = self._config.save_schedule
+        assert schedule is not None
+        return (
+            f"Training goes on; the next attempt is after iteration {schedule.next_due(iteration)}. The run ends when "
+            f"more than {self._config.max_failed_saves} saves in a row have failed (--max-failed-saves)."
+        )
+
+    def _stop_after_too_many(self) -> None:
+        if len(self._failures) > self._config.max_failed_saves:
+            raise CheckpointError(
+                f"The last {len(self._failures)} saves failed, more than --max-failed-saves "
+                f"{self._config.max_failed_saves} allows: {self._failures[-1]} {self._newest()}"
+            )
+
+    def _newest(self) -> str:
+        if self.last_saved is None:
+            return "This run has saved no checkpoint yet."
+        return f"The newest checkpoint is of iteration {self.last_saved}."
+
+    def _warn(self, text: str) -> None:
+        if self._world.rank == 0:
+            _logger.warning("%s", text)
+
+
+class BackgroundSaves:
+    """The saves of ``--async-save``, of which at most one is under way."""
+
+    def __init__(self, context: RunContext, root: Path, lock_token: str | None) -> None:
+        self._config, self._world, self._log_rank0 = context.config.checkpoint, context.world, context.log_rank0
+        self._root = root
+        self._lock_token = lock_token
+        self._process = BackgroundProcess(self._config.async_save_timeout)
+        self._is_reported = False
+        self.saving: AsyncSaveBackend | None = None
+        """The one that :meth:`finish` has not been called for."""
+
+    def save(self, state: RunState) -> None:
+        """Copy the state aside and begin to write it; all ranks call it."""
+        assert self.saving is None
+        saving = AsyncSaveBackend(
+            self._root, state.progress.iteration, self._process, self._lock_token, read_back=self._config.deletes
+        )
+        state.save(saving)
+        self.saving, self._is_reported = saving, False
+
+    def poll(self) -> None:
+        """Say once what has become of it, as far as this rank knows."""
+        if self.saving is None or self._is_reported:
+            return
+        failure = self.saving.poll()
+        if failure is not None:
+            _logger.warning("Rank %d cannot save iteration %d: %s", self._world.rank, self.saving.iteration, failure)
+            self._is_reported = True
+        elif self.saving.is_over:
+            self._say_saved(self.saving.iteration)
+
+    def finish(self) -> str | None:
+        """Wait for it on all ranks; what went wrong, if anything."""
+        assert self.saving is not None
+        saving, self.saving = self.saving, None
+        failure = first_failure(self._world.all_gather_object(saving.finish_own()))
+        if failure is None:
+            failure = run_on_rank0(self._world, saving.finish)
+        if failure is None:
+            self._say_saved(saving.iteration)
+        else:
+            saving.abandon()
+        return failure
+
+    def _say_saved(self, iteration: int) -> None:
+        if not self._is_reported:
+            self._log_rank0(f"saved checkpoint {iteration_directory(self._root, iteration)}")
+        self._is_reported = True
+
+    def close(self) -> None:
+        """End the process; where the run breaks off, a save that needs nothing more of the ranks is completed."""
+        if self.saving is not None and self.saving.finish_own() is None and self._world.rank == 0:
+            self.saving.finish()
+            self.poll()
+        self._process.close()

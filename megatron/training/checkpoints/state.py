@@ -1,0 +1,155 @@
+"""The state of a run, saved to and loaded from checkpoints."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.checkpointing import (
+    load_checkpoint,
+    save_checkpoint,
+)
+from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
+from megatron.checkpoint.names import FP8, MASTER, MODEL
+from megatron.checkpoint.schema import DataStage, SavedState
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.storage import SaveBackend
+from megatron.core.communication import Communicator
+from megatron.core.data_parallel.strategy import StoredWeight
+from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.optimizer import OptimizerState
+from megatron.core.optimizer.weight_decay import WeightDecaySchedule
+from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.errors import CheckpointError
+from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
+from megatron.training.checkpoints.random_state import random_tensors, restore_random
+from megatron.training.checkpoints.saved_run import Progress, SavedRun
+from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors, renamed
+from megatron.training.context import RunContext
+from megatron.training.train_module import TrainModule
+
+
+@dataclass
+class RunState:
+    """Everything of a run that a checkpoint holds."""
+
+    context: RunContext
+    architecture: TransformerConfig
+    module: TrainModule
+    lr_schedule: LearningRateSchedule
+    weight_decay: WeightDecaySchedule | None
+    """None where it is constant."""
+    progress: Progress
+    data_stages: tuple[DataStage, ...]
+
+    def hyperparameters(self) -> Hyperparameters:
+        """The hyperparameters of the next iteration."""
+        samples, config = self.progress.consumed_samples, self.context.config.learning_rate
+        hyperparameters = Hyperparameters(self.lr_schedule(samples))
+        if config.decoupled_lr is not None:
+            decoupled = replace(self.lr_schedule, peak=config.decoupled_lr, minimum=config.vocabulary_min_lr)
+            hyperparameters = replace(hyperparameters, vocabulary_learning_rate=decoupled(samples))
+        if self.weight_decay is not None:
+            hyperparameters = replace(hyperparameters, weight_decay=self.weight_decay(samples))
+        return hyperparameters
+
+    def save(self, saving: SaveBackend | None = None) -> Path:
+        """Save under ``--save``, at once or as ``saving`` does it; all ranks call it."""
+        config, topology = self.context.config.checkpoint, self.context.topology
+        assert config.save is not None
+        tensors = model_tensors(self.module.data_parallel.stored_weights, with_copies=False)
+        if config.save_optim:
+            tensors |= optimizer_tensors(self.module.optimizer, with_copies=False)
+        tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in fp8_tensors(self.module.fp8).items()}
+        if config.save_rng:
+            tensors |= random_tensors(topology.rank, topology.device)
+        state = SavedState(
+            **asdict(self.progress),
+            optimizer_steps=self.module.optimizer.num_steps,
+            has_master_weights=self.module.optimizer.has_master_weights,
+            loss_scaler=self.module.loss_scaler.to_json(),
+            lr_schedule=self.lr_schedule,
+            architecture=self.architecture,
+            flags=asdict(self.context.config),
+            data_stages=self.data_stages,
+        )
+        return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state.to_json(), saving=saving)
+
+    def load(self, saved: SavedRun, weights_only: bool) -> None:
+        """Load ``saved``, or its weights alone; all ranks call it."""
+        config, topology = self.context.config.checkpoint, self.context.topology
+        check_architecture(
+            asdict(self.architecture), asdict(saved.state.architecture), f"The checkpoint under {saved.root}"
+        )
+        if not weights_only:
+            self.lr_schedule = resolve_lr_schedule(
+                self.lr_schedule, saved.state.lr_schedule, self.context.config.learning_rate
+            )
+        with_optimizer = config.load_optim and not weights_only
+        tensors = self._wanted_tensors(saved, with_optimizer)
+        random_states = random_tensors(topology.rank, topology.device)
+        with_random = config.load_rng and not weights_only and random_states.keys() <= saved.shapes.keys()
+        fp8_states = self._saved_fp8_states(saved)
+        load_checkpoint(saved.root, saved.iteration, tensors | fp8_states | (random_states if with_random else {}))
+        if self.module.fp8 is not None:
+            self.module.fp8.load({name.removeprefix(FP8): tensor for name, tensor in fp8_states.items()})
+        if with_random:
+            restore_random(random_states, topology.rank, topology.device)
+        if with_optimizer:
+            self.module.optimizer.num_steps = saved.state.optimizer_steps
+            self.module.loss_scaler.restore(saved.state.loss_scaler)
+        else:
+            self.module.optimizer.reload_master_weights()
+        if self.module.optimizer.has_master_weights and not saved.state.has_master_weights:
+            masters = renamed(optimizer_tensors(self.module.optimizer), MASTER, MODEL)
+            load_checkpoint(saved.root, saved.iteration, masters)
+        if self.module.optimizer.has_master_weights:
+            # The weights of the checkpoint may have been rounded to another format.
+            self.module.optimizer.publish()
+            self.module.data_parallel.wait_for_parameters()
+
+    def load_hugging_face(self, source: Path, world: Communicator) -> None:
+        """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
+
+        def fill() -> None:
+            theirs = asdict(hugging_face_architecture(source))
+            check_architecture(asdict(self.architecture), theirs, f"The model in {source}")
+            masters = [state for state in self.module.optimizer.state() if state.kind == "master"]
+            owned: list[StoredWeight | OptimizerState] = [*self.module.data_parallel.stored_weights, *masters]
+            fill_from_hugging_face(source, [(one.info, one.start, one.tensor) for one in owned])
+
+        run_on_all_ranks(world, fill)
+
+    def _saved_fp8_states(self, saved: SavedRun) -> dict[str, Tensor]:
+        """Room for what the checkpoint knows of this rank's FP8 layers; a run without FP8 left nothing."""
+        return {
+            name: tensor.new_empty(saved.shapes[name])
+            for name, tensor in fp8_tensors(self.module.fp8).items()
+            if name in saved.shapes
+        }
+
+    def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
+        weights = model_tensors(self.module.data_parallel.stored_weights)
+        states = optimizer_tensors(self.module.optimizer)
+        if not with_optimizer:
+            return weights
+        wanted = self.context.config.optimizer.optimizer
+        # Weights that no run of ours trained know of no optimizer.
+        trained_with = saved.state.flags.get("optimizer", {}).get("optimizer", wanted)
+        if trained_with != wanted:
+            raise CheckpointError(
+                f"The checkpoint under {saved.root} was trained with --optimizer {trained_with}, not {wanted}: use "
+                "that optimizer, or initialize its state with --no-load-optim."
+            )
+        if states and not any(name.startswith("optimizer/") for name in saved.shapes):
+            raise CheckpointError(
+                f"The checkpoint under {saved.root} has no optimizer state: add --no-load-optim to initialize it."
+            )
+        # Where one run has master weights and the other's model is as wide, the wider of the two is the truth.
+        if saved.state.has_master_weights and not self.module.optimizer.has_master_weights:
+            weights = renamed(weights, MODEL, MASTER)
+        if not saved.state.has_master_weights:
+            states = {name: tensor for name, tensor in states.items() if not name.startswith(MASTER)}
+        return weights | states

@@ -1,0 +1,43 @@
+"""The tensors of a checkpoint by their global names."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from megatron.checkpoint.names import FP8, MODEL
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.core.data_parallel.strategy import StoredWeight
+from megatron.core.fp8 import Fp8Layers
+from megatron.core.optimizer.optimizer import Optimizer
+
+
+def model_tensors(weights: Iterable[StoredWeight], with_copies: bool = True) -> dict[str, Tensor]:
+    """The weights that a rank stores by global name; ``with_copies``, also the head's copy of a tied weight, which is
+    loaded but not saved."""
+    return {
+        f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(weight.info, weight.tensor, weight.start)
+        for weight in weights
+        if with_copies or weight.info.tied_end != "head"
+    }
+
+
+def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[str, Tensor]:
+    """Master weights and moments by global name; a rank names only what it has a part of.
+
+    ``with_copies`` as in :func:`model_tensors`.
+    """
+    return {
+        f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(state.info, state.tensor, state.start)
+        for state in optimizer.state()
+        if with_copies or state.info.tied_end != "head"
+    }
+
+
+def fp8_tensors(fp8: Fp8Layers | None) -> dict[str, Tensor]:
+    """Scales and amax histories by the global name of their linear layer."""
+    return {} if fp8 is None else {f"{FP8}{name}": tensor for name, tensor in fp8.state().items()}
+
+
+def renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    """The tensors whose name starts with ``old``, under names that start with ``new`` instead."""
+    return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}

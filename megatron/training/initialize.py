@@ -1,0 +1,145 @@
+"""From a process started by torchrun (or alone) to a rank in the grid."""
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.topology import RankGrid, Topology
+from megatron.errors import ConfigError, RankError, UserError
+from megatron.operation.namespace import fresh_namespace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    """Processes on this node."""
+    has_thread_count: bool = False
+    """Whether OMP_NUM_THREADS says how many threads each rank uses on a CPU."""
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> "Process":
+        """What torchrun (or SLURM with its variables exported likewise) says; alone without it."""
+        return Process(
+            int(environment.get("RANK", 0)),
+            int(environment.get("LOCAL_RANK", 0)),
+            int(environment.get("WORLD_SIZE", 1)),
+            int(environment.get("LOCAL_WORLD_SIZE", 1)),
+            "OMP_NUM_THREADS" in environment,
+        )
+
+
+def choose_device(wanted: str, process: Process) -> torch.device:
+    """The device of this process for ``--device``."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("--device cuda needs a GPU, and torch finds none: use --device cpu.")
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    if process.local_rank >= torch.cuda.device_count():
+        raise RankError(
+            f"{process.local_rank + 1} processes run on this node, but it has {torch.cuda.device_count()} GPUs: start "
+            "one process per GPU (torchrun --nproc-per-node)."
+        )
+    return torch.device("cuda", process.local_rank)
+
+
+def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
+    """The grid of ``world_size`` ranks."""
+    data_parallel_size = parallel.data_parallel_size(world_size)
+    return RankGrid(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+        dp=data_parallel_size,
+        dp_replicas=parallel.data_parallel_replicas(data_parallel_size),
+        order=parallel.rank_order,
+    )
+
+
+@contextmanager
+def init_distributed(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
+    """Join the other processes, take this one's place in the grid, and part from them in the end.
+
+    After an error of our own making, or of this rank alone, the process just ends, and the others with it.
+    """
+    _join(parallel, process, device)
+    grid = rank_grid(parallel, process.world_size)
+    try:
+        yield Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
+    except UserError as error:
+        # The others know of it too and leave with us; otherwise they wait in a collective, and we must not.
+        if not error.is_local:
+            _part()
+        raise
+    _part()
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        _forget_meshes()
+        dist.destroy_process_group()
+
+
+def _forget_meshes() -> None:
+    """Let go of what still holds process groups, whose threads would outlive them: one that frees a tensor while the
+    interpreter ends aborts the process."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # DTensor's cache of operations keeps the mesh of each.
+        _clear_sharding_prop_cache()
+    gc.collect()
+
+
+def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:
+    on_gpu = device.type != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
+    if backend == "nccl" and not on_gpu:
+        raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or remove the flag.")
+    if backend == "gloo" and on_gpu:
+        raise ConfigError("--distributed-backend gloo does not support GPU tensors: remove it, or add --device cpu.")
+    if process.world_size > 1:
+        rank, world_size = process.rank, process.world_size
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        # torchrun's agent keeps this store when it restarts the ranks, with all that the ranks before have written.
+        shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store = fresh_namespace(shared, rank, world_size, timeout)
+        # Without device_id: torch would then split groups off the world's communicator, in which all ranks must
+        # take part, while ours are made by their members alone.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def prepare_cpu(process: Process) -> None:
+    """Settings of a process that computes on the CPU.
+
+    Each rank takes its share of the cores unless told how many threads to use; and freed memory stays with the
+    process, because giving it back and getting it again, page by page, in every step costs some 5 % (measured;
+    Linux with glibc only).
+    """
+    if not process.has_thread_count:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3  # glibc's names for the two parameters
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**25)  # the largest that glibc accepts

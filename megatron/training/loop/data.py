@@ -1,0 +1,52 @@
+"""The data of a run as the loop reads it."""
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.data.loader import Microbatch
+from megatron.training.loop.data_check import DataCheck
+
+
+class Lookahead(Iterator[Microbatch]):
+    """Microbatches of which the next can be fetched before it is used."""
+
+    def __init__(self, microbatches: Iterator[Microbatch]) -> None:
+        self._microbatches = microbatches
+        self._next: Microbatch | None = None
+
+    def fetch(self) -> None:
+        """Wait for the next one; an error is raised here."""
+        if self._next is None:
+            self._next = next(self._microbatches)
+
+    def __next__(self) -> Microbatch:
+        self.fetch()
+        microbatch, self._next = self._next, None
+        assert microbatch is not None
+        return microbatch
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        if isinstance(self._microbatches, Generator):
+            self._microbatches.close()
+
+
+@dataclass(frozen=True)
+class Data:
+    """Endless microbatches of this rank, by split; None where a split is not used."""
+
+    train: Lookahead
+    validation: Iterator[Microbatch] | None
+    test: Iterator[Microbatch] | None
+    train_epochs: Mapping[str, int]
+    """Epochs that the sample order of each training corpus is made for, by prefix."""
+    check: DataCheck
+    """Compares what is read with what was written."""
+
+    def close(self) -> None:
+        """End the loaders' worker processes."""
+        self.check.close()
+        self.train.close()
+        for source in (self.validation, self.test):
+            if isinstance(source, Generator):
+                source.close()

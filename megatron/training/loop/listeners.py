@@ -1,0 +1,221 @@
+"""What listens to the training loop: metrics, evaluation, checkpoints, garbage collection."""
+
+import gc
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal
+
+import torch
+
+from megatron.config.logging import LoggingConfig
+from megatron.core.device import device_memory
+from megatron.data.loader import Microbatch
+from megatron.intervals import IntervalSchedule
+from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.timers import combine, format_timer_report
+from megatron.training.checkpoints.saver import Saver
+from megatron.training.flops import achieved_tflops, mfu
+from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.step import evaluate
+from megatron.training.loop.trainer import IterationResult, Listener, Trainer, next_microbatch
+
+
+@dataclass
+class Metrics(Listener):
+    """Makes one record per ``--log-interval`` and hands it to every writer (on the writing rank)."""
+
+    config: LoggingConfig
+    train_iters: int
+    flops_per_token: float
+    peak_tflops: float | None
+    _pending: list[IterationResult] = field(default_factory=list)
+    _num_zeros: int | None = None
+
+    def before_update(self, trainer: Trainer) -> None:
+        """Count zeros in the gradient, which the update overwrites, where the iteration is reported."""
+        is_reported = (trainer.state.progress.iteration + 1) % self.config.log_interval == 0
+        if self.config.log_num_zeros_in_grad and is_reported:
+            self._num_zeros = trainer.module.optimizer.count_zeros()
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Collect, and report at the interval."""
+        self._pending.append(result)
+        iteration = trainer.state.progress.iteration
+        if iteration % self.config.log_interval == 0:
+            self._report(trainer)
+
+    def _report(self, trainer: Trainer) -> None:
+        record = self._record(trainer, self._pending)
+        self._pending = []
+        for writer in trainer.writers:
+            writer.write_iteration(record)
+
+    def _record(self, trainer: Trainer, results: Sequence[IterationResult]) -> IterationRecord:
+        progress, last = trainer.state.progress, results[-1]
+        applied = [result.outcome for result in results if not result.outcome.is_skipped]
+        seconds = sum(result.seconds for result in results)
+        tokens = sum(result.global_batch_size for result in results) * trainer.context.config.seq_length
+        tokens_per_s = tokens / seconds / trainer.context.topology.grid.world_size
+        metrics: dict[str, float | None] = {
+            "lm_loss": sum(outcome.loss for outcome in applied) / len(applied) if applied else None,
+            "grad_norm": None,
+            "learning_rate": last.hyperparameters.learning_rate,
+            "loss_scale": trainer.module.loss_scaler.scale,
+            "global_batch_size": last.global_batch_size,
+            "iteration_time_ms": seconds / len(results) * 1e3,
+            "tokens_per_s_per_gpu": tokens_per_s,
+            "tflops_per_gpu": achieved_tflops(tokens_per_s, self.flops_per_token),
+            "mfu": mfu(tokens_per_s, self.flops_per_token, self.peak_tflops),
+            "skipped": len(results) - len(applied),
+        }
+        if self.config.log_num_zeros_in_grad:
+            metrics["num_zeros"], self._num_zeros = self._num_zeros, None
+        if self.config.log_params_norm:
+            metrics["params_norm"] = trainer.module.optimizer.weight_norm()
+        timers = self._timers_of_all_ranks(trainer, len(results))
+        return IterationRecord(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            metrics=metrics | last.outcome.metrics,
+            train_iters=self.train_iters,
+            skipped_samples=progress.skipped_samples,
+            nan_iterations=sum(not math.isfinite(result.outcome.loss) for result in results),
+            time=time.time(),
+            elapsed_s=time.monotonic() - trainer.started,
+            world_size=trainer.context.topology.grid.world_size,
+            timers=combine(timers, self.config.timing_log_option),
+            timer_report=format_timer_report(timers, self.config.timing_log_option),
+            memory=device_memory(trainer.context.topology.device) if self.config.log_memory_to_tensorboard else {},
+        )
+
+    def _timers_of_all_ranks(self, trainer: Trainer, iterations: int) -> list[dict[str, float]]:
+        # Without timers there is nothing to gather, and a collective of objects is slow.
+        if self.config.timing_log_level == 0:
+            return []
+        return trainer.context.topology.world.all_gather_object(trainer.timers.elapsed(iterations=iterations))
+
+
+@dataclass
+class Evaluation(Listener):
+    """Evaluates every ``--eval-interval`` iterations, and the test split at the end of a complete run."""
+
+    interval: int | None
+    batches: int
+    microbatches_per_batch: int
+    validation: Iterator[Microbatch] | None
+    test: Iterator[Microbatch] | None
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Evaluate at the interval."""
+        if self.interval is not None and trainer.state.progress.iteration % self.interval == 0:
+            self.evaluate(trainer, "validation")
+
+    def on_skip_train(self, trainer: Trainer) -> None:
+        self.evaluate(trainer, "validation")
+        self.evaluate(trainer, "test")
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Evaluate the test split, when the run came to its planned end."""
+        if trainer.state.progress.iteration >= trainer.stop.train_iters:
+            self.evaluate(trainer, "test")
+
+    def evaluate(self, trainer: Trainer, split: Literal["validation", "test"]) -> None:
+        """Report the loss over ``--eval-iters`` batches of a split, if it has data."""
+        source = self.validation if split == "validation" else self.test
+        if source is None:
+            return
+        microbatches = (next_microbatch(source, trainer.context.topology.rank) for _ in count())
+        with trainer.timers("evaluation"):
+            loss = evaluate(trainer.module, microbatches, self.batches * self.microbatches_per_batch)
+        progress = trainer.state.progress
+        record = EvaluationRecord(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            split=split,
+            loss=loss.mean,
+            time=time.time(),
+            elapsed_s=time.monotonic() - trainer.started,
+        )
+        for writer in trainer.writers:
+            writer.write_evaluation(record)
+
+
+@dataclass
+class DataComparison(Listener):
+    """Compares the rest of what a complete run has read with its digests, before the last checkpoint."""
+
+    check: DataCheck
+
+    def on_skip_train(self, trainer: Trainer) -> None:
+        self.check.finish()
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        if trainer.state.progress.iteration >= trainer.stop.train_iters:
+            self.check.finish()
+
+
+@dataclass
+class Checkpoints(Listener):
+    """Saves at the iterations of ``--save-interval`` and whenever the loop ends."""
+
+    saver: Saver
+    schedule: IntervalSchedule | None
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Save when it is time."""
+        self.saver.poll()
+        if self.schedule is not None and self.schedule.is_due(trainer.state.progress.iteration):
+            with trainer.timers("save-checkpoint"):
+                trainer.module.data_parallel.wait_for_parameters()
+                self.saver.save(trainer.state)
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Save what is not saved yet, and wait for everything."""
+        with trainer.timers("save-checkpoint"):
+            trainer.module.data_parallel.wait_for_parameters()
+            self.saver.save_last(trainer.state)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self.saver.close()
+
+
+class GarbageCollection(Listener):
+    """Collects Python's garbage at the same iterations on every rank, so that none waits for another's pause.
+
+    Without an ``interval`` that is at evaluations and checkpoints, which are long anyway.
+    """
+
+    def __init__(self, interval: int, eval_interval: int | None, saves: IntervalSchedule | None) -> None:
+        every = interval or eval_interval
+        self._schedules = [IntervalSchedule(((every, 0),))] if every else []
+        if saves is not None and not interval:
+            self._schedules.append(saves)
+        gc.disable()
+        gc.collect()
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        """Collect at the interval."""
+        if any(schedule.is_due(trainer.state.progress.iteration) for schedule in self._schedules):
+            gc.collect()
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        """Collect as usual again."""
+        gc.enable()
+
+
+@dataclass
+class MemoryRelease(Listener):
+    """Returns unused memory to the GPU: level 1 before every update, level 2 after every iteration, too."""
+
+    level: int
+
+    def before_update(self, trainer: Trainer) -> None:
+        torch.cuda.empty_cache()
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        if self.level >= 2:
+            torch.cuda.empty_cache()

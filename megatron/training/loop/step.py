@@ -1,0 +1,94 @@
+"""One training iteration, and one evaluation batch: the microbatches through the pipeline, then the update.
+
+The loss is the mean over all unmasked tokens of the global batch, in every layout: ranks and microbatches add
+up losses and token counts, never means.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.data.loader import Microbatch
+from megatron.metrics.timers import Timers
+from megatron.training.train_module import TrainModule
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Sum of the losses of unmasked tokens, and their number."""
+
+    total: float
+    num_tokens: float
+
+    @property
+    def mean(self) -> float:
+        """Loss per token; NaN without tokens."""
+        return self.total / self.num_tokens if self.num_tokens else float("nan")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The result of an iteration."""
+
+    loss: float
+    grad_norm: float
+    is_skipped: bool
+    """Whether the loss or a gradient was not finite, so that no update was made."""
+    is_fault: bool
+    """Whether it was skipped and a lower loss scale would not help."""
+    num_tokens: float
+    """Unmasked tokens in the global batch."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further values for the metrics record, by name; listeners may add to them."""
+
+
+def evaluate(module: TrainModule, microbatches: Iterator[Microbatch], num_microbatches: int) -> TokenLoss:
+    """Loss over ``num_microbatches`` on every data-parallel rank, without gradients."""
+    return TokenLoss(*module.loss_ranks.all_reduce(module.executor.evaluate(microbatches, num_microbatches)).tolist())
+
+
+def train_step(
+    module: TrainModule,
+    microbatches: Iterator[Microbatch],
+    hyperparameters: Hyperparameters,
+    *,
+    num_microbatches: int,
+    expected_tokens: int,
+    timers: Timers,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepOutcome:
+    """One iteration; it makes no update where the loss or a gradient is not finite.
+
+    ``expected_tokens`` is the number of tokens in the global batch, masked or not: it keeps gradients in a good range
+    until the number of unmasked ones is known. ``before_update`` is called between the gradients and the update.
+    """
+    scale, fp8 = module.loss_scaler.scale, module.fp8
+    if fp8 is not None:
+        fp8.start_step()
+    module.data_parallel.start_gradients(num_microbatches)
+    with timers("forward-backward"):
+        sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
+    with timers("grads-reduce"):
+        # The loss is needed after the gradients only, so its reduction overlaps theirs.
+        pending_loss = module.loss_ranks.start_all_reduce(sums)
+        module.data_parallel.finish_gradients()
+        loss = TokenLoss(*pending_loss.wait().tolist())
+    if fp8 is not None:
+        # In a skipped step, too: its finite magnitudes set the scales of the next step.
+        fp8.finish_step()
+    if not math.isfinite(loss.mean):
+        # The loss scale stays: a loss that is not finite does not depend on it.
+        return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_tokens=loss.num_tokens)
+    before_update()
+    with timers("optimizer"):
+        result = module.optimizer.step(hyperparameters, expected_tokens / loss.num_tokens / scale)
+    is_fault = not module.loss_scaler.update(overflowed=not result.is_applied)
+    return StepOutcome(
+        loss.mean,
+        result.grad_norm,
+        is_skipped=not result.is_applied,
+        is_fault=is_fault,
+        num_tokens=loss.num_tokens,
+        metrics=dict(result.metrics),
+    )

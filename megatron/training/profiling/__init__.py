@@ -1,0 +1,1 @@
+"""Profiles of iterations and of the pipeline."""

@@ -1,0 +1,53 @@
+"""Signals that ask a run to stop."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from megatron.config.training import TrainingConfig
+from megatron.errors import ExitCode, UserError
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopRequested(UserError):
+    """A signal asked this run to stop before it trained: there is nothing to save."""
+
+    exit_code = ExitCode.STOPPED
+
+
+class SignalWatch:
+    """Remembers the first signal."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._count = 0
+        self.previous: dict[signal.Signals, Handler] = {}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handler: remember; after the second, give signals their usual effect again."""
+        self.received = self.received or signal.Signals(number).name
+        self._count += 1
+        if self._count == 2:
+            for watched, handler in self.previous.items():
+                signal.signal(watched, handler)
+
+
+@contextmanager
+def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
+    """Note SIGINT and ``--exit-signal`` instead of dying of them; the third signal acts as usual.
+
+    Ctrl-C under torchrun may come twice: from the terminal and from torchrun.
+    """
+    watch = SignalWatch()
+    names = ("SIGINT", config.exit_signal) if config.exit_signal_handler else ()
+    numbers = [signal.Signals[name] for name in names]
+    previous = {number: signal.signal(number, watch.note) for number in numbers}
+    watch.previous = dict(previous)
+    try:
+        yield watch
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,135 @@
+"""AdamW (arXiv 1711.05101): torch's or another library's, and torch's over gradients and moments in narrow formats."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from megatron.errors import ConfigError
+from megatron.ranges import require_at_least, require_fraction
+from megatron.update_rules.rule import Flags, Group, Shard, UpdateContext, UpdateRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BF16_SPACING = 2.0**-7
+"""Largest relative distance between neighbouring bf16 numbers."""
+SLICE = 1 << 22
+"""Elements that are widened at a time, so that the wide copies of narrow tensors take little memory."""
+
+
+@dataclass(frozen=True)
+class AdamFlags(Flags):
+    """Flags of ``--optimizer adam``."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment (Llama: 0.95)."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon, added to the denominator (Llama 2: 1e-5)."""
+    use_precision_aware_optimizer: bool = False
+    """Allow --main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype; updates are computed in fp32. Their fp16 and
+    fp8, which need a scale for each tensor, are not supported."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of adam's first moment."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of adam's second moment."""
+
+    def check(self, optimizer: str) -> None:
+        require_at_least(0, {"--adam-eps": self.adam_eps})
+        require_fraction({"--adam-beta1": self.adam_beta1, "--adam-beta2": self.adam_beta2})
+        if self.use_precision_aware_optimizer and optimizer != "adam":
+            raise ConfigError(
+                f"--use-precision-aware-optimizer does not support --optimizer {optimizer}: use adam, or remove one of "
+                "them."
+            )
+        for flag, name, beta_flag, beta in (
+            ("--exp-avg-dtype", self.exp_avg_dtype, "--adam-beta1", self.adam_beta1),
+            ("--exp-avg-sq-dtype", self.exp_avg_sq_dtype, "--adam-beta2", self.adam_beta2),
+        ):
+            if name != "fp32" and not self.use_precision_aware_optimizer:
+                raise ConfigError(f"{flag} needs --use-precision-aware-optimizer: add it, or remove {flag}.")
+            if name == "bf16" and 1.0 - beta < BF16_SPACING:
+                raise ConfigError(
+                    f"{flag} bf16 is too coarse for {beta_flag} {beta}: the decay of one step is below the spacing of "
+                    f"bf16 numbers and would be rounded away: use {beta_flag} of at most {1.0 - BF16_SPACING:.3f}, or "
+                    f"{flag} fp32."
+                )
+
+
+class Adam(UpdateRule):
+    """AdamW."""
+
+    name = "adam"
+    flags = AdamFlags
+
+    def __init__(self, flags: AdamFlags) -> None:
+        self._flags = flags
+        self._betas = (flags.adam_beta1, flags.adam_beta2)
+
+    def state(self, weight: "Tensor") -> "dict[str, Tensor]":
+        """The two moments."""
+        import torch
+
+        formats = {"exp_avg": weight.dtype, "exp_avg_sq": weight.dtype}
+        if self._flags.use_precision_aware_optimizer:
+            names = {"fp32": torch.float32, "bf16": torch.bfloat16}
+            formats = {"exp_avg": names[self._flags.exp_avg_dtype], "exp_avg_sq": names[self._flags.exp_avg_sq_dtype]}
+        return {kind: torch.zeros_like(weight, dtype=dtype) for kind, dtype in formats.items()}
+
+    def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
+        """One optimizer over all groups, from the library that the context names."""
+        if self._flags.use_precision_aware_optimizer:
+            return super().bind(groups, context)
+        import torch
+
+        groups = [group for group in groups if group.shards]
+        if not groups:
+            # The rank's shard is all padding; torch refuses an empty list.
+            return lambda step: None
+        parameters = [{"params": [shard.weight for shard in group.shards]} for group in groups]
+        optimizer = context.adam(parameters, self._betas, self._flags.adam_eps)
+        steps = []
+        for shard in (shard for group in groups for shard in group.shards):
+            # Other libraries read the step on the host, which should not wait for the device.
+            device = shard.weight.device if isinstance(optimizer, torch.optim.AdamW) else "cpu"
+            steps.append(torch.zeros((), dtype=torch.float32, device=device))
+            optimizer.state[shard.weight] = {"step": steps[-1], **shard.state}
+            shard.weight.grad = shard.gradient
+
+        def update(step: int) -> None:
+            for theirs, group in zip(optimizer.param_groups, groups):
+                theirs["lr"], theirs["weight_decay"] = group.learning_rate, group.weight_decay
+            # They count from the number of updates before.
+            torch._foreach_zero_(steps)
+            torch._foreach_add_(steps, step - 1)
+            optimizer.step()
+
+        return update
+
+    def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
+        """Torch's fused AdamW on slices, widened to the format of the weights."""
+        import torch
+        from torch.optim.adamw import adamw
+
+        wide, moments = shard.weight.dtype, (shard.state["exp_avg"], shard.state["exp_avg_sq"])
+        tensors = shard.weight, shard.gradient, *moments
+        for weight, gradient, *narrow in zip(*(tensor.split(SLICE) for tensor in tensors)):
+            first, second = (moment.to(wide) for moment in narrow)
+            adamw(
+                [weight],
+                [gradient.to(wide)],
+                [first],
+                [second],
+                [],
+                [torch.full((), step - 1.0, device=weight.device)],
+                fused=True,
+                amsgrad=False,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                lr=learning_rate,
+                weight_decay=weight_decay,
+                eps=self._flags.adam_eps,
+                maximize=False,
+            )
+            torch._foreach_copy_(narrow, [first, second])

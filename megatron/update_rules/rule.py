@@ -1,0 +1,100 @@
+"""What every update rule has, and what the optimizer gives it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron.core.communication import Communicator
+    from megatron.core.data_parallel.buffer import ParameterSplit
+    from megatron.core.kernels.third_party import AdamBuilder
+    from megatron.core.parameter import ParameterInfo
+
+Kind = TypeVar("Kind")
+
+
+@dataclass
+class Shard:
+    """The elements of one parameter that this rank updates; all tensors are 1-D and of one size."""
+
+    info: "ParameterInfo"
+    weight: "Tensor"
+    """The master weights."""
+    gradient: "Tensor"
+    state: "dict[str, Tensor]"
+
+
+@dataclass
+class Group:
+    """Shards that are updated with the same learning rate and weight decay."""
+
+    shards: list[Shard]
+    weight_decay: float
+    learning_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class UpdateContext:
+    """What an update may use beside the shards."""
+
+    adam: "AdamBuilder"
+    tensor_parallel: "Communicator"
+    shard_ranks: "Communicator"
+    """Ranks that divide the parameters of ``splits`` among them."""
+    splits: "Sequence[ParameterSplit]"
+    """Every parameter of this rank's part of the model, and which rank has which elements."""
+    empty: "Tensor"
+    """A tensor without elements, of the shards' format and device."""
+
+
+class Flags:
+    """Base of the flags of one rule: a frozen dataclass whose fields have a default and a docstring each."""
+
+    def check(self, optimizer: str) -> None:
+        """Raise :class:`ConfigError` on a value that cannot be honoured; ``optimizer`` is the rule in use."""
+
+
+class UpdateRule(ABC):
+    """A rule with the values of its flags. The names of its state tensors are their names in checkpoints."""
+
+    name: ClassVar[str]
+    """Value of ``--optimizer``."""
+    flags: ClassVar[type[Flags]] = Flags
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """The rule with its flags in ``config``."""
+        return cls(*([take_flags(config, cls.flags)] if cls.flags is not Flags else []))
+
+    def rule_for(self, info: "ParameterInfo") -> "UpdateRule":
+        """The rule that updates this parameter: another one where this rule is not made for it."""
+        return self
+
+    @abstractmethod
+    def state(self, weight: "Tensor") -> "dict[str, Tensor]":
+        """The tensors kept for ``weight``, at the start of a run; each is as large."""
+
+    def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
+        """The update of all shards of ``groups``, as a function of the number of the update, from 1.
+
+        All ranks bind the same rules in the same order, also those that have no shard.
+        """
+
+        def update(step: int) -> None:
+            for group in groups:
+                for shard in group.shards:
+                    self.update(shard, group.learning_rate, group.weight_decay, step)
+
+        return update
+
+    def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
+        """Update one shard in place: what an elementwise rule defines instead of :meth:`bind`."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither update nor bind")
+
+
+def take_flags(config: Any, kind: type[Kind]) -> Kind:
+    """The fields of the dataclass ``kind`` out of a ``config`` that has them all."""
+    return kind(**{one.name: getattr(config, one.name) for one in fields(kind)})  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""What a past version of the code saved, this one loads, and trains on as that version did."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron.checkpoint.checkpointing import load_checkpoint, read_state
+from megatron.checkpoint.schema import FORMAT_VERSION
+from tests.checkpoint.frozen_checkpoints import (
+    CASES,
+    FROZEN,
+    LENGTH,
+    SAVED_AT,
+    computed_iterations,
+    flags_of_case,
+    start_of,
+    this_machine,
+)
+from tests.end_to_end.run_process import Record, assert_same_tensors, bytes_under, checkpoint_of, fork_training
+
+pytestmark = pytest.mark.processes
+
+KEPT = sorted(FROZEN.glob("v*/*"))
+
+
+@pytest.fixture(params=KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
+def kept(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The folder of one frozen checkpoint, which must not change."""
+    folder: Path = request.param
+    before = bytes_under(folder)
+    yield folder
+    assert bytes_under(folder) == before
+
+
+def test_there_is_one_of_every_case_and_of_the_current_format() -> None:
+    """Whoever raises the format version freezes checkpoints of it: python -m tests.checkpoint.frozen_checkpoints."""
+    assert {folder.name for folder in (FROZEN / f"v{FORMAT_VERSION}").iterdir()} == set(CASES)
+    assert all((checkpoint_of(folder, start_of(folder.name)) / "manifest.json").exists() for folder in KEPT)
+
+
+def expected(folder: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((folder / "expected.json").read_text())
+    return document
+
+
+def run_from(start: Path, name: str, directory: Path, **changes: Any) -> Path:
+    """Copy the checkpoint ``start`` into ``directory`` and go on from it; the metrics."""
+    shutil.copytree(start, directory / "save" / start.name)
+    fork_training(flags_of_case(CASES[name], directory, **changes), CASES[name].processes).succeeded()
+    return directory / "metrics.jsonl"
+
+
+def assert_like_the_past(records: list[Record], folder: Path) -> None:
+    """To the bit on the same kind of processor and libraries, else within rounding of the run's format."""
+    was = expected(folder)
+    if was["machine"] == this_machine():
+        assert records == was["records"]
+    tolerance = CASES[folder.name].tolerance
+    assert len(records) == len(was["records"])
+    for record, past in zip(records, was["records"]):
+        for key, value in past.items():
+            if key in ("lm_loss", "grad_norm") and value is not None:
+                assert math.isclose(record[key], value, rel_tol=tolerance), (key, record, past)
+            else:
+                assert record[key] == value, (key, record, past)
+
+
+def test_every_number_is_loaded(kept: Path) -> None:
+    """Each global tensor, bit for bit, as other code reads it from the file."""
+    iteration = start_of(kept.name)
+    directory = checkpoint_of(kept, iteration)
+    tensors = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
+    files = {path.name: load_file(path) for path in directory.glob("*.safetensors")}
+    loaded = {
+        name: files[record["chunks"][0]["file"]][record["chunks"][0]["key"]].new_zeros(record["shape"])
+        for name, record in tensors.items()
+    }
+    load_checkpoint(kept, iteration, loaded)
+    for name, record in tensors.items():
+        for chunk in record["chunks"]:
+            place = tuple(slice(start, start + size) for start, size in zip(chunk["offset"], chunk["shape"]))
+            assert loaded[name][place].equal(files[chunk["file"]][chunk["key"]]), name
+    assert read_state(kept, iteration)["iteration"] == iteration
+
+
+def test_the_run_goes_on_as_it_did(kept: Path, tmp_path: Path) -> None:
+    """With the metrics that the past version had, and to the bit as from a checkpoint that this version writes."""
+    iteration = start_of(kept.name)
+    frozen = checkpoint_of(kept, iteration)
+    first_flags = CASES[kept.name].first_flags
+    metrics = run_from(frozen, kept.name, tmp_path / "old", **first_flags)
+    assert_like_the_past(computed_iterations(metrics), kept)
+    last = LENGTH if iteration == SAVED_AT else LENGTH - SAVED_AT
+    # Written anew by this version one iteration later, and gone on from there.
+    run_from(frozen, kept.name, tmp_path / "first", exit_interval=iteration + 1, **first_flags)
+    again = checkpoint_of(tmp_path / "first" / "save", iteration + 1)
+    rest = run_from(again, kept.name, tmp_path / "second")
+    assert computed_iterations(rest) == computed_iterations(metrics)[1:]
+    assert_same_tensors(
+        checkpoint_of(tmp_path / "second" / "save", last), checkpoint_of(tmp_path / "old" / "save", last)
+    )

@@ -1,0 +1,114 @@
+"""A loader process that delivers nothing is waited for as long as is allowed, and no longer."""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.gpt_dataset import Sample
+from megatron.data.loader import build_loader
+from megatron.data.loader_processes import GRACE, POLL, LoaderStalledError, Patience, Wait
+from megatron.errors import DataError
+
+pytestmark = pytest.mark.processes
+
+
+class Clock:
+    """A monotonic clock that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wait_of(clock: Clock, patience: Patience) -> Callable[[float], None]:
+    """A wait; called with a number of seconds, so many pass, with a look at every one."""
+    wait = Wait(patience, clock)
+
+    def some(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            clock.now += 1.0
+            wait.check(4711)
+
+    return some
+
+
+def test_a_process_is_given_up_after_the_limit() -> None:
+    clock = Clock()
+    wait = wait_of(clock, Patience(5.0))
+    wait(4)
+    with pytest.raises(
+        LoaderStalledError, match=r"process 4711 has delivered no microbatch for 5 s \(--dataloader-timeout 5\)"
+    ):
+        wait(1)
+
+
+def test_without_a_limit_it_is_waited_for() -> None:
+    wait_of(Clock(), Patience())(100_000)
+
+
+def test_after_a_request_to_stop_it_has_a_little_more_time() -> None:
+    clock = Clock()
+    wait = wait_of(clock, Patience(1000.0, lambda: "SIGTERM" if clock.now >= 100 else None))
+    wait(100 + GRACE - 1)
+    with pytest.raises(LoaderStalledError, match="SIGTERM asked the run to stop, but loader process 4711"):
+        wait(1)
+
+
+# --- real processes -------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """Samples that say their index."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens = np.full(4, index, dtype=np.int64)
+        return {"tokens": tokens, "labels": tokens, "loss_mask": np.ones(4, dtype=np.float32)}
+
+
+def loader(num_workers: int, patience: Patience) -> Any:
+    place = {"consumed_samples": 0, "micro_batch_size": 2, "data_parallel_rank": 0, "data_parallel_size": 1}
+    return build_loader(Numbers(), vocab_size=1000, num_workers=num_workers, patience=patience, **place)  # type: ignore[arg-type]
+
+
+def loader_pids() -> list[int]:
+    return [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+
+
+def test_a_stopped_process_is_named_and_nothing_of_the_loader_remains() -> None:
+    before = set(loader_pids())
+    batches = loader(2, Patience(2.0))
+    next(batches)
+    pids = set(loader_pids()) - before
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DataError) as error:
+        list(batches)
+    named = re.search(r"Loader process (\d+) has delivered", str(error.value))
+    assert named and int(named[1]) in pids
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_process_that_comes_back_delivers_what_it_owes() -> None:
+    expected = [batch["tokens"][0, 0].item() for batch, _ in zip(loader(0, Patience()), range(20))]
+    before = set(loader_pids())
+    batches = loader(1, Patience(60.0))
+    found = [next(batches)["tokens"][0, 0].item() for _ in range(5)]
+    (pid,) = set(loader_pids()) - before
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(2.5 * POLL, os.kill, (pid, signal.SIGCONT)).start()
+    found += [next(batches)["tokens"][0, 0].item() for _ in range(15)]
+    assert found == expected
+    batches.close()

@@ -1,0 +1,295 @@
+"""Every row of the table in docs/coming_from_megatron.md says what the parser and the checks do with the flag.
+
+The rows are read from the page, and every value that Megatron-LM documents is given to ``pretrain_llama.py``.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from tools.flag_reference import Flag, MegatronFlag, accepted_flags, megatron_flags
+
+PAGE = Path(__file__).parents[2] / "docs/coming_from_megatron.md"
+RANKS = 8
+
+RUN = {
+    "--model": "tiny",
+    "--mock-data": "",
+    "--vocab-size": "1000",
+    "--seq-length": "64",
+    "--micro-batch-size": "2",
+    "--train-iters": "10",
+    "--lr": "1e-3",
+}
+"""A run that is accepted, to which the row's flag is added."""
+
+FP8 = "--bf16 --fp8-format hybrid"
+FULL = "--recompute-granularity full"
+SAMPLES = "--train-iters= --train-samples 1000"
+STAGES = "--pipeline-model-parallel-size 2 --num-layers 8"
+CORPUS = "--mock-data= --tokenizer-type NullTokenizer"
+
+NEEDS = {
+    "--account-for-embedding-in-pipeline-split": "--pipeline-model-parallel-size 2 --num-layers 7",
+    "--account-for-loss-in-pipeline-split": "--pipeline-model-parallel-size 2 --num-layers 7",
+    "--async-save": "--save run",
+    "--ckpt-step": "--load run",
+    "--data-args-path": CORPUS,
+    "--data-path": CORPUS,
+    "--decoder-first-pipeline-num-layers": STAGES,
+    "--decoder-last-pipeline-num-layers": STAGES,
+    "--decoupled-min-lr": "--decoupled-lr 1e-3",
+    "--distribute-saved-activations": (
+        f"{FULL} --recompute-method uniform --recompute-num-layers 1 --tensor-model-parallel-size 2"
+    ),
+    "--end-weight-decay": "--start-weight-decay 0.1 --weight-decay-incr-style linear",
+    "--eval-global-batch-size": "--eval-interval 2",
+    "--exit-on-missing-checkpoint": "--load run",
+    "--exp-avg-dtype": "--use-precision-aware-optimizer --bf16",
+    "--exp-avg-sq-dtype": "--use-precision-aware-optimizer --bf16 --adam-beta2 0.95",
+    "--finetune": "--load run",
+    "--first-last-layers-bf16": FP8,
+    "--fp8-amax-compute-algo": FP8,
+    "--fp8-format": "--bf16",
+    "--fp8-recipe": f"{FP8} --transformer-impl transformer_engine",
+    "--hierarchical-context-parallel-sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+    "--loss-scale": "--fp16",
+    "--lr-decay-samples": SAMPLES,
+    "--lr-decay-style WSD": "--lr-wsd-decay-iters 2",
+    "--lr-wsd-decay-iters": "--lr-decay-style WSD",
+    "--lr-wsd-decay-samples": f"{SAMPLES} --lr-decay-style WSD",
+    "--lr-wsd-decay-style": "--lr-decay-style WSD --lr-wsd-decay-iters 2",
+    "--main-grads-dtype": "--use-precision-aware-optimizer --bf16",
+    "--microbatch-group-size-per-virtual-pipeline-stage": f"{STAGES} --num-virtual-stages-per-pipeline-rank 2",
+    **{
+        f"--muon-{name}": "--optimizer muon"
+        for name in (
+            "momentum",
+            "no-split-qkv",
+            "nesterov",
+            "scale-mode",
+            "fp32-matmul-prec",
+            "coefficient-type",
+            "num-ns-steps",
+            "tp-mode",
+            "extra-scale-factor",
+        )
+    },
+    "--num-layers-per-virtual-pipeline-stage": STAGES,
+    "--num-virtual-stages-per-pipeline-rank": STAGES,
+    "--overlap-param-gather": "--use-distributed-optimizer",
+    "--per-split-data-args-path": CORPUS,
+    "--pipeline-model-parallel-layout": STAGES,
+    "--profile-ranks": "--profile",
+    "--recompute-granularity full": "--recompute-method uniform --recompute-num-layers 1",
+    "--recompute-method": f"{FULL} --recompute-num-layers 1",
+    "--recompute-modules": "--recompute-granularity selective",
+    "--recompute-num-layers": f"{FULL} --recompute-method uniform",
+    "--save-interval": "--save run",
+    "--save-retain-interval": "--save run",
+    "--start-weight-decay": "--end-weight-decay 0.2 --weight-decay-incr-style linear",
+    "--test-data-path": f"{CORPUS} --train-data-path corpus",
+    "--tiktoken-pattern": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model file",
+    "--tokenizer-model": "--tokenizer-type TikTokenizer",
+    "--tokenizer-type": "--tokenizer-model file",
+    "--train-data-path": CORPUS,
+    "--train-samples": "--train-iters=",
+    "--use-checkpoint-args": "--load run",
+    "--use-pytorch-profiler": "--profile --save run",
+    "--valid-data-path": f"{CORPUS} --train-data-path corpus",
+    "--wandb-entity": "--wandb-project llama",
+    "--wandb-exp-name": "--wandb-project llama",
+    "--wandb-save-dir": "--wandb-project llama",
+    "--weight-decay-incr-style linear": "--start-weight-decay 0.1 --end-weight-decay 0.2",
+    "--weight-decay-incr-style cosine": "--start-weight-decay 0.1 --end-weight-decay 0.2",
+}
+"""What a flag (with a value) needs beside it; ``--flag=`` takes a flag of RUN away."""
+
+ALONE = {
+    "--data-parallel-sharding-strategy",
+    "--ddp-num-buckets",
+    "--fp16",
+    "--use-checkpoint-opt-param-scheduler",
+    "--use-torch-fsdp2",
+}
+"""Flags that need nothing, but contradict another flag of the table."""
+
+EXAMPLES = {
+    "--ddp-bucket-size": "1000000",
+    "--ddp-num-buckets": "4",
+    "--decoupled-min-lr": "0",
+    "--hidden-size": "128",
+    "--hierarchical-context-parallel-sizes": "2 2",
+    "--kv-channels": "16",
+    "--lr": "1e-3",
+    "--lr-warmup-fraction": "0.1",
+    "--num-layers": "8",
+    "--num-attention-heads": "8",
+    "--pipeline-model-parallel-layout": "Etttt|ttttL",
+    "--profile-ranks": "0",
+    "--rampup-batch-size": "16 16 320",
+    "--save-interval": "100",
+    "--split": "99,1,0",
+    "--step-batch-size-schedule": "0:16 1M:32",
+    "--num-virtual-stages-per-pipeline-rank": "2",
+    "--num-layers-per-virtual-pipeline-stage": "2",
+    "--decoder-first-pipeline-num-layers": "3",
+    "--decoder-last-pipeline-num-layers": "3",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "4",
+    "--global-batch-size": "32",
+    "--eval-global-batch-size": "32",
+    "--max-position-embeddings": "64",
+    "--seq-length": "64",
+    "--recompute-num-layers": "1",
+    "--lr-wsd-decay-iters": "2",
+}
+"""A value that Megatron-LM documents, for flags that take any; where there is none, one of the flag's type."""
+
+BY_TYPE = {"integer": "8", "number": "0.5", "text": "text", "one or more: integer": "3", "one or more: text": "corpus"}
+
+SEVERAL_WORDS = ("--hierarchical-context-parallel-sizes", "--rampup-batch-size")
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    asked: MegatronFlag
+    answer: str
+
+    @property
+    def refused_values(self) -> list[str]:
+        """The values behind the word "not"."""
+        listed = re.search(r"; not ([^;]*)$", self.answer)
+        return listed[1].split(", ") if listed else []
+
+    @property
+    def is_refused(self) -> bool:
+        return self.answer.startswith("refused")
+
+    @property
+    def values(self) -> list[str]:
+        """The values that Megatron-LM documents; one empty word for a flag without a value."""
+        if self.asked.choices:
+            return self.asked.choices.split()
+        flag = our_flag(self.asked.flag)
+        if flag is None or flag.values == "on, off":
+            return [""]
+        if self.answer.startswith("no effect"):
+            return [flag.default]
+        is_number = re.fullmatch(r"[\d.e+-]+", self.asked.default)
+        return [EXAMPLES.get(flag.name) or (self.asked.default if is_number else BY_TYPE[flag.values])]
+
+
+OURS = accepted_flags()
+
+
+def our_flag(name: str) -> Flag | None:
+    return OURS.get(name) or OURS.get("--" + name.removeprefix("--no-"))
+
+
+def rows_of(page: str) -> list[Row]:
+    by_name = {flag.flag: flag for flag in megatron_flags()}
+    found = re.findall(r"^\| `(--[\w-]+)` \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+    return [Row(by_name[name], answer) for name, answer in found]
+
+
+ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
+
+
+Given = tuple[str, str]
+"""A flag and its value."""
+
+
+def accept(given: Sequence[Given], beside: str = "") -> RunConfig:
+    """Parse and check a run with these flags; raises ConfigError where one is refused."""
+    removed = {word[:-1] for word in beside.split() if word.endswith("=")} | {flag for flag, _ in given}
+    arguments = [word for item in RUN.items() if item[0] not in removed for word in item if word]
+    arguments += [word for word in beside.split() if not word.endswith("=")]
+    for flag, value in given:
+        arguments += [flag, *(value.split() if flag in SEVERAL_WORDS else [value] * bool(value))]
+    config = parse_command_line(arguments)
+    config.check(RANKS)
+    return config
+
+
+def needs_of(flag: str, value: str) -> str | None:
+    return NEEDS.get(f"{flag} {value}", NEEDS.get(flag, "" if flag in ALONE else None))
+
+
+def value_of(config: RunConfig, flag: str) -> Any:
+    """What the parser made of a flag; the negation for ``--no-``."""
+    ours = our_flag(flag)
+    assert ours is not None
+    name = ours.name[2:].replace("-", "_")
+    groups = [getattr(config, group.name) for group in fields(RunConfig)]
+    value = next(getattr(group, name) for group in groups if hasattr(group, name))
+    return not value if ours.name != flag else value
+
+
+def is_same(found: Any, value: str) -> bool:
+    if isinstance(found, bool):
+        return found is (value in ("", "True"))
+    if isinstance(found, tuple):
+        return [str(one) for one in found] == value.split()
+    return str(found) == value or float(found) == float(value)
+
+
+def test_every_row_is_read() -> None:
+    assert [row.asked.flag for row in ROWS] == [flag.flag for flag in megatron_flags()]
+
+
+def test_a_row_excludes_only_values_that_are_documented() -> None:
+    for row in ROWS:
+        assert set(row.refused_values) <= set(row.values), row
+
+
+ACCEPTED = [
+    [(row.asked.flag, value) for value in row.values if value not in row.refused_values]
+    for row in ROWS
+    if not row.is_refused
+]
+IN_NEED = [given for values in ACCEPTED for given in values if needs_of(*given) is not None]
+# Parsing takes a tenth of a second, so flags that need nothing go together: the first line has the first value of each.
+LINES = [[given for given in line if given is not None and needs_of(*given) is None] for line in zip_longest(*ACCEPTED)]
+
+
+def assert_taken(config: RunConfig, given: Iterable[Given]) -> None:
+    for flag, value in given:
+        found = value_of(config, flag)
+        assert is_same(found, value), f"{flag} {value} became {found!r}"
+
+
+@pytest.mark.parametrize("line", LINES, ids=len)
+def test_flags_that_need_no_other_are_accepted_with_the_values_of_their_rows(
+    line: list[Given],
+) -> None:
+    assert_taken(accept(line), line)
+
+
+@pytest.mark.parametrize(("flag", "value"), IN_NEED)
+def test_a_flag_is_accepted_beside_what_it_needs(flag: str, value: str) -> None:
+    assert_taken(accept([(flag, value)], needs_of(flag, value) or ""), [(flag, value)])
+
+
+# Rows of NOT_SUPPORTED are that dictionary; tests/config/test_command_line.py shows that the parser refuses its flags.
+REFUSED = [
+    (row.asked.flag, value)
+    for row in ROWS
+    if row.asked.flag not in NOT_SUPPORTED
+    for value in (row.values if row.is_refused else row.refused_values)
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), REFUSED)
+def test_what_a_row_calls_refused_is_refused_by_name(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag}(?![\w-])"):
+        accept([(flag, value)], needs_of(flag, value) or "")

@@ -1,0 +1,544 @@
+"""A run that resumes on other data than it had is refused; a new data stage begins at the first of its samples."""
+
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pretrain_llama
+from megatron.data.loader import Microbatch
+from tests.checkpoint.frozen_checkpoints import CASES, FROZEN, SAVED_AT, flags_of_case
+from tests.data.test_indexed_dataset import write
+from tests.data.test_sample_order import slow_blend, slow_order
+from tests.end_to_end.run_process import (
+    TINY_RUN,
+    FlagValue,
+    Outcome,
+    Record,
+    assert_close,
+    assert_same_tensors,
+    call_training,
+    checkpoint_of,
+    computed,
+    fork_training,
+    iterations,
+    latest_iteration,
+    words_of,
+)
+from tools import inspect_checkpoint
+from tools.inspect_checkpoint import InspectConfig
+
+Flags = dict[str, FlagValue | Path]
+
+END = 63
+SEED = 1234
+STEP = 8
+"""Samples of a batch."""
+
+SMALL: dict[str, FlagValue] = {
+    **TINY_RUN,
+    "num_layers": 1,
+    "hidden_size": 16,
+    "ffn_hidden_size": 16,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": STEP,
+    "train_iters": None,
+    "train_samples": 12 * STEP,
+    "lr_warmup_iters": None,
+    "lr_warmup_samples": 2 * STEP,
+    "lr_decay_samples": 20 * STEP,
+    "lr_decay_style": "linear",
+    "split": "1,0,0",
+    "fp64": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": END,
+}
+
+
+@dataclass(frozen=True)
+class WrittenCorpus:
+    """A corpus on disk, and what is in it."""
+
+    prefix: Path
+    documents: list[list[int]]
+
+    def samples(self, count: int, seq_length: int, wanted: int) -> list[list[int]]:
+        """The tokens of the first samples, where a run needs ``wanted`` samples of it, token by token."""
+        lengths = [len(document) for document in self.documents]
+        order, rows, shuffled = slow_order(lengths, 0, len(lengths), seq_length, wanted, SEED)
+        stream = [token for document in order for token in self.documents[document]]
+        starts = [sum(lengths[document] for document in order[:place]) + offset for place, offset in rows]
+        return [stream[starts[row] : starts[row] + seq_length] for row in shuffled[:count]]
+
+
+def write_corpus(prefix: Path, seed: int) -> WrittenCorpus:
+    random = np.random.default_rng(seed)
+    documents = [[*random.integers(END, size=random.integers(20, 60)).tolist(), END] for _ in range(70)]
+    write(prefix, documents, END + 1)
+    return WrittenCorpus(prefix, documents)
+
+
+@pytest.fixture(scope="module")
+def a(tmp_path_factory: pytest.TempPathFactory) -> WrittenCorpus:
+    return write_corpus(tmp_path_factory.mktemp("a") / "a", 1)
+
+
+@pytest.fixture(scope="module")
+def b(tmp_path_factory: pytest.TempPathFactory) -> WrittenCorpus:
+    return write_corpus(tmp_path_factory.mktemp("b") / "b", 2)
+
+
+def flags(directory: Path, *words: object, **changes: FlagValue | Path) -> list[str]:
+    """A run on the corpora and weights ``words``, saving in ``directory``."""
+    places = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
+    data = {"data_path": [str(word) for word in words] or None}
+    return words_of({**SMALL, **places, **data, **changes})
+
+
+# --- refusals ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run of two iterations on a blend."""
+
+    directory: Path
+    words: tuple[object, ...]
+    tokenizer: Path
+
+
+def write_tokenizer(path: Path, last: str = "last") -> Path:
+    """A tokenizer of 64 words; ``last`` is the word of one of them."""
+    from tokenizers import Tokenizer, models
+
+    vocabulary = {"<|endoftext|>": END, last: 0, **{f"w{number:02}": number for number in range(1, END)}}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="w01")).save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(a: WrittenCorpus, b: WrittenCorpus, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    directory = tmp_path_factory.mktemp("saved")
+    corpora = []
+    for corpus in (a, b):
+        prefix = directory / corpus.prefix.name
+        write(prefix, corpus.documents, END + 1)
+        corpora.append(prefix)
+    run = SavedRun(directory, (0.7, corpora[0], 0.3, corpora[1]), write_tokenizer(directory / "tokenizer.json"))
+    call_training(flags(directory / "run", *run.words, exit_interval=2, **tokenizer_of(run))).succeeded()
+    return run
+
+
+def tokenizer_of(run: SavedRun) -> Flags:
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": run.tokenizer, "vocab_size": None}
+
+
+def resumed(run: SavedRun, *words: object, **changes: FlagValue | Path) -> Outcome:
+    """What becomes of a resume with other words or flags; nothing is saved."""
+    alone = {"save": None, "metrics_jsonl": None, "exit_interval": 3}
+    return call_training(
+        flags(run.directory / "run", *(words or run.words), **{**alone, **tokenizer_of(run), **changes})
+    )
+
+
+def assert_refused(outcome: Outcome, *differences: str) -> None:
+    assert outcome.exit_code != 0
+    assert "iteration        3/" not in outcome.stdout
+    (sentence,) = outcome.errors
+    assert "The data are not those that the checkpoint of iteration 2 under" in sentence
+    assert "--new-data-stage" in sentence and "--finetune" in sentence
+    found = sentence.partition("data stage first (")[2].partition("): give its flags")[0].split("; ")
+    assert len(found) == len(differences), found
+    for difference, wanted in zip(found, differences):
+        assert wanted in difference
+
+
+def test_the_same_data_resume(saved: SavedRun) -> None:
+    outcome = resumed(saved).succeeded()
+    assert "data stage first continues behind 16 of its samples" in outcome.stdout
+    assert "recorded nothing" not in outcome.stdout
+
+
+CHANGED_FLAGS: list[tuple[dict[str, FlagValue], str]] = [
+    ({"split": "9,1,0"}, "--split: 1,0,0 in the checkpoint, 9,1,0 now"),
+    ({"seed": 5}, "--seed: 1234 in the checkpoint, 5 now"),
+    ({"seq_length": 8}, "--seq-length: 16 in the checkpoint, 8 now"),
+    ({"sample_order": "extendable"}, "--sample-order: megatron in the checkpoint, extendable now"),
+    ({"dataloader_type": "cyclic"}, "--dataloader-type: single in the checkpoint, cyclic now"),
+    ({"eod_mask_loss": True}, "--eod-mask-loss: off in the checkpoint, on now"),
+    ({"reset_position_ids": True}, "--reset-position-ids: off in the checkpoint, on now"),
+    ({"mid_level_dataset_surplus": 0.5}, "--mid-level-dataset-surplus: 0.005 in the checkpoint, 0.5 now"),
+    ({"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": END}, "--tokenizer-type"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), CHANGED_FLAGS, ids=[next(iter(changes)) for changes, _ in CHANGED_FLAGS])
+def test_other_flags_are_refused(saved: SavedRun, changes: dict[str, FlagValue], line: str) -> None:
+    digest = ["digest of the file of --tokenizer-model"] if "tokenizer_model" in changes else []
+    assert_refused(resumed(saved, **changes), line, *digest)
+
+
+def test_other_blends_are_refused(saved: SavedRun, a: WrittenCorpus) -> None:
+    _, first, _, second = saved.words
+    refused = functools.partial(resumed, saved)
+    assert_refused(refused(0.5, first, 0.3, second), f"weight of {first}: 0.7 in the checkpoint, 0.5 now")
+    assert_refused(refused(0.7, first), f"corpus {second}: weight 0.3 in the checkpoint, absent now")
+    assert_refused(refused(0.3, second, 0.7, first), "order of the corpora")
+
+
+def test_other_tokens_under_the_same_names_are_refused(saved: SavedRun) -> None:
+    tokens = Path(f"{saved.words[1]}.bin")
+    digests = tokens.with_suffix(".digests.json")
+    content, known = tokens.read_bytes(), digests.read_bytes()
+    digests.unlink()
+    try:
+        tokens.write_bytes(np.frombuffer(content, "<u2")[::-1].tobytes())
+        assert_refused(resumed(saved), f"digest of sampled block 0 of {tokens} (1 of 1 blocks differ)")
+    finally:
+        tokens.write_bytes(content)
+        digests.write_bytes(known)
+    resumed(saved).succeeded()
+
+
+def test_another_tokenizer_is_refused(saved: SavedRun) -> None:
+    content = saved.tokenizer.read_bytes()
+    try:
+        write_tokenizer(saved.tokenizer, last="tsal")
+        assert len(saved.tokenizer.read_bytes()) == len(content)
+        assert_refused(resumed(saved), "digest of the file of --tokenizer-model")
+    finally:
+        saved.tokenizer.write_bytes(content)
+
+
+def test_all_ranks_refuse(saved: SavedRun) -> None:
+    given = flags(saved.directory / "run", *saved.words, save=None, metrics_jsonl=None, seed=5, **tokenizer_of(saved))
+    assert_refused(fork_training(given, processes=2), "--seed: 1234 in the checkpoint, 5 now")
+
+
+def test_synthetic_data_are_compared_too(tmp_path: Path) -> None:
+    mock_data: Flags = {"mock_data": True, "tokenizer_type": None}
+    call_training(flags(tmp_path, exit_interval=2, **mock_data)).succeeded()
+    assert_refused(
+        call_training(flags(tmp_path, seed=5, seq_length=8, **mock_data)),
+        "--seq-length: 16 in the checkpoint, 8 now",
+        "--seed: 1234 in the checkpoint, 5 now",
+    )
+    call_training(flags(tmp_path, exit_interval=3, **mock_data)).succeeded()
+
+
+@pytest.mark.parametrize("order", ["megatron", "extendable"])
+def test_a_run_extended_into_another_epoch_says_that_the_order_changes(
+    a: WrittenCorpus, tmp_path: Path, order: str
+) -> None:
+    """Megatron-LM's order over two epochs does not begin with its order over one."""
+    run = functools.partial(flags, tmp_path, a.prefix, sample_order=order, override_opt_param_scheduler=True)
+    call_training(run(exit_interval=1)).succeeded()
+    same = call_training(run(exit_interval=2)).succeeded()
+    longer = call_training(run(exit_interval=3, train_samples=40 * STEP)).succeeded()
+    again = call_training(run(exit_interval=4, train_samples=40 * STEP)).succeeded()
+    warning = f"WARNING: the run now needs 2 epochs of {a.prefix}, and its checkpoint was trained in the order of 1"
+    assert (warning in longer.stdout) == (order == "megatron")
+    assert "epochs of" not in same.stdout + again.stdout
+
+
+def test_a_corpus_that_was_moved_continues(a: WrittenCorpus, tmp_path: Path) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    call_training(flags(whole, a.prefix, exit_interval=4)).succeeded()
+    call_training(flags(run, a.prefix, exit_interval=2)).succeeded()
+    (tmp_path / "elsewhere").mkdir()
+    for kind in (".bin", ".idx"):
+        shutil.copy(f"{a.prefix}{kind}", tmp_path / "elsewhere" / f"renamed{kind}")
+    call_training(flags(run, tmp_path / "elsewhere" / "renamed", exit_interval=4)).succeeded()
+    assert computed(run / "metrics.jsonl") == computed(whole / "metrics.jsonl")
+    assert_same_tensors(checkpoint_of(run, 4), checkpoint_of(whole, 4))
+    assert stages_of(run, 4)[0]["data"]["corpora"][0]["path"] == str(tmp_path / "elsewhere" / "renamed")
+
+
+@pytest.mark.parametrize("how", ["finetune", "pretrained_checkpoint"])
+def test_a_new_run_from_the_weights_compares_nothing(
+    saved: SavedRun, b: WrittenCorpus, tmp_path: Path, how: str
+) -> None:
+    base = saved.directory / "run"
+    start: Flags = (
+        {"load": base, "finetune": True} if how == "finetune" else {"load": tmp_path, "pretrained_checkpoint": base}
+    )
+    changes: Flags = {"save": tmp_path, "seq_length": 8, "exit_interval": 1}
+    call_training(flags(tmp_path, b.prefix, **{**changes, **start})).succeeded()
+    (stage,) = stages_of(tmp_path, 1)
+    assert (stage["name"], stage["first_iteration"], stage["first_sample"]) == ("first", 0, 0)
+    assert [corpus["path"] for corpus in stage["data"]["corpora"]] == [str(b.prefix)]
+
+
+def test_evaluation_alone_compares_nothing(saved: SavedRun, b: WrittenCorpus) -> None:
+    changes: Flags = {"skip_train": True, "eval_iters": 1, "split": "1,1,0", "exit_interval": None}
+    resumed(saved, b.prefix, **changes).succeeded()
+
+
+def test_other_data_of_evaluation_are_a_warning(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
+    evaluated: Flags = {
+        "eval_interval": 2,
+        "eval_iters": 1,
+        "split": None,
+        "train_data_path": str(a.prefix),
+    }
+    call_training(flags(tmp_path, exit_interval=2, valid_data_path=str(a.prefix), **evaluated)).succeeded()
+    outcome = call_training(flags(tmp_path, exit_interval=4, valid_data_path=str(b.prefix), **evaluated)).succeeded()
+    warning = "WARNING: the data of evaluation are not those of the checkpoint of iteration 2"
+    assert sum(warning in line for line in outcome.stdout.splitlines()) == 2
+    assert (
+        warning
+        not in call_training(flags(tmp_path, exit_interval=6, valid_data_path=str(b.prefix), **evaluated))
+        .succeeded()
+        .stdout
+    )
+
+
+def test_no_password_of_a_corpus_reaches_a_checkpoint(tmp_path: Path) -> None:
+    """Neither from a flag nor from a file of corpora."""
+    url = "s3://me:secret@bucket/a"
+    (tmp_path / "list").write_text(f"0.5 {url} 0.5 b")
+    (tmp_path / "splits").write_text(json.dumps({"train": [url]}))
+    by_files: list[Flags] = [
+        {"data_args_path": tmp_path / "list"},
+        {"per_split_data_args_path": tmp_path / "splits", "split": None},
+    ]
+    for words, changes in (((url,), {}), *(((), changes) for changes in by_files)):
+        outcome = call_training(flags(tmp_path / "run", *words, **changes))
+        assert "s3://***@bucket/a contains a password" in outcome.errors[0]
+        assert "secret" not in outcome.stderr + outcome.stdout
+
+
+# --- older checkpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [None, "next"])
+def test_a_checkpoint_that_recorded_nothing_resumes(tmp_path: Path, stage: str | None) -> None:
+    case = CASES["one_process_fp64"]
+    frozen = checkpoint_of(FROZEN / "v2" / "one_process_fp64", SAVED_AT)
+    shutil.copytree(frozen, tmp_path / "save" / frozen.name)
+    outcome = call_training(flags_of_case(case, tmp_path, new_data_stage=stage)).succeeded()
+    assert ("recorded nothing of its data" in outcome.stdout) == (stage is None)
+    assert names_and_starts(tmp_path / "save") == [
+        ("first", 0, 0),
+        *([("next", SAVED_AT, 4 * SAVED_AT)] if stage else []),
+    ]
+    again = call_training(flags_of_case(case, tmp_path, seed=8, train_iters=7, override_opt_param_scheduler=True))
+    assert "--seed: 7 in the checkpoint, 8 now" in again.stderr
+
+
+# --- stages --------------------------------------------------------------------------------------------------
+
+
+def stages_of(directory: Path, iteration: int | None = None) -> list[dict[str, Any]]:
+    """The data stages in the manifest of a checkpoint."""
+    checkpoint = checkpoint_of(directory, iteration or latest_iteration(directory))
+    state: Record = json.loads((checkpoint / "manifest.json").read_text())["manifest"]["state"]
+    stages: list[dict[str, Any]] = state["data_stages"]
+    return stages
+
+
+def names_and_starts(directory: Path) -> list[tuple[str, int, int]]:
+    """Name, first iteration and first sample of the stages of the latest checkpoint."""
+    return [(stage["name"], stage["first_iteration"], stage["first_sample"]) for stage in stages_of(directory)]
+
+
+def recorded_training(directory: Path, words: Sequence[str]) -> int:
+    """Train, and write down the tokens of every microbatch of this rank."""
+    from megatron.training.loop import trainer
+
+    read, lines = trainer.next_microbatch, []
+
+    def record(source: Iterator[Microbatch], rank: int) -> Microbatch:
+        microbatch = read(source, rank)
+        lines.append(microbatch["tokens"].tolist())
+        return microbatch
+
+    with mock.patch.object(trainer, "next_microbatch", record):
+        exit_code = pretrain_llama.main(words)
+    (directory / f"tokens_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(lines))
+    return exit_code
+
+
+def samples_read(words: Sequence[str], data_parallel_ranks: Sequence[int], directory: Path) -> list[Any]:
+    """Train in two processes; the tokens of every sample in the order in which the run counts them."""
+    fork_training(words, 2, functools.partial(recorded_training, directory)).succeeded()
+    by_rank = [json.loads((directory / f"tokens_{rank}.json").read_text()) for rank in data_parallel_ranks]
+    return [sample for microbatches in zip(*by_rank, strict=True) for part in microbatches for sample in part]
+
+
+def linear_rate(samples: int) -> float:
+    """The learning rate of SMALL after so many samples."""
+    warmup, decay, peak = 2 * STEP, 20 * STEP, float(str(SMALL["lr"]))
+    return peak * samples / warmup if samples <= warmup else peak * (1 - (samples - warmup) / (decay - warmup))
+
+
+@pytest.mark.slow(reason="eight runs of two ranks")
+def test_three_stages_with_requeues_are_one_run(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
+    """Two corpora, then one of them, then longer sequences of the other; in changing layouts, each command started
+    again as a scheduler would; the samples are those of a walk over the documents."""
+    run = tmp_path / "run"
+    ranks_of = {"data": ([0, 1], {}), "tensor": ([0], {"tensor_model_parallel_size": 2, "sequence_parallel": True})}
+
+    def train(stop: int, layout: str, *words: object, **changes: FlagValue | Path) -> list[Any]:
+        ranks, parallel = ranks_of[layout]
+        given = flags(run, *words, exit_interval=stop, **{**changes, **parallel})
+        return samples_read(given, ranks, tmp_path)
+
+    # 4 iterations of a blend, which is built for 12.
+    first = train(4, "data", 0.7, a.prefix, 0.3, b.prefix)
+    order = slow_blend([0.7, 0.3], 12 * STEP)
+    parts = [corpus.samples(60, 16, wanted) for corpus, wanted in ((a, 69), (b, 30))]
+    counts = [0, 0]
+    for tokens, corpus in zip(first, order):
+        assert tokens == parts[corpus][counts[corpus]]
+        counts[corpus] += 1
+    assert len(first) == 4 * STEP
+
+    # A stage of 5 iterations, built for the 8 that are left, that is interrupted after 2.
+    stage: Flags = {"new_data_stage": "second"}
+    second = train(6, "data", b.prefix, **stage) + train(9, "tensor", b.prefix, **stage)
+    assert second == b.samples(5 * STEP, 16, 8 * STEP)
+
+    # 3 more, of sequences twice as long; 24 samples are left, of which the last start needs no flag.
+    stage = {"new_data_stage": "third", "seq_length": 32, "global_batch_size": 4}
+    third = train(11, "tensor", a.prefix, **stage)
+    third += train(15, "data", a.prefix, seq_length=32, global_batch_size=4)
+    assert third == a.samples(24, 32, 24)
+
+    assert names_and_starts(run) == [("first", 0, 0), ("second", 4, 4 * STEP), ("third", 9, 9 * STEP)]
+    report = list(inspect_checkpoint.lines(inspect_checkpoint.inspect(InspectConfig(str(run)))))
+    assert f"data stage third: after iteration 9 and 72 samples, sequences of 32, {a.prefix}" in report
+    records = iterations(run / "metrics.jsonl")
+    consumed = [STEP * n for n in range(1, 10)] + [9 * STEP + 4 * n for n in range(1, 7)]
+    assert [record["consumed_samples"] for record in records] == consumed
+    rates = [linear_rate(samples) for samples in [0, *consumed[:-1]]]
+    assert_close([record["learning_rate"] for record in records[1:]], rates[1:], 1e-12)
+
+
+def test_a_requeue_in_a_stage_equals_the_uninterrupted_run(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
+    """To the bit, with evaluations, and whether the flag is given again or not."""
+    straight, requeued = tmp_path / "straight", tmp_path / "requeued"
+    evaluated: Flags = {"split": "5,5,0", "eval_interval": 2, "eval_iters": 1}
+    stage = ["--new-data-stage", "second"]
+
+    def train(directory: Path, corpus: WrittenCorpus, stop: int, *more: str) -> str:
+        return (
+            call_training([*flags(directory, corpus.prefix, exit_interval=stop, **evaluated), *more]).succeeded().stdout
+        )
+
+    for directory in (straight, requeued):
+        train(directory, a, 5)
+    assert "data stage second begins after iteration 5" in train(straight, b, 12, *stage)
+    assert "begins" in train(requeued, b, 7, *stage)
+    assert "data stage second continues behind 16 of its samples" in train(requeued, b, 9, *stage)
+    assert "data stage second continues behind 32 of its samples" in train(requeued, b, 12)
+    assert computed(requeued / "metrics.jsonl") == computed(straight / "metrics.jsonl")
+    assert_same_tensors(checkpoint_of(requeued, 12), checkpoint_of(straight, 12))
+    assert sum("validation_loss" in record for record in computed(straight / "metrics.jsonl")) == 6
+
+
+def validation_samples(words: Sequence[str]) -> list[Any]:
+    """Train; the tokens of every sample of evaluation."""
+    from megatron.training.loop import listeners
+
+    read, found = listeners.next_microbatch, []  # type: ignore[attr-defined]
+
+    def record(source: Iterator[Microbatch], rank: int) -> Microbatch:
+        microbatch = read(source, rank)
+        found.extend(microbatch["tokens"].tolist())
+        return microbatch
+
+    with mock.patch.object(listeners, "next_microbatch", record):
+        call_training(words).succeeded()
+    return found
+
+
+def test_evaluation_begins_at_its_first_sample_in_a_stage(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
+    evaluated: Flags = {
+        "split": "5,5,0",
+        "eval_interval": 2,
+        "eval_iters": 1,
+        "new_data_stage": "second",
+    }
+    call_training(flags(tmp_path, a.prefix, exit_interval=5, **{**evaluated, "new_data_stage": None})).succeeded()
+    found = validation_samples(flags(tmp_path, b.prefix, exit_interval=7, **evaluated))
+    found += validation_samples(flags(tmp_path, b.prefix, exit_interval=9, **evaluated))
+    # After iterations 6 and 8. The split has the second half of the documents; 5 evaluations are the most it may need.
+    half = replace(b, documents=b.documents[35:])
+    assert found == half.samples(2 * STEP, 16, 5 * STEP)
+
+
+def test_a_stage_keeps_the_moments_of_the_optimizer(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
+    """Without them, all else equal, the first moment lacks what decays of the one before."""
+    call_training(flags(tmp_path / "run", a.prefix, exit_interval=3)).succeeded()
+    before = load_file(checkpoint_of(tmp_path / "run", 3) / "rank_00000.safetensors")
+    after = []
+    for name, load_optim in (("kept", True), ("fresh", False)):
+        changes: Flags = {
+            "load": tmp_path / "run",
+            "new_data_stage": "second",
+            "load_optim": load_optim,
+            "clip_grad": 0,
+        }
+        call_training(flags(tmp_path / name, b.prefix, exit_interval=4, **changes)).succeeded()
+        after.append(load_file(checkpoint_of(tmp_path / name, 4) / "rank_00000.safetensors"))
+    moments = [name for name in before if name.startswith("optimizer/exp_avg/")]
+    assert moments
+    for name in moments:
+        torch.testing.assert_close(after[0][name] - after[1][name], 0.9 * before[name], rtol=1e-9, atol=1e-15)
+
+
+def test_a_stage_that_is_over_and_a_stage_with_other_data_are_refused(
+    a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path
+) -> None:
+    call_training(flags(tmp_path, a.prefix, exit_interval=2, new_data_stage="main")).succeeded()
+    call_training(flags(tmp_path, b.prefix, exit_interval=4, new_data_stage="next")).succeeded()
+    outcome = call_training(flags(tmp_path, a.prefix, new_data_stage="main"))
+    assert outcome.exit_code != 0 and "--new-data-stage main is over" in outcome.errors[0]
+    outcome = call_training(flags(tmp_path, a.prefix, new_data_stage="next"))
+    assert outcome.exit_code != 0 and "in data stage next" in outcome.errors[0]
+    # From before the stage it begins again.
+    outcome = call_training(flags(tmp_path, b.prefix, ckpt_step=2, exit_interval=3, new_data_stage="next", save=None))
+    assert "data stage next begins after iteration 2" in outcome.succeeded().stdout
+
+
+def test_batches_by_tokens_count_those_of_earlier_stages(a: WrittenCorpus, tmp_path: Path) -> None:
+    """16 samples of 16 tokens, then samples of 32: 512 tokens are 24 samples, not 16."""
+    steps: Flags = {"step_batch_size_schedule": "0:4 512:8", "global_batch_size": None}
+    call_training(flags(tmp_path, a.prefix, exit_interval=4, **steps)).succeeded()
+    longer: Flags = {**steps, "seq_length": 32, "new_data_stage": "long", "train_samples": 48}
+    call_training(flags(tmp_path, a.prefix, exit_interval=5, **longer)).succeeded()
+    call_training(flags(tmp_path, a.prefix, **longer)).succeeded()
+    sizes = [record["global_batch_size"] for record in iterations(tmp_path / "metrics.jsonl")]
+    assert sizes == [4] * 6 + [8] * 3
+
+
+def test_a_change_of_the_batch_in_iterations_asks_for_the_schedule(a: WrittenCorpus, tmp_path: Path) -> None:
+    """Lengths in iterations are samples of the batch; which schedule counts is the user's to say."""
+    by_iterations = dict.fromkeys(("train_samples", "lr_warmup_samples", "lr_decay_samples"))
+    by_iterations |= {"train_iters": 8, "lr_warmup_iters": 2}
+    call_training(flags(tmp_path, a.prefix, exit_interval=4, **by_iterations)).succeeded()
+    longer: Flags = {**by_iterations, "seq_length": 32, "global_batch_size": 4, "new_data_stage": "long"}
+    outcome = call_training(flags(tmp_path, a.prefix, **longer))
+    assert "The learning-rate schedule of the command line differs" in outcome.errors[0]
+    kept: Flags = {**longer, "use_checkpoint_opt_param_scheduler": True}
+    call_training(flags(tmp_path, a.prefix, exit_interval=6, **kept)).succeeded()
+    call_training(flags(tmp_path, a.prefix, **kept)).succeeded()
+    records = iterations(tmp_path / "metrics.jsonl")
+    assert [record["consumed_samples"] for record in records] == [8, 16, 24, 32, 36, 40, 44, 48]
+    rates = [record["learning_rate"] for record in records]
+    peak = float(str(SMALL["lr"]))
+    for record, consumed, rate in zip(records[3:], (24, 32, 36, 40, 44), rates[3:]):
+        assert math.isclose(rate, peak * (1 - (consumed - 16) / (64 - 16)), rel_tol=1e-12), record

@@ -1,0 +1,147 @@
+"""A loader process that does not react ends the run in a sentence, and does not keep it from obeying a signal."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import pretrain_llama
+from megatron.data import loader_processes
+from megatron.training.loop import trainer
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    call_training,
+    flags_of,
+    fork_training,
+    iterations,
+    latest_iteration,
+    tiny_corpus,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow(reason="waits for time limits of several processes")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """The session's corpus."""
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
+    """A run that goes on until it is stopped."""
+    common: dict[str, FlagValue | Path] = {
+        "train_iters": 2000,
+        "lr_decay_iters": 2000,
+        "num_workers": 1,
+        "save": run / "save",
+        "metrics_jsonl": run / "metrics.jsonl",
+    }
+    return flags_of(corpus, **common | changes)
+
+
+class Clock:
+    """The clock by which a loader is waited for; it runs a hundred times as fast from :meth:`hurry` on, so that a long
+    limit, which no slow machine reaches by itself, is over soon."""
+
+    def __init__(self) -> None:
+        self._fast_since: float | None = None
+
+    def hurry(self) -> None:
+        self._fast_since = time.monotonic()
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        return now if self._fast_since is None else now + 100 * (now - self._fast_since)
+
+
+def stop_loader(clock: Clock) -> None:
+    """Stop the loader processes of this process."""
+    for process in multiprocessing.active_children():
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+    clock.hurry()
+
+
+def then_signal(metrics: Path, number: signal.Signals | None, clock: Clock) -> None:
+    """Stop the loader after some iterations, and send this process a signal."""
+    wait_until(lambda: len(iterations(metrics)) >= 3, 90)
+    stop_loader(clock)
+    if number is not None:
+        os.kill(os.getpid(), number)
+
+
+def main(flags: Sequence[str], metrics: Path, rank: int, number: signal.Signals | None) -> int:
+    """The entry point; the loader of one rank stops."""
+    clock = Clock()
+    if int(os.environ["RANK"]) == rank:
+        threading.Thread(target=then_signal, args=(metrics, number, clock), daemon=True).start()
+    with mock.patch.object(loader_processes, "Wait", partial(loader_processes.Wait, clock=clock)):
+        return pretrain_llama.main(flags)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_loader_ends_the_run_after_the_limit_and_the_last_iteration_is_saved(
+    corpus: Corpus, tmp_path: Path, rank: int
+) -> None:
+    # One microbatch an iteration, so the wait is always between two iterations, where all ranks can agree.
+    flags = command(corpus, tmp_path, global_batch_size=4, dataloader_timeout=80)
+    metrics = tmp_path / "metrics.jsonl"
+    outcome = fork_training(flags, 2, partial(main, metrics=metrics, rank=rank, number=None))
+    assert outcome.exit_code != 0
+    (sentence,) = outcome.errors
+    assert f"rank {rank}: Loader process " in sentence
+    assert "has delivered no microbatch for" in sentence and "(--dataloader-timeout 80)" in sentence
+    assert latest_iteration(tmp_path / "save") == len(iterations(metrics))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_is_obeyed_while_the_loader_is_waited_for(corpus: Corpus, tmp_path: Path, processes: int) -> None:
+    # A single process may give up in the middle of an iteration, too.
+    size: dict[str, FlagValue | Path] = {"global_batch_size": 4 if processes == 2 else 8}
+    metrics = tmp_path / "metrics.jsonl"
+    flags = command(corpus, tmp_path, dataloader_timeout=0, **size)
+    last_rank = partial(main, metrics=metrics, rank=processes - 1, number=signal.SIGTERM)
+    outcome = fork_training(flags, processes, last_rank)
+    assert "> stopped: signal" in outcome.succeeded().stdout
+    assert latest_iteration(tmp_path / "save") == len(iterations(metrics))
+    # What was saved is the state after a whole iteration.
+    last = latest_iteration(tmp_path / "save")
+    more: dict[str, FlagValue | Path] = {"train_iters": last + 2, "load": tmp_path / "save", "num_workers": 0, **size}
+    call_training(command(corpus, tmp_path, **more)).succeeded()
+    assert latest_iteration(tmp_path / "save") == last + 2
+
+
+def main_stopped_within_an_iteration(flags: Sequence[str]) -> int:
+    """The entry point; the loader of rank 1 stops while the first of four microbatches of iteration 4 is used."""
+    next_microbatch, calls, clock = trainer.next_microbatch, iter(range(10_000)), Clock()
+
+    def counted(*arguments: object) -> object:
+        if os.environ["RANK"] == "1" and next(calls) == 3 * 4:
+            # At most two more are there already.
+            stop_loader(clock)
+        return next_microbatch(*arguments)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(trainer, "next_microbatch", counted),
+        mock.patch.object(loader_processes, "Wait", partial(loader_processes.Wait, clock=clock)),
+    ):
+        return pretrain_llama.main(flags)
+
+
+def test_ranks_that_wait_for_each_other_within_an_iteration_end_without_a_save(corpus: Corpus, tmp_path: Path) -> None:
+    flags = command(corpus, tmp_path, global_batch_size=16, dataloader_timeout=80)
+    outcome = fork_training(flags, 2, main_stopped_within_an_iteration)
+    assert outcome.exit_code != 0
+    (sentence,) = outcome.errors
+    assert "rank 1: Loader process" in sentence
+    assert len(iterations(tmp_path / "metrics.jsonl")) == 3
+    assert not list((tmp_path / "save").glob("iter_*"))

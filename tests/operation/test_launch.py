@@ -1,0 +1,248 @@
+"""``python -m megatron.operation.launch``: which exit codes end a job, on how many nodes, and what it says last."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ExitCode
+from megatron.operation import launch
+from megatron.operation.launch import final_code
+from tests.end_to_end.run_process import REPOSITORY, free_port, wait_until
+from tests.forked import fork_context
+
+PATIENCE = 150.0
+RANK = """
+import os, signal, sys, time
+sys.path.insert(0, {repository!r})
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+open(f"{directory}/started.{{RANK}}.{{ATTEMPT}}", "w").close()
+
+def wait_for(number):
+    signal.signal(number, lambda *_: sys.exit(75))
+    open(f"{directory}/waits.{{RANK}}", "w").close()
+    time.sleep(600)
+
+def hang():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{directory}/waits.{{RANK}}", "w").close()
+    time.sleep(600)
+
+def wait_until_others_wait():
+    while not os.path.exists(f"{directory}/waits.{{1 - RANK}}"):
+        time.sleep(0.01)
+
+{body}
+"""
+"""A rank without torch, which starts at once."""
+
+
+@dataclass
+class Node:
+    """A launcher in a process of its own."""
+
+    process: BaseProcess
+    log: Path
+
+    def exit_code(self) -> int | None:
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, self.log.read_text()
+        return self.process.exitcode
+
+
+def start(directory: Path, body: str, *flags: str, node: int = 0) -> Node:
+    """Start the launcher, with a script whose ranks run ``body``."""
+    script, log = directory / "rank.py", directory / f"node{node}.log"
+    script.write_text(RANK.format(repository=str(REPOSITORY), directory=directory, body=body))
+    process = fork_context().Process(target=_launch, args=([*flags, str(script)], log))
+    process.start()
+    return Node(process, log)
+
+
+def _launch(words: list[str], log: Path) -> None:
+    os.setsid()
+    with log.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
+    sys.exit(launch.main(words))
+
+
+def attempts(directory: Path) -> int:
+    return len(list(directory.glob("started.0.*")))
+
+
+TWO = ("--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("codes", "final"),
+    [
+        ([0, 0], None),
+        ([1, -15], None),
+        ([-9], None),
+        ([75, 75], 75),
+        ([75, -15], 75),
+        ([1, 2], 2),
+        ([2, 93], 93),
+    ],
+)
+def test_codes_that_end_a_job(codes: list[int], final: int | None) -> None:
+    assert final_code(codes) == final
+
+
+@pytest.mark.parametrize(
+    ("body", "exit_code", "number"),
+    [
+        ("sys.exit(0)", 0, 1),
+        ("sys.exit(2)", 2, 1),
+        ("sys.exit(75)", 75, 1),
+        ("sys.exit(93)", 93, 1),
+        ("sys.exit(1)", 1, 3),
+        ("sys.exit(1 if ATTEMPT < 2 else 2)", 2, 3),
+        ("os.kill(os.getpid(), signal.SIGKILL) if ATTEMPT == 0 else sys.exit(0)", 0, 2),
+        # A rank that knows better than the others, which its end makes crash.
+        ("sys.exit(2 - RANK)", 2, 1),
+    ],
+)
+def test_restarts_and_exit_code(tmp_path: Path, body: str, exit_code: int, number: int) -> None:
+    assert start(tmp_path, body, *TWO, "--max-restarts", "2").exit_code() == exit_code
+    assert attempts(tmp_path) == number
+
+
+def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path) -> None:
+    """SIGTERM does not end it: it waits for a rank that is no more."""
+    body = "hang() if RANK else (wait_until_others_wait(), sys.exit(1))"
+    node = start(tmp_path, body, *TWO)
+    wait_until(lambda: (tmp_path / "waits.1").exists(), PATIENCE)
+    started = time.monotonic()
+    assert node.exit_code() == ExitCode.CRASH
+    assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
+
+
+def test_ranks_that_stop_on_request_are_waited_for_although_one_is_through(tmp_path: Path) -> None:
+    """torchrun signals the others as soon as the first ends, which now would kill this one."""
+    body = f"time.sleep(1.0) if RANK else None; open({str(tmp_path)!r} + f'/saved.{{RANK}}', 'w').close(); sys.exit(75)"
+    assert start(tmp_path, body, *TWO).exit_code() == ExitCode.STOPPED
+    assert len(list(tmp_path.glob("saved.*"))) == 2
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_is_passed_on_and_the_save_is_waited_for(tmp_path: Path, name: str) -> None:
+    body = f"wait_for(signal.{name})"
+    node = start(tmp_path, body, *TWO, "--max-restarts", "2", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+    wait_until(lambda: len(list(tmp_path.glob("waits.*"))) == 2, PATIENCE)
+    assert node.process.pid is not None
+    os.kill(node.process.pid, getattr(signal, name))
+    assert node.exit_code() == ExitCode.STOPPED
+    assert attempts(tmp_path) == 1
+    assert "FAILED" not in node.log.read_text() and "Traceback" not in node.log.read_text()
+
+
+@pytest.mark.slow(reason="waits for a time limit")
+def test_ranks_that_take_too_long_to_stop_are_killed(tmp_path: Path) -> None:
+    node = start(tmp_path, "hang()", *TWO, "--shutdown-timeout", "1")
+    wait_until(lambda: len(list(tmp_path.glob("waits.*"))) == 2, PATIENCE)
+    assert node.process.pid is not None
+    os.kill(node.process.pid, signal.SIGTERM)
+    assert node.exit_code() == ExitCode.CRASH
+
+
+# --- what is said last ---------------------------------------------------------------------------------------
+
+SENTENCE = """
+from megatron.errors import ConfigError, report
+report(ConfigError("--lr -1 must be positive: take another."), RANK, os.environ["TORCHELASTIC_ERROR_FILE"])
+os._exit(2)
+"""
+LOCAL = """
+from megatron.errors import RankError, report, report_crash
+if RANK == 1:
+    report(RankError("rank 1: corpus.bin was truncated."), RANK, os.environ["TORCHELASTIC_ERROR_FILE"])
+    os._exit(2)
+while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error")):
+    time.sleep(0.01)
+time.sleep(0.3)  # until it has ended, too
+report_crash("Traceback ...: Connection closed by peer", os.environ["TORCHELASTIC_ERROR_FILE"])
+os._exit(1)
+"""
+
+
+def last_box(text: str) -> str:
+    return text[text.rindex("Root Cause (first observed failure):") :]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (SENTENCE, "ERROR: --lr -1 must be positive: take another."),
+        (LOCAL, "ERROR: rank 1: corpus.bin was truncated."),
+    ],
+    ids=["all ranks know", "one rank knows"],
+)
+@pytest.mark.parametrize("module", ["torch.distributed.run", "megatron.operation.launch"])
+def test_the_sentence_stands_in_the_last_box(tmp_path: Path, module: str, body: str, sentence: str) -> None:
+    if module == "torch.distributed.run":
+        script = tmp_path / "rank.py"
+        script.write_text(RANK.format(repository=str(REPOSITORY), directory=tmp_path, body=body))
+        words = [sys.executable, "-m", module, *TWO, str(script)]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+        assert ended.returncode == 1
+        text = ended.stderr
+    else:
+        node = start(tmp_path, body, *TWO)
+        assert node.exit_code() == ExitCode.ACTION_REQUIRED
+        text = node.log.read_text()
+        assert "Traceback (most recent call last)" not in text
+    assert sentence in last_box(text)
+    assert not re.search(r"error_file: <N/A>", last_box(text))
+
+
+# --- several nodes -------------------------------------------------------------------------------------------
+
+
+def two_nodes(directory: Path, kind: str, body: str, restarts: int) -> list[Node]:
+    port, address = free_port(), "127.0.0.1"
+    flags = ["--nnodes", "2", "--max-restarts", str(restarts), "--local-addr", address]
+    places = {
+        "static": ["--master-addr", address, "--master-port", str(port)],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", "job"],
+    }[kind]
+    return [
+        start(directory, body, *flags, *places, *(["--node-rank", str(node)] if kind == "static" else []), node=node)
+        for node in range(2)
+    ]
+
+
+@pytest.mark.slow(reason="launchers on two nodes")
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+@pytest.mark.parametrize(
+    ("body", "exit_code", "number"),
+    [
+        # The other node's rank waits for a message that never comes.
+        ("hang() if RANK else (wait_until_others_wait(), sys.exit(2))", 2, 1),
+        ("(wait_until_others_wait(), sys.exit(2)) if RANK else hang()", 2, 1),
+        # The other node's rank crashes, because its neighbour is gone, and waits for it when it is started again.
+        ("sys.exit(2) if RANK == 0 else time.sleep(600) if ATTEMPT else sys.exit(1)", 2, None),
+        ("sys.exit(2) if RANK == 1 else time.sleep(600) if ATTEMPT else sys.exit(1)", 2, None),
+        ("sys.exit(75)", 75, 1),
+        # All nodes restart together.
+        ("hang() if RANK and not ATTEMPT else sys.exit(0 if ATTEMPT else (wait_until_others_wait(), 1)[1])", 0, 2),
+        ("hang() if RANK else (wait_until_others_wait(), sys.exit(1))", 1, 3),
+    ],
+    ids=["2 on the first", "2 on the second", "2 and 1", "1 and 2", "75", "a restart", "no restarts left"],
+)
+def test_all_nodes_end_or_restart_together(
+    tmp_path: Path, kind: str, body: str, exit_code: int, number: int | None
+) -> None:
+    nodes = two_nodes(tmp_path, kind, body, restarts=2)
+    assert [node.exit_code() for node in nodes] == [exit_code] * 2, [node.log.read_text() for node in nodes]
+    if number is not None:
+        assert attempts(tmp_path) == number

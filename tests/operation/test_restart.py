@@ -1,0 +1,231 @@
+"""Ranks that are killed come back, and ranks whose launcher is killed do not stay."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.directory import TRACKER
+from megatron.checkpoint.lock import LOCK
+from megatron.errors import ExitCode
+from megatron.operation.attempts import FILE
+from tests.end_to_end.run_process import (
+    REPOSITORY,
+    TINY_RUN,
+    Record,
+    call_training,
+    descendants,
+    environment,
+    free_port,
+    iterations,
+    latest_iteration,
+    wait_until,
+    words_of,
+)
+
+PATIENCE = 240.0
+"""For a start of all ranks, on a machine that does much else."""
+TORCHRUN, LAUNCH = "torch.distributed.run", "megatron.operation.launch"
+MODEL = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": 100_000}
+
+
+def rendezvous(kind: str) -> list[str]:
+    address, port = "127.0.0.1", str(free_port())
+    return {
+        "standalone": ["--standalone"],
+        "static": ["--master-addr", address, "--master-port", port],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--local-addr", address],
+    }[kind]
+
+
+class Job:
+    """A launcher with two ranks that train until they are stopped."""
+
+    def __init__(
+        self, directory: Path, module: str, launcher_flags: Sequence[str], **changes: str | int | bool
+    ) -> None:
+        self.save, self.log, self.metrics = directory / "save", directory / "log", directory / "metrics.jsonl"
+        places = {"save": self.save, "load": self.save, "metrics_jsonl": self.metrics}
+        words = words_of({**MODEL, **places, **changes})
+        launcher = [sys.executable, "-m", module, "--nproc-per-node", "2", *launcher_flags]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*launcher, str(REPOSITORY / "pretrain_llama.py"), *words],
+                cwd=REPOSITORY,
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> dict[int, int]:
+        """Processes of the ranks that run, by rank."""
+        found = {}
+        for pid in children(self.process.pid):
+            rank = environment_of(pid).get("RANK")
+            if rank is not None:
+                found[int(rank)] = pid
+        return found
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        def holds() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return condition()
+
+        wait_until(holds, PATIENCE)
+
+    def wait_for_training(self, without: Sequence[int] = ()) -> None:
+        """Wait until two ranks, none of them ``without``, have trained and saved."""
+
+        def is_training() -> bool:
+            ranks = self.ranks()
+            return len(ranks) == 2 and not set(ranks.values()) & set(without)
+
+        self.wait_for(is_training)
+        seen = self._logged()
+        self.wait_for(lambda: self._logged() >= seen + 3)
+
+    def _logged(self) -> int:
+        return self.log.read_bytes().count(b"] iteration ")
+
+    def records(self) -> list[Record]:
+        return iterations(self.metrics)
+
+    def end(self) -> None:
+        everything = [self.process.pid, *descendants(self.process.pid)]
+        for pid in everything:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie, which its parent has not asked about, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    """What a test has started, which must not outlive it."""
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.end()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        *(
+            pytest.param(TORCHRUN, kind, marks=pytest.mark.slow(reason="kills a rank under each rendezvous"))
+            for kind in ("c10d", "static", "standalone")
+        ),
+        (LAUNCH, "standalone"),
+    ],
+)
+def test_a_rank_that_is_killed_comes_back(
+    tmp_path: Path, jobs: list[Job], request: pytest.FixtureRequest, chance: random.Random, module: str, kind: str
+) -> None:
+    """Each time at the first attempt: gloo must not connect to addresses of dead ranks, which the store still has."""
+    kills = request.config.getoption("--kills")
+    jobs.append(
+        job := Job(
+            tmp_path, module, [*rendezvous(kind), "--max-restarts", str(kills)], save_interval=5, max_failed_attempts=0
+        )
+    )
+    job.wait_for_training()
+    for number in range(kills):
+        before = job.ranks()
+        time.sleep(chance.uniform(0.0, 2.0))  # at any moment of an iteration or a save
+        started = time.monotonic()
+        os.kill(before[chance.randrange(2)], signal.SIGKILL)
+        job.wait_for_training(without=list(before.values()))
+        print(f"{module} {kind}: kill {number + 1} of {kills}: back after {time.monotonic() - started:.1f} s")
+        restarts = {environment_of(pid)["TORCHELASTIC_RESTART_COUNT"] for pid in job.ranks().values()}
+        assert restarts == {str(number + 1)}, job.log.read_text()
+
+
+@pytest.mark.parametrize("module", [TORCHRUN, LAUNCH])
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, jobs: list[Job], module: str) -> None:
+    """Not the ranks, nor their loaders and background writers; another run may save there at once."""
+    jobs.append(job := Job(tmp_path, module, ["--standalone"], num_workers=1, async_save=True, save_interval=2))
+    job.wait_for_training()
+    job.wait_for(lambda: (job.save / TRACKER).exists() and len(descendants(job.process.pid)) >= 6)
+    assert (job.save / LOCK).exists()
+    family = descendants(job.process.pid)
+    os.kill(job.process.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_alive, family)), 30.0)
+    job.process.wait()
+    done = latest_iteration(job.save)
+    flags = {**MODEL, "save": job.save, "load": job.save, "exit_interval": done + 1, "global_batch_size": 8}
+    assert call_training(words_of(flags)).exit_code == ExitCode.STOPPED
+
+
+def test_a_process_that_no_agent_has_started_outlives_the_shell(tmp_path: Path) -> None:
+    """As with nohup: the variables that torchrun sets may be there, for ranks started by hand."""
+    metrics = tmp_path / "metrics.jsonl"
+    words = [sys.executable, str(REPOSITORY / "pretrain_llama.py"), *words_of({**MODEL, "metrics_jsonl": metrics})]
+    start = f"{subprocess.list2cmdline(words)} > {tmp_path}/log 2>&1 & echo $!"
+    variables = {**environment(), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    shell = subprocess.run(["bash", "-c", start], env=variables, stdout=subprocess.PIPE, text=True, check=True)
+    pid = int(shell.stdout)
+    try:
+        wait_until(lambda: len(iterations(metrics)) > 2, PATIENCE)
+        assert is_alive(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- attempts of a run ---------------------------------------------------------------------------------------
+
+
+def test_three_attempts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> None:
+    """At the same iteration, before and after a first checkpoint; the fourth start does nothing and says why."""
+    save = tmp_path / "save"
+    flags = {**MODEL, "train_iters": 8, "save": save, "load": save, "save_interval": 8}
+    crash = {**flags, "lr": 1e38}  # a loss that is not finite, after an iteration or two
+    assert [call_training(words_of(crash)).exit_code for _ in range(4)] == [1, 1, 1, 93]
+    refused = call_training(words_of(crash))
+    assert refused.exit_code == ExitCode.NO_PROGRESS
+    (sentence,) = refused.errors
+    assert "without a checkpoint" in sentence and f"remove {save / FILE}" in sentence
+    # The limit is a flag, and a limit of 0 is none.
+    assert call_training(words_of({**crash, "max_failed_attempts": 4})).exit_code == ExitCode.CRASH
+    (save / FILE).unlink()
+    assert call_training(words_of({**flags, "exit_interval": 3})).exit_code == ExitCode.STOPPED
+    assert call_training(words_of({**crash, "override_opt_param_scheduler": True})).exit_code == ExitCode.CRASH
+    other_schedule = {**flags, "train_iters": 7}
+    assert call_training(words_of(other_schedule)).exit_code == ExitCode.ACTION_REQUIRED
+    assert call_training(words_of({**flags, "skip_train": True, "eval_iters": 1})).exit_code == ExitCode.COMPLETE
+    assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
+    assert not (save / FILE).exists()
+
+
+def test_the_count_lies_in_the_run_directory(tmp_path: Path) -> None:
+    flags = {**MODEL, "lr": 1e38, "save": tmp_path / "save", "run_dir": tmp_path / "run"}
+    assert call_training(words_of(flags)).exit_code == ExitCode.CRASH
+    assert (tmp_path / "run" / FILE).exists() and not (tmp_path / "save" / FILE).exists()

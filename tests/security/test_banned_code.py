@@ -1,0 +1,244 @@
+"""No code of ours unpickles, evaluates or runs what it reads: the syntax trees of all files are searched.
+
+``docs/security.md`` states the rule. An exception is a row of ``ALLOWED`` with its reason.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = sorted(
+    path
+    for place in ("megatron", "tools", "benchmarks", "pretrain_llama.py")
+    for path in ([REPOSITORY / place] if place.endswith(".py") else (REPOSITORY / place).rglob("*.py"))
+)
+
+MODULES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle")
+"""Modules whose readers execute what they read."""
+
+BUILTINS = ("eval", "exec", "compile", "__import__")
+"""Builtins that run text."""
+
+ATTRIBUTES = {
+    "load": ("torch",),
+    "load_all": ("yaml",),
+    "unsafe_load": ("yaml",),
+    "unsafe_load_all": ("yaml",),
+    "full_load": ("yaml",),
+    "full_load_all": ("yaml",),
+    "system": ("os",),
+    "popen": ("os",),
+    "unpack_archive": ("shutil",),
+    "getoutput": ("subprocess",),
+    "getstatusoutput": ("subprocess",),
+    "read_pickle": ("pandas",),
+    "all_gather_object": ("torch.distributed",),
+    "gather_object": ("torch.distributed",),
+    "scatter_object_list": ("torch.distributed",),
+    "broadcast_object_list": ("torch.distributed",),
+    "send_object_list": ("torch.distributed",),
+    "recv_object_list": ("torch.distributed",),
+}
+"""Attributes of modules, whatever they are called with."""
+
+METHODS = ("extractall",)
+"""Methods of any object: tarfile.TarFile and zipfile.ZipFile unpack outside of their directory."""
+
+YAML_LOADERS = ("SafeLoader", "CSafeLoader", "BaseLoader", "CBaseLoader")
+
+COMPUTED_IMPORT = "importlib.import_module of a computed name"
+
+_FROM_RANKS = "unpickles what the ranks of the run send, not files: see docs/security.md"
+
+ALLOWED = {
+    ("megatron/core/communication.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
+    ("megatron/core/communication.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
+    ("megatron/core/kernels/third_party.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
+    ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
+    ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",
+    ("benchmarks/benchmark_checkpoint.py", "torch.load"): "reads what it has just written, with weights_only=True",
+}
+"""Reason by file (relative to the repository) and finding."""
+
+
+def aliases_of(tree: ast.AST) -> dict[str, str]:
+    """The full name behind each name that an import binds."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                bound = name.asname or name.name.partition(".")[0]
+                found[bound] = name.name if name.asname else bound
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                found[name.asname or name.name] = f"{node.module}.{name.name}"
+    return found
+
+
+def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
+    """``module.attribute`` as the code means it; empty for what is no such name."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value, aliases)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def is_false(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def banned_imports(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        names = [name.name for name in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [node.module or "", *(f"{node.module}.{name.name}" for name in node.names)]
+    else:
+        return
+    for name in names:
+        for module in MODULES:
+            if module in name.split("."):
+                yield f"import {module}"
+
+
+def banned_names(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
+    """Functions that are banned however they are called, even if they are only handed on."""
+    is_builtin = isinstance(node, ast.Name) and node.id in BUILTINS and node.id not in aliases
+    if is_builtin and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node.id
+    if isinstance(node, ast.Name | ast.Attribute):
+        owner, _, attribute = dotted(node, aliases).rpartition(".")
+        if owner == "builtins" and attribute in BUILTINS:
+            yield attribute
+        if owner in ATTRIBUTES.get(attribute, ()):
+            yield f"{owner}.{attribute}"
+    if isinstance(node, ast.Attribute) and node.attr in METHODS:
+        yield node.attr
+
+
+def banned_calls(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
+    if not isinstance(node, ast.Call):
+        return
+    name, keywords = dotted(node.func, aliases), {keyword.arg: keyword.value for keyword in node.keywords}
+    if name == "numpy.load" and not is_false(keywords.get("allow_pickle")):
+        yield "numpy.load without allow_pickle=False"
+    elif "allow_pickle" in keywords and not is_false(keywords["allow_pickle"]):
+        yield "allow_pickle"
+    if name == "importlib.import_module" and not (node.args and isinstance(node.args[0], ast.Constant)):
+        yield COMPUTED_IMPORT
+    if name == "yaml.load":
+        loader = node.args[1] if len(node.args) > 1 else keywords.get("Loader")
+        if loader is None or dotted(loader, aliases).rpartition(".")[2] not in YAML_LOADERS:
+            yield "yaml.load without a safe loader"
+    for keyword in ("shell", "trust_remote_code"):
+        if keyword in keywords and not is_false(keywords[keyword]):
+            yield f"{keyword}=True"
+
+
+def findings(source: str) -> list[str]:
+    """What a file holds that is banned, each as ``LINE: WHAT``."""
+    tree = ast.parse(source)
+    aliases = aliases_of(tree)
+    found = [
+        f"{getattr(node, 'lineno', 0)}: {what}"
+        for node in ast.walk(tree)
+        for what in (*banned_imports(node), *banned_names(node, aliases), *banned_calls(node, aliases))
+    ]
+    return sorted(set(found))
+
+
+def test_there_is_something_to_search() -> None:
+    assert len(SOURCES) > 100
+    assert REPOSITORY / "pretrain_llama.py" in SOURCES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_file_executes_what_it_reads(path: Path) -> None:
+    name = str(path.relative_to(REPOSITORY))
+    found = findings(path.read_text(encoding="utf-8"))
+    assert not [one for one in found if (name, one.partition(": ")[2]) not in ALLOWED]
+
+
+def test_every_exception_is_still_needed() -> None:
+    for name, what in ALLOWED:
+        found = findings((REPOSITORY / name).read_text(encoding="utf-8"))
+        assert what in [one.partition(": ")[2] for one in found], (name, what)
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        *((f"import {module}", f"import {module}") for module in MODULES),
+        ("import pickle as p", "import pickle"),
+        ("from pickle import loads", "import pickle"),
+        ("from multiprocessing.reduction import pickle", "import pickle"),
+        ("from torch.serialization import pickle as quiet", "import pickle"),
+        ("def late():\n    import dill", "import dill"),
+        ("import torch\ntorch.load(path)", "torch.load"),
+        ("import torch\ntorch.load(path, weights_only=True)", "torch.load"),
+        ("from torch import load as read\nread(path)", "torch.load"),
+        ("import torch as t\nmap(t.load, paths)", "torch.load"),
+        ("import numpy as np\nnp.load(path)", "numpy.load without allow_pickle=False"),
+        ("import numpy\nnumpy.load(path, allow_pickle=True)", "numpy.load without allow_pickle=False"),
+        ("import numpy as np\nnp.load(path, allow_pickle=flag)", "numpy.load without allow_pickle=False"),
+        ("from numpy import load\nload(path)", "numpy.load without allow_pickle=False"),
+        ("from numpy.lib.format import read_array\nread_array(file, allow_pickle=True)", "allow_pickle"),
+        ("import yaml\nyaml.load(text)", "yaml.load without a safe loader"),
+        ("import yaml\nyaml.load(text, Loader=yaml.Loader)", "yaml.load without a safe loader"),
+        ("import yaml\nyaml.load(text, yaml.FullLoader)", "yaml.load without a safe loader"),
+        ("import yaml\nyaml.unsafe_load(text)", "yaml.unsafe_load"),
+        ("import yaml\nyaml.full_load(text)", "yaml.full_load"),
+        ("import yaml\nyaml.load_all(text, yaml.Loader)", "yaml.load_all"),
+        ("eval(text)", "eval"),
+        ("exec(text)", "exec"),
+        ("run = exec", "exec"),
+        ("import builtins\nbuiltins.eval(text)", "eval"),
+        ("compile(text, 'name', 'exec')", "compile"),
+        ("__import__(name)", "__import__"),
+        ("import importlib\nimportlib.import_module(name)", COMPUTED_IMPORT),
+        ("import os\nos.system(command)", "os.system"),
+        ("from os import popen\npopen(command)", "os.popen"),
+        ("import subprocess\nsubprocess.run(command, shell=True)", "shell=True"),
+        ("import subprocess\nsubprocess.Popen(command, shell=wanted)", "shell=True"),
+        ("import subprocess\nsubprocess.getoutput(command)", "subprocess.getoutput"),
+        ("import tarfile\ntarfile.open(path).extractall()", "extractall"),
+        ("import zipfile\nwith zipfile.ZipFile(path) as archive:\n    archive.extractall(place)", "extractall"),
+        ("import shutil\nshutil.unpack_archive(path)", "shutil.unpack_archive"),
+        ("AutoTokenizer.from_pretrained(path, trust_remote_code=True)", "trust_remote_code=True"),
+        ("import torch.distributed as dist\ndist.all_gather_object(v, 1)", "torch.distributed.all_gather_object"),
+        ("from torch import distributed\ndistributed.gather_object(1)", "torch.distributed.gather_object"),
+        ("import pandas as pd\npd.read_pickle(path)", "pandas.read_pickle"),
+    ],
+)
+def test_each_banned_form_is_found(source: str, what: str) -> None:
+    assert [one.partition(": ")[2] for one in findings(source)] == [what]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import re\nre.compile(pattern)",
+        "import torch\ntorch.compile(function)",
+        "model.eval()",
+        "import json\njson.load(file)",
+        "from safetensors.torch import load_file\nload_file(path)",
+        "from safetensors.torch import load\nload(content)",
+        "import numpy as np\nnp.load(path, allow_pickle=False)",
+        "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)\nyaml.safe_load(text)",
+        "import subprocess\nsubprocess.run([program, *words], shell=False)",
+        "import platform\nplatform.system()",
+        "import importlib\nimportlib.import_module('transformers')",
+        "state.load(saved)",
+        "world.all_gather_object(value)",
+    ],
+)
+def test_what_only_looks_like_it_passes(source: str) -> None:
+    assert findings(source) == []
+
+
+def test_a_finding_names_its_line() -> None:
+    assert findings("import os\n\nos.system('ls')") == ["3: os.system"]

@@ -1,0 +1,128 @@
+"""A URL where a tool reads or writes a file: read as a URL, or refused before anything is written."""
+
+import ast
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.run_process import REPOSITORY
+
+URL = "s3://bucket/place"
+
+SCRIPTS = {path.stem: path for place in ("tools", "benchmarks") for path in sorted((REPOSITORY / place).glob("*.py"))}
+
+REFUSED = [
+    ("benchmark_checkpoint", "--directory", []),
+    ("benchmark_checkpoint", "--json", []),
+    ("benchmark_cpu", "--json", []),
+    ("benchmark_data", "--input", []),
+    ("benchmark_data", "--json", []),
+    ("benchmark_data", "--sentencepiece-model", []),
+    ("benchmark_data", "--tiktoken-model", []),
+    ("benchmark_step", "--json", []),
+    ("compare_losses", "--metrics", ["--reference", "a.jsonl", "--bands", "1"]),
+    ("compare_losses", "--reference", ["--metrics", "a.jsonl", "--bands", "1"]),
+    ("convert_checkpoint from-hf", "--hf", ["--save", "a"]),
+    ("convert_checkpoint from-hf", "--save", ["--hf", "a"]),
+    ("convert_checkpoint to-hf", "--hf", ["--load", "a"]),
+    ("flag_reference", "--docs", []),
+    ("generate_text", "--tokenizer-model", ["--load", "a", "--prompt", "b"]),
+    ("inspect_dataset", "--plot", ["a"]),
+    ("merge_datasets", "--output-prefix", ["--input", "a"]),
+    ("pipeline_schedule", "--json", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
+    ("pipeline_schedule", "--measured", []),
+    ("pipeline_schedule", "--png", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
+    ("pipeline_schedule", "--svg", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
+    ("plot_metrics", "--metrics", ["--output", "a.png"]),
+    ("plot_metrics", "--output", ["--metrics", "a.jsonl"]),
+    ("preprocess_data", "--output-prefix", ["--input", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]),
+    ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
+]
+TAKES_A_URL = {
+    "convert_checkpoint": {"load"},
+    "generate_text": {"load"},
+    "inspect_checkpoint": {"load"},
+    "inspect_dataset": {"prefix"},
+    "merge_datasets": {"input"},
+    "preprocess_data": {"input"},
+    "train_tokenizer": {"input"},
+}
+NAMES_NO_PLACE = {
+    "dataset_config",
+    "dataset_split",
+    "json_key",
+    "json_keys",
+    "max_shard_size",
+    "names",
+    "prompt",
+    "rows",
+}
+
+
+@pytest.mark.parametrize(("tool", "flag", "others"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_flag_that_does_not_take_a_url_says_so(
+    tool: str,
+    flag: str,
+    others: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, *subcommand = tool.split()
+    suffix = flag.replace("--", ".") if flag in ("--svg", "--png") else ""
+    monkeypatch.chdir(tmp_path)
+    # A tool that handles SIGTERM is called in this process.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [script, *subcommand, *others, flag, URL + suffix])
+    try:
+        status = importlib.import_module(
+            ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
+        ).main()
+    except SystemExit as end:
+        status = end.code
+    # What sys.exit() is given is printed by the interpreter.
+    sentence = status if isinstance(status, str) else capsys.readouterr().err.strip()
+    assert status and sentence.startswith(f"ERROR: {flag} s3:/")
+    assert "is a URL, but the flag needs a local path: " in sentence and "\n" not in sentence
+    assert os.listdir(tmp_path) == []
+
+
+def places(script: Path) -> set[str]:
+    """The flags of a script that take a text or a path: the fields of classes that tyro makes a command line of."""
+    tree = ast.parse(script.read_text())
+    parsed = {name for call in ast.walk(tree) if _is_command_line(call) for name in _names(call)}
+    while True:
+        named = {name for one in tree.body if _defines(one, parsed) for name in _names(one)}
+        if named <= parsed:
+            break
+        parsed |= named
+    return {
+        field.target.id
+        for one in tree.body
+        if isinstance(one, ast.ClassDef) and one.name in parsed
+        for field in one.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if {"str", "Path"} & _names(field.annotation)
+    }
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _is_command_line(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli"
+
+
+def _defines(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_every_place_that_a_tool_takes_is_known(script: Path) -> None:
+    refused = {flag[2:].replace("-", "_") for tool, flag, _ in REFUSED if tool.split()[0] == script.stem}
+    assert places(script) - NAMES_NO_PLACE == refused | TAKES_A_URL.get(script.stem, set())

@@ -1,0 +1,53 @@
+"""An update rule bound to plain tensors of one process."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.buffer import ParameterSplit
+from megatron.core.kernels.third_party import AdamBuilder, torch_adam
+from megatron.core.parameter import ParameterInfo, sharded_boxes
+from megatron.core.topology import single_process
+from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import Group, Shard, UpdateContext
+
+
+def bind(
+    config: OptimizerConfig,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    decays: Sequence[float],
+    adam: AdamBuilder = torch_adam,
+) -> tuple[list[Group], Callable[[int], None]]:
+    """A group for each of ``weights``, which may be matrices, and the update of all of them."""
+    rule, ranks = build_rule(config), single_process().tensor_parallel
+    infos = [
+        ParameterInfo(f"p{number}", *sharded_boxes([weight.shape[0]], weight.shape[1:], 0, 1), None, True, True)
+        for number, weight in enumerate(weights)
+    ]
+    groups = [
+        Group([Shard(info, weight.view(-1), gradient.view(-1), rule.state(weight.view(-1)))], decay)
+        for info, weight, gradient, decay in zip(infos, weights, gradients, decays, strict=True)
+    ]
+    splits = [ParameterSplit(info, ((0, weight.numel()),)) for info, weight in zip(infos, weights)]
+    context = UpdateContext(adam, ranks, ranks, splits, weights[0].new_empty(0))
+    return groups, rule.bind(groups, context)
+
+
+def states(groups: Sequence[Group]) -> list[dict[str, Tensor]]:
+    """The state tensors of every weight."""
+    return [shard.state for group in groups for shard in group.shards]
+
+
+def run(
+    groups: Sequence[Group], update: Callable[[int], None], steps: range, next_gradient: Callable[[], None]
+) -> None:
+    """Make the updates with these numbers, at a learning rate of 0.01."""
+    for step in steps:
+        next_gradient()
+        for group in groups:
+            group.learning_rate = 1e-2
+        with torch.no_grad():
+            update(step + 1)
