@@ -128,7 +128,7 @@ def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
     started = time.monotonic()
     failure = finish(saving)
     assert failure is not None and re.search(told, failure), failure
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < TIMEOUT / 2
     assert not is_alive(pid)
     saving.abandon()
     assert list_checkpoints(tmp_path) == [1] and left_in(tmp_path) == []

@@ -134,11 +134,11 @@ def test_a_rank_among_16384_finds_its_groups_at_once() -> None:
     assert LLAMA_405B.world_size == 16384
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         topology = Topology(LLAMA_405B, 12345, CPU)
         sizes = [topology.communicator(axis).size for axis in ("tp", "cp", "pp", "dp")]
         assert topology.world.size == 16384
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
         assert sizes == [8, 16, 16, 8]
     assert min(seconds) < 0.1
 

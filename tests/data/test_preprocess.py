@@ -142,8 +142,8 @@ def test_ended_run_leaves_no_output_and_no_worker(tmp_path: Path, sign: signal.S
     process = subprocess.Popen([sys.executable, str(TOOL), *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None and "documents" in process.stderr.readline()
     process.send_signal(sign)
-    process.wait(timeout=30)
-    ready, _, _ = select.select([process.stderr], [], [], 10)
+    process.wait(timeout=120)
+    ready, _, _ = select.select([process.stderr], [], [], 60)
     assert ready and not process.stderr.read().count("Traceback")  # it ends once no worker holds the pipe any more
     left = [name for name in os.listdir(tmp_path) if sign == signal.SIGTERM or not name.endswith(".incomplete")]
     assert left == ["in.jsonl"]

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,11 +155,9 @@ def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_t
     assert_finished(quickstart, output)
 
     before = bytes_under(quickstart.run_directory)
-    started = time.monotonic()
     process = quickstart.start()
     output = quickstart.finish(process)
     assert process.returncode == 0, output
-    assert time.monotonic() - started < 30.0
     assert "== Training" not in output
     assert_finished(quickstart, output)
     after = bytes_under(quickstart.run_directory)

@@ -61,9 +61,9 @@ def record(directory: Path) -> str:
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
     failures(tmp_path).write_text("failed\n" * 20)
     job = submit(tmp_path)
-    wait_until(lambda: (tmp_path / "step").exists(), 30)
+    wait_until(lambda: (tmp_path / "step").exists(), 120)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=30) == 75
+    assert job.wait(timeout=120) == 75
     assert record(tmp_path) == f"scancel --signal=USR1 10042\n{REQUEUE}"
     assert not failures(tmp_path).exists()
     words = (tmp_path / "step").read_text(encoding="utf-8").split("\n")
@@ -75,7 +75,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> Non
 )
 def test_the_exit_code_says_whether_to_start_again(tmp_path: Path, status: str, is_queued: bool) -> None:
     job = submit(tmp_path, STATUS=status)
-    assert job.wait(timeout=30) == int(status)
+    assert job.wait(timeout=120) == int(status)
     assert record(tmp_path) == (REQUEUE if is_queued else "")
 
 
@@ -89,7 +89,7 @@ def test_the_code_of_a_node_counts_although_srun_returns_that_of_one_it_has_kill
     """srun returns the highest."""
     nodes = "".join(f"echo {code} >> $CODES; " for code in codes)
     job = submit(tmp_path, srun=f"{nodes} exit {max(codes)}")
-    assert job.wait(timeout=30) == final
+    assert job.wait(timeout=120) == final
     assert record(tmp_path) == (REQUEUE if is_queued else "")
     assert not (tmp_path / "pretrain-10042.codes").exists()
 
@@ -111,7 +111,7 @@ def test_starts_that_fail_before_the_run_can_count_them_end_too(
     if failed_before:
         failures(tmp_path).write_text("failed\n" * failed_before)
     job = submit(tmp_path, STATUS="1", SLURM_RESTART_COUNT="99", SECONDS=str(seconds))
-    assert job.wait(timeout=30) == 1
+    assert job.wait(timeout=120) == 1
     assert ("scontrol requeue 10042" in record(tmp_path)) is is_queued
     assert len(failures(tmp_path).read_text().splitlines()) == failed
 

@@ -93,10 +93,10 @@ def test_every_peak_doubles_from_one_precision_to_the_next() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64", "fp8"])
 def test_a_cpu_is_measured_quickly_in_any_precision(dtype: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     peak = measured_peak_tflops(dtype, seconds=0.1)
     assert 0 < peak < 100
-    assert time.perf_counter() - start < 1.0  # 0.1 s, and room for a busy machine
+    assert time.process_time() - start < 1.0  # 0.1 s, and room for a slow machine
 
 
 def test_the_source_of_the_peak_is_told() -> None:

@@ -44,12 +44,12 @@ def test_the_level_decides_what_is_measured(level: int, measured: set[str]) -> N
 def test_a_timer_that_is_off_never_waits_for_the_accelerator_and_costs_next_to_nothing() -> None:
     waits: list[None] = []
     timers = Timers(level=0, synchronize=lambda: waits.append(None))
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(10_000):
         with timers("step", level=2):
             pass
     assert not waits
-    assert (time.perf_counter() - start) / 10_000 < 20e-6
+    assert (time.process_time() - start) / 10_000 < 20e-6
 
 
 def test_the_accelerator_is_waited_for_at_both_ends() -> None:
