@@ -16,7 +16,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.core.communication import Communicator, Pending, Reduction
+from megatron.core.communication import Communicator, Reduction, Work
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.kernels.selection import Kernels
@@ -31,20 +31,20 @@ from megatron.ranges import require_at_least
 class SilentCommunicator(Communicator):
     """A group whose other ranks do not exist: results have the shapes of the collectives', made of own numbers."""
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending[Tensor]:
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Work[Tensor]:
         """``tensor`` as it is."""
-        return Pending((), lambda: tensor)
+        return Work((), lambda: tensor)
 
-    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
         """``tensor`` once for every rank."""
         copies = tensor.repeat(self.size, *(1 for _ in tensor.shape[1:]))
-        return Pending((), lambda: copies if output is None else output.copy_(copies))
+        return Work((), lambda: copies if output is None else output.copy_(copies))
 
-    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
         """This rank's part of ``tensor``."""
         # A copy: a view would keep the whole alive.
         part = tensor.chunk(self.size)[self.rank].clone()
-        return Pending((), lambda: part if output is None else output.copy_(part))
+        return Work((), lambda: part if output is None else output.copy_(part))
 
 
 class LoneTopology(Topology):

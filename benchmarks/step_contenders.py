@@ -92,12 +92,12 @@ def our_slice(config: SliceConfig, samples: Samples, device: torch.device, with_
     memory = data_parallel.memory()
 
     def forward() -> None:
-        data_parallel.start_gradients(1)
+        data_parallel.start_grad_accumulation(1)
         passes.forward()
 
     def backward() -> None:
         passes.backward()
-        data_parallel.finish_gradients()
+        data_parallel.finish_grad_sync()
 
     phases = {"forward": forward, "backward": backward}
     if with_optimizer:

@@ -117,7 +117,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     from megatron.checkpoint.finding import find_checkpoint
     from megatron.checkpoint.remote_path import path_of
     from megatron.config.data import TokenizerConfig
-    from megatron.core.data_parallel.strategy import whole_weights
+    from megatron.core.data_parallel.strategy import whole_params
     from megatron.core.models.layer import BuildContext
     from megatron.core.models.transformer import TransformerModel
     from megatron.core.ops.attention_kernels import choose_attention_kernel
@@ -158,7 +158,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
-    load_checkpoint(root, iteration, model_tensors(whole_weights(model.parameters())))
+    load_checkpoint(root, iteration, model_tensors(whole_params(model.parameters())))
     return model, tokenizer
 
 

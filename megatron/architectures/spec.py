@@ -8,11 +8,11 @@ from megatron.architectures.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
-class Section:
-    """A tensor of Hugging Face's that is a range of rows (dim 0) of one of ours."""
+class HFTensor:
+    """A Hugging Face tensor, stored as a range of rows (dim 0) of one of our tensors."""
 
     name: str
-    """Hugging Face's name."""
+    """Its name at Hugging Face, in the layer."""
     rows: int
     is_rotary: bool = False
     """Whether its rows are heads in rotary order, which differs between the two (docs/architecture.md)."""
@@ -20,10 +20,10 @@ class Section:
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """One of our tensors, and the tensors of Hugging Face's that it consists of, stacked along dim 0."""
+    """One of our tensors, and the Hugging Face tensors of which it is the stack along dim 0."""
 
     name: str
-    sections: tuple[Section, ...]
+    sections: tuple[HFTensor, ...]
     columns: int | None = None
     """None: one dimension."""
 
@@ -48,7 +48,7 @@ class ArchitectureSpec:
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
     """Rows of the embedding of each preset."""
     config_fields: Callable[[TransformerConfig], Mapping[str, Any]] = lambda config: {}
-    """Fields of ``config.json`` beside those of every architecture."""
+    """Fields of ``config.json`` in addition to the common ones."""
     field_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for absent fields of ``config.json``, where they are not Llama's."""
     required_fields: Mapping[str, tuple[object, str]] = field(default_factory=dict)
@@ -66,31 +66,33 @@ class ArchitectureSpec:
 
 
 FEATURES = ("qk_layernorm", "add_qkv_bias")
-"""Fields of :class:`TransformerConfig` that tell families apart."""
+"""Fields of :class:`TransformerConfig` that distinguish families."""
 
 
 def dense_layer(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     """The weights that every layer with a SwiGLU MLP has."""
     hidden, ffn, key_value = config.hidden_size, config.ffn_hidden_size, config.key_value_size
     return (
-        WeightMapping("input_layernorm.weight", (Section("input_layernorm.weight", hidden),)),
+        WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),)),
         WeightMapping(
             "self_attention.linear_qkv.weight",
             (
-                Section("self_attn.q_proj.weight", config.query_size, is_rotary=True),
-                Section("self_attn.k_proj.weight", key_value, is_rotary=True),
-                Section("self_attn.v_proj.weight", key_value),
+                HFTensor("self_attn.q_proj.weight", config.query_size, is_rotary=True),
+                HFTensor("self_attn.k_proj.weight", key_value, is_rotary=True),
+                HFTensor("self_attn.v_proj.weight", key_value),
             ),
             hidden,
         ),
         WeightMapping(
-            "self_attention.linear_proj.weight", (Section("self_attn.o_proj.weight", hidden),), config.query_size
+            "self_attention.linear_proj.weight", (HFTensor("self_attn.o_proj.weight", hidden),), config.query_size
         ),
-        WeightMapping("pre_mlp_layernorm.weight", (Section("post_attention_layernorm.weight", hidden),)),
+        WeightMapping("pre_mlp_layernorm.weight", (HFTensor("post_attention_layernorm.weight", hidden),)),
         WeightMapping(
-            "mlp.linear_fc1.weight", (Section("mlp.gate_proj.weight", ffn), Section("mlp.up_proj.weight", ffn)), hidden
+            "mlp.linear_fc1.weight",
+            (HFTensor("mlp.gate_proj.weight", ffn), HFTensor("mlp.up_proj.weight", ffn)),
+            hidden,
         ),
-        WeightMapping("mlp.linear_fc2.weight", (Section("mlp.down_proj.weight", hidden),), ffn),
+        WeightMapping("mlp.linear_fc2.weight", (HFTensor("mlp.down_proj.weight", hidden),), ffn),
     )
 
 

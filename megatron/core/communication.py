@@ -1,7 +1,7 @@
 """The one thin layer through which every collective goes, so that it can be counted, timed and faked.
 
 A :class:`Communicator` of one rank communicates nothing and needs no ``torch.distributed``. Every collective
-has a ``start_`` form that returns a :class:`Pending` result, so that computation can go on meanwhile.
+has a ``start_`` form that returns a :class:`Work` result, so that computation can go on meanwhile.
 """
 
 import queue
@@ -48,7 +48,7 @@ class CollectiveRecord:
 Observer = Callable[[CollectiveRecord], None]
 
 
-class Pending(Generic[T_co]):
+class Work(Generic[T_co]):
     """The result of a collective under way."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T_co]) -> None:
@@ -66,19 +66,19 @@ class Pending(Generic[T_co]):
             work.wait()
         return self._finish()
 
-    def then(self, change: Callable[[T_co], T]) -> "Pending[T]":
+    def then(self, change: Callable[[T_co], T]) -> "Work[T]":
         """The result after ``change``."""
-        return Pending(self._works, lambda: change(self._finish()))
+        return Work(self._works, lambda: change(self._finish()))
 
     @staticmethod
-    def all_of(parts: Sequence["Pending[T]"], combine: Callable[[list[T]], R]) -> "Pending[R]":
+    def all_of(parts: Sequence["Work[T]"], combine: Callable[[list[T]], R]) -> "Work[R]":
         """What ``combine`` makes of the results of ``parts``."""
         works = [work for part in parts for work in part._works]
-        return Pending(works, lambda: combine([part._finish() for part in parts]))
+        return Work(works, lambda: combine([part._finish() for part in parts]))
 
 
 class _Awaited:
-    """A piece of work that a thread waits for, because gloo does not tell whether a send is complete."""
+    """A send that a thread waits for, because gloo does not report whether it is complete."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -128,7 +128,7 @@ def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tenso
     return total if output is None else output.copy_(total)
 
 
-class Wire:
+class Transport:
     """What :class:`Communicator` needs of the network: the operations of one process group. All return at once what is
     to be waited for; ranks are global."""
 
@@ -138,7 +138,7 @@ class Wire:
         self.prefers_messages = is_gloo
         """Whether collectives are best made of messages between all pairs."""
         self.hides_completion = is_gloo
-        """Whether it does not tell if a send is complete."""
+        """Whether ``is_completed`` of a send is unreliable."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
         """Reduce in place."""
@@ -234,12 +234,12 @@ class Communicator:
     def open(self) -> None:
         """Make the process group now; all members call it."""
         if self.size > 1:
-            _ = self.wire
+            _ = self.transport
 
     @cached_property
-    def wire(self) -> Wire:
+    def transport(self) -> Transport:
         """The network; made with the process group."""
-        return Wire(self.process_group)
+        return Transport(self.process_group)
 
     @cached_property
     def _sends(self) -> "queue.SimpleQueue[_Awaited | None]":
@@ -262,24 +262,24 @@ class Communicator:
     def _record(self, kind: str, tensor: Tensor, peer: int | None = None) -> None:
         self.record(kind, tensor.numel() * tensor.element_size(), peer)
 
-    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Pending[Tensor]:
+    def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Work[Tensor]:
         """Reduce ``tensor`` over the group, in place."""
         if self.size == 1:
-            return Pending((), lambda: tensor)
+            return Work((), lambda: tensor)
         self._record("all_reduce", tensor)
-        return Pending((self.wire.all_reduce(tensor, reduction),), lambda: tensor)
+        return Work((self.transport.all_reduce(tensor, reduction),), lambda: tensor)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
         """Reduce ``tensor`` over the group, in place, and return it."""
         return self.start_all_reduce(tensor, reduction).wait()
 
-    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
         """Concatenate every rank's ``tensor`` along dim 0, into ``output`` if given.
 
         ``tensor`` may be the rank's own part of ``output``.
         """
         if self.size == 1:
-            return Pending((), lambda: tensor if output is None else output.copy_(tensor))
+            return Work((), lambda: tensor if output is None else output.copy_(tensor))
         if _is_fp8(tensor):
             assert output is None
             dtype = tensor.dtype
@@ -288,15 +288,15 @@ class Communicator:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self._record("all_gather", output)
         tensor = tensor.contiguous()
-        if self.wire.prefers_messages:
+        if self.transport.prefers_messages:
             return self._start_direct_all_gather(tensor, output)
-        return Pending((self.wire.all_gather(output, tensor),), lambda: output)
+        return Work((self.transport.all_gather(output, tensor),), lambda: output)
 
     def all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
         """Concatenate every rank's ``tensor`` along dim 0."""
         return self.start_all_gather(tensor, output).wait()
 
-    def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Pending[Tensor]:
+    def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Work[Tensor]:
         """Every rank sends its part to every other: measured several times faster than gloo's own all-gather."""
         parts = output.chunk(self.size)
         messages: list[Message] = []
@@ -304,31 +304,31 @@ class Communicator:
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
             messages.append(("send", tensor, self.ranks[target]))
             messages.append(("receive", parts[source], self.ranks[source]))
-        works = self.wire.exchange(messages)
+        works = self.transport.exchange(messages)
         if not _is_same_memory(parts[self.rank], tensor):
             parts[self.rank].copy_(tensor)
-        return Pending(works, lambda: output)
+        return Work(works, lambda: output)
 
-    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
         """Sum ``tensor`` over the group and keep this rank's part along dim 0, in ``output`` if given.
 
         ``output`` may be the rank's own part of ``tensor``.
         """
         if self.size == 1:
-            return Pending((), lambda: tensor if output is None else output.copy_(tensor))
+            return Work((), lambda: tensor if output is None else output.copy_(tensor))
         self._record("reduce_scatter", tensor)
         tensor = tensor.contiguous()
         if output is None:
             output = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        if self.wire.prefers_messages:
+        if self.transport.prefers_messages:
             return self._start_direct_reduce_scatter(tensor, output)
-        return Pending((self.wire.reduce_scatter(output, tensor),), lambda: output)
+        return Work((self.transport.reduce_scatter(output, tensor),), lambda: output)
 
     def reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
         """Sum ``tensor`` over the group and keep this rank's part along dim 0."""
         return self.start_reduce_scatter(tensor, output).wait()
 
-    def _start_direct_reduce_scatter(self, tensor: Tensor, output: Tensor) -> Pending[Tensor]:
+    def _start_direct_reduce_scatter(self, tensor: Tensor, output: Tensor) -> Work[Tensor]:
         """Every rank receives its part from every other and adds them up in rank order, so that the sum does not
         depend on arrival; gloo's own reduce-scatter reduces the whole tensor everywhere."""
         parts = tensor.chunk(self.size)
@@ -339,37 +339,37 @@ class Communicator:
             received[source] = torch.empty_like(parts[self.rank])
             messages.append(("send", parts[target], self.ranks[target]))
             messages.append(("receive", received[source], self.ranks[source]))
-        works = self.wire.exchange(messages)
+        works = self.transport.exchange(messages)
 
         def add_up() -> Tensor:
             received[self.rank] = parts[self.rank]
             return add_in_order([received[rank] for rank in range(self.size)], output)
 
-        return Pending(works, add_up)
+        return Work(works, add_up)
 
-    def start_shift(self, tensor: Tensor) -> Pending[Tensor]:
+    def start_shift(self, tensor: Tensor) -> Work[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the next rank of the ring, and receive the like from
         the one before."""
         if self.size == 1:
-            return Pending((), lambda: tensor)
+            return Work((), lambda: tensor)
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self._record("shift", tensor, self.ranks[following])
         return self._start_exchange(tensor, following, torch.empty_like(tensor), before)
 
-    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending[Tensor]:
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``, and receive into
         ``received`` from the rank ``source``. All ranks exchange at once, in the same order."""
         self._record("exchange", tensor, self.ranks[target])
         return self._start_exchange(tensor, target, received, source)
 
-    def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending[Tensor]:
-        works = self.wire.exchange(
+    def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
+        works = self.transport.exchange(
             [
                 ("send", _sendable(tensor), self.ranks[target]),
                 ("receive", _sendable(received), self.ranks[source]),
             ]
         )
-        return Pending(works, lambda: received)
+        return Work(works, lambda: received)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Send part i of ``tensor`` along dim 0 to rank i; the parts received, in rank order."""
@@ -378,8 +378,8 @@ class Communicator:
         self._record("all_to_all", tensor)
         tensor = tensor.contiguous()
         output = torch.empty_like(tensor)
-        if not self.wire.prefers_messages:
-            self.wire.all_to_all(output, tensor).wait()
+        if not self.transport.prefers_messages:
+            self.transport.all_to_all(output, tensor).wait()
             return output
         sent, received = tensor.chunk(self.size), output.chunk(self.size)
         messages: list[Message] = []
@@ -387,7 +387,7 @@ class Communicator:
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
             messages.append(("send", sent[target], self.ranks[target]))
             messages.append(("receive", received[source], self.ranks[source]))
-        works = self.wire.exchange(messages)
+        works = self.transport.exchange(messages)
         received[self.rank].copy_(sent[self.rank])
         for work in works:
             work.wait()
@@ -405,25 +405,25 @@ class Communicator:
                 messages.append(("send", sent[target], self.ranks[target]))
             if received[source].numel():
                 messages.append(("receive", received[source], self.ranks[source]))
-        for work in self.wire.exchange(messages) if messages else ():
+        for work in self.transport.exchange(messages) if messages else ():
             work.wait()
 
-    def start_send(self, tensor: Tensor, target: int) -> Pending[Tensor]:
+    def start_send(self, tensor: Tensor, target: int) -> Work[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
         self._record("send", tensor, self.ranks[target])
-        work = self.wire.send(tensor, self.ranks[target])
-        return Pending((self._watched(work) if self.wire.hides_completion else work,), lambda: tensor)
+        work = self.transport.send(tensor, self.ranks[target])
+        return Work((self._watched(work) if self.transport.hides_completion else work,), lambda: tensor)
 
-    def start_receive(self, tensor: Tensor, source: int) -> Pending[Tensor]:
+    def start_receive(self, tensor: Tensor, source: int) -> Work[Tensor]:
         """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""
         self._record("receive", tensor, self.ranks[source])
-        return Pending((self.wire.receive(tensor, self.ranks[source]),), lambda: tensor)
+        return Work((self.transport.receive(tensor, self.ranks[source]),), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy ``tensor`` of the group's rank ``source`` to all, in place."""
         if self.size > 1:
             self._record("broadcast", tensor)
-            self.wire.broadcast(tensor, self.ranks[source])
+            self.transport.broadcast(tensor, self.ranks[source])
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -431,7 +431,7 @@ class Communicator:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        self.wire.all_gather_object(values, value)
+        self.transport.all_gather_object(values, value)
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -439,7 +439,7 @@ class Communicator:
         if self.size == 1:
             return value
         values = [value]
-        self.wire.broadcast_object(values, self.ranks[source])
+        self.transport.broadcast_object(values, self.ranks[source])
         return values[0]
 
 

@@ -1,10 +1,8 @@
-"""Where weight gradients go: straight into a parameter's slot of the gradient buffer.
+"""Main gradients: weight gradients accumulate in the gradient buffer, in its precision, without a ``.grad``.
 
-Every operation that owns a parameter hands its gradient to :func:`deliver_gradient`. With a
-:class:`GradientSlot` on the parameter the gradient is accumulated in the buffer's precision, without an
-intermediate ``.grad``, and the first microbatch overwrites, so that buffers need no zeroing; without a slot it
-goes to autograd as usual. A :class:`WeightGradientQueue` holds back the products of linear layers, for pipeline
-schedules that compute weight gradients later.
+Every operation with a parameter calls :func:`accumulate_main_grad`. The first microbatch overwrites the buffer, so that
+it needs no zeroing. A parameter without a :class:`MainGrad` returns its gradient to autograd. :class:`WeightGradStore`
+defers the weight-gradient GEMMs of linear layers for zero-bubble schedules.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,36 +12,36 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from megatron.core.communication import Pending
+from megatron.core.communication import Work
 from megatron.core.ops.quantized import QuantizedTensor
 
-_ATTRIBUTE = "gradient_slot"
+_ATTRIBUTE = "megatron_main_grad"
 
 
 class GradientProduct(Protocol):
-    """A gradient that is yet to be multiplied, so that the product can add to a buffer what it finds."""
+    """A weight gradient that is not computed yet, so that its GEMM can accumulate into a buffer."""
 
     def value(self) -> Tensor:
         """The gradient."""
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
-        """Add it to ``buffer``, or overwrite what is there."""
+        """Compute it into ``buffer``: add, or overwrite."""
 
 
 Gradient = Tensor | GradientProduct
 
 
-class GradientSlot:
-    """One parameter's place in a gradient buffer, which it has for good, or which is lent to it when a gradient comes
-    (:meth:`provide_with`)."""
+class MainGrad:
+    """A parameter's view of a gradient buffer: permanent (ZeRO-1), or allocated by the first gradient of a microbatch
+    (ZeRO-2 and 3)."""
 
     def __init__(self, buffer: Tensor | None = None) -> None:
         self._buffer = buffer
         self._provide: Callable[[], None] | None = None
         self.is_filled = False
-        """Whether the buffer holds a gradient of this step; if not, what it holds is older."""
-        self.on_delivery: Callable[[], None] | None = None
-        """Called after every delivery, if set."""
+        """Whether the buffer holds a gradient of this step; if not, its values are stale."""
+        self.on_accumulated: Callable[[], None] | None = None
+        """Called after every gradient, if set."""
 
     @property
     def buffer(self) -> Tensor:
@@ -54,16 +52,16 @@ class GradientSlot:
         assert self._buffer is not None
         return self._buffer
 
-    def lend(self, buffer: Tensor) -> None:
-        """Use ``buffer`` until :meth:`reclaim`."""
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Use ``buffer`` until :meth:`release_buffer`."""
         self._buffer = buffer
 
-    def reclaim(self) -> None:
-        """Let go of the buffer."""
+    def release_buffer(self) -> None:
+        """Drop the buffer."""
         self._buffer = None
 
-    def provide_with(self, provide: Callable[[], None]) -> None:
-        """Call ``provide``, which must :meth:`lend` one, when a gradient comes and there is no buffer."""
+    def allocate_with(self, provide: Callable[[], None]) -> None:
+        """Call ``provide``, which must call :meth:`set_buffer`, for the first gradient without a buffer."""
         self._provide = provide
 
     def add(self, gradient: Gradient) -> None:
@@ -74,111 +72,107 @@ class GradientSlot:
             self.buffer.add_(gradient)
         else:
             self.buffer.copy_(gradient)
-        self._delivered()
+        self._accumulated()
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Accumulate ``values`` ``[n, width]`` into the rows numbered ``rows`` ``[n]``."""
         if not self.is_filled:
             self.buffer.zero_()
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
-        self._delivered()
+        self._accumulated()
 
     @contextmanager
     def accumulating(self) -> Iterator[Tensor]:
-        """The buffer, for an operation that itself adds to what is in it; the end is a delivery."""
+        """The buffer, for a kernel that adds to it; the gradient counts as accumulated at the end."""
         if not self.is_filled:
             self.buffer.zero_()
         yield self.buffer
-        self._delivered()
+        self._accumulated()
 
-    def _delivered(self) -> None:
+    def _accumulated(self) -> None:
         self.is_filled = True
-        if self.on_delivery is not None:
-            self.on_delivery()
+        if self.on_accumulated is not None:
+            self.on_accumulated()
 
     def complete(self) -> None:
-        """No more will come: a parameter that took no part has a zero gradient."""
+        """End the step: the gradient of an unused parameter is zero."""
         if not self.is_filled:
             self.buffer.zero_()
         self.is_filled = False
 
 
-def attach_slot(parameter: nn.Parameter, slot: GradientSlot) -> None:
-    """Send the gradients of ``parameter`` to ``slot`` from now on."""
-    setattr(parameter, _ATTRIBUTE, slot)
+def attach_main_grad(parameter: nn.Parameter, main_grad: MainGrad) -> None:
+    """Accumulate the gradients of ``parameter`` in ``main_grad``."""
+    setattr(parameter, _ATTRIBUTE, main_grad)
 
 
-def slot_of(parameter: Tensor) -> GradientSlot | None:
-    """The slot of ``parameter``, if data parallelism gave it one."""
-    slot: GradientSlot | None = getattr(parameter, _ATTRIBUTE, None)
-    return slot
+def main_grad_of(parameter: Tensor) -> MainGrad | None:
+    """The main gradient of ``parameter``, if data parallelism attached one."""
+    main_grad: MainGrad | None = getattr(parameter, _ATTRIBUTE, None)
+    return main_grad
 
 
-def deliver_gradient(parameter: Tensor, gradient: Gradient) -> Tensor | None:
-    """Deliver a gradient, which may be wider than the parameter.
-
-    Returns what the autograd function must return for ``parameter``.
-    """
-    slot = slot_of(parameter)
-    if slot is None:
+def accumulate_main_grad(parameter: Tensor, gradient: Gradient) -> Tensor | None:
+    """Accumulate a gradient, whose dtype may be wider than the parameter's; returns what the autograd function must
+    return for ``parameter``."""
+    main_grad = main_grad_of(parameter)
+    if main_grad is None:
         whole = gradient if isinstance(gradient, Tensor) else gradient.value()
         return whole.to(parameter.dtype)
-    slot.add(gradient)
+    main_grad.add(gradient)
     return None
 
 
 @dataclass(frozen=True)
-class HeldGradient:
-    """A weight gradient yet to be computed: gather what is missing, then multiply."""
+class DeferredWeightGrad:
+    """A weight gradient to be computed later: gather the input, then multiply."""
 
-    slot: GradientSlot
-    gather: Callable[[], Pending[QuantizedTensor]]
+    main_grad: MainGrad
+    gather: Callable[[], Work[QuantizedTensor]]
     product: Callable[[QuantizedTensor], Gradient]
 
 
-class WeightGradientQueue:
-    """Computes the weight gradients of linear layers at once, or holds them back while :meth:`hold` is open.
-
-    What is held back keeps the layer's input and output gradient alive, as this rank's part of the sequence.
-    """
+class WeightGradStore:
+    """Collects the weight-gradient GEMMs of linear layers while :meth:`deferring` is open (zero-bubble schedules, Qi et
+    al., arXiv 2401.10241). A deferred GEMM keeps this rank's part of the layer's input and output gradient alive."""
 
     def __init__(self) -> None:
-        self._held: list[HeldGradient] | None = None
+        self._deferred: list[DeferredWeightGrad] | None = None
 
     @contextmanager
-    def hold(self) -> Iterator[list[HeldGradient]]:
-        """Collect the products of a backward pass in the list that it yields; :func:`compute_held` computes them."""
-        held = self._held = []
+    def deferring(self) -> Iterator[list[DeferredWeightGrad]]:
+        """Collect the weight gradients of a backward pass in the list, for :func:`compute_deferred`."""
+        deferred = self._deferred = []
         try:
-            yield held
+            yield deferred
         finally:
-            self._held = None
+            self._deferred = None
 
     @property
-    def is_holding(self) -> bool:
-        """Whether products wait."""
-        return self._held is not None
+    def is_deferring(self) -> bool:
+        """Whether weight gradients are to be :meth:`put` here."""
+        return self._deferred is not None
 
-    def hold_back(
+    def put(
         self,
         parameter: Tensor,
-        gather: Callable[[], Pending[QuantizedTensor]],
+        gather: Callable[[], Work[QuantizedTensor]],
         product: Callable[[QuantizedTensor], Gradient],
     ) -> None:
-        """Compute later: ``product`` of what ``gather`` brings is the gradient of ``parameter``."""
-        slot = slot_of(parameter)
-        assert self._held is not None
-        assert slot is not None, "weight gradients can wait only for a gradient buffer"
-        self._held.append(HeldGradient(slot, gather, product))
+        """Defer: the gradient of ``parameter`` is ``product`` of the gathered input."""
+        main_grad = main_grad_of(parameter)
+        assert self._deferred is not None
+        assert main_grad is not None, "weight gradients can wait only for a gradient buffer"
+        self._deferred.append(DeferredWeightGrad(main_grad, gather, product))
 
 
-def compute_held(held: list[HeldGradient]) -> None:
-    """Compute and deliver what a backward pass held back, in its order, gathering one ahead; empties the list, so
-    that each lets go of its activations."""
-    held.reverse()
-    gathering = held[-1].gather() if held else None
-    while held:
-        current, gathered = held.pop(), gathering
-        gathering = held[-1].gather() if held else None
+def compute_deferred(deferred: list[DeferredWeightGrad]) -> None:
+    """Compute the weight gradients of a backward pass in its order, gathering one ahead. Empties the list, which frees
+    the activations one by one."""
+    deferred.reverse()
+    gathering = deferred[-1].gather() if deferred else None
+    while deferred:
+        current, gathered = deferred.pop(), gathering
+        gathering = deferred[-1].gather() if deferred else None
         assert gathered is not None
-        current.slot.add(current.product(gathered.wait()))
+        current.main_grad.add(current.product(gathered.wait()))

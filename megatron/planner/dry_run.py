@@ -9,8 +9,8 @@ from rich.console import Console
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.plan import Plan, Run, make_plan, planned_vocabulary_size
-from megatron.planner.remedies import find_remedies
 from megatron.planner.report import as_json, print_report
+from megatron.planner.suggestions import find_suggestions
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 
 WIDTH = 150
@@ -29,10 +29,10 @@ def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
     if run.config is not config:
         print("layers of Transformer Engine are simulated with the local layers, whose memory is similar")
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
-    remedies = [] if plan.fits else find_remedies(plan, config)
+    suggestions = [] if plan.fits else find_suggestions(plan, config)
     if config.dry_run.dry_run_json is not None:
-        _write(Path(config.dry_run.dry_run_json), json.dumps(as_json(plan, remedies, time.monotonic() - started)))
-    print_report(plan, remedies, console or default_console())
+        _write(Path(config.dry_run.dry_run_json), json.dumps(as_json(plan, suggestions, time.monotonic() - started)))
+    print_report(plan, suggestions, console or default_console())
     return plan
 
 

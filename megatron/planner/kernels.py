@@ -1,4 +1,4 @@
-"""Kernels of a rehearsal: they make and keep what those of the real run make and keep."""
+"""Kernels of a simulated_rank: they make and keep what those of the real run make and keep."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +60,7 @@ class _AddsInPlace:
         """Nothing."""
 
 
-def rehearsed_kernels(
+def simulated_kernels(
     config: RunConfig, topology: Topology, device: torch.device, vocab_size: int, tracker: MemoryTracker
 ) -> Kernels:
     """For a run on CPUs the run's own; for one on GPUs (``device``) stand-ins, since which packages and compilers are

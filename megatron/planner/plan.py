@@ -1,4 +1,4 @@
-"""The plan of a run: one rank of every pipeline stage rehearsed, and what follows for the whole."""
+"""The plan of a run: one rank of every pipeline stage simulated, and what follows for the whole."""
 
 import gc
 import multiprocessing
@@ -20,9 +20,9 @@ from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
 from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError
+from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.planner.memory import CUDA_BLOCK, Kind, Moment
-from megatron.planner.pretence import RehearsalTopology, ShapeTracker
-from megatron.planner.rehearsal import build_rank, run_step
+from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.planner.traffic import Link, Traffic, is_in_node
 from megatron.schedules.registry import placement_of
 from megatron.schedules.schedule import Placement, Schedule
@@ -42,11 +42,11 @@ ALLOWANCE = 4 * 2**30
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One rank of a pipeline stage after its rehearsal."""
+    """One rank of a pipeline stage after its simulated_rank."""
 
     stage: int
     rank: int
-    rehearsed_rank: int
+    simulated_rank: int
     """That rank, or the one of an earlier stage that holds and sends the same."""
     layers: tuple[int, ...]
     """Of each of its chunks."""
@@ -55,12 +55,12 @@ class StagePlan:
     peak: Moment
     steady: Moment
     """Between steps."""
-    rehearsed_microbatches: int
+    simulated_microbatches: int
     sent_by_axis: dict[str, int]
     """Bytes per step."""
     sent_by_link: dict[Link, int]
     records: Sequence[CollectiveRecord]
-    """Every collective of the step that was rehearsed."""
+    """Every collective of the step that was simulated."""
 
     @property
     def by_kind(self) -> dict[Kind, int]:
@@ -109,9 +109,9 @@ class Run:
     def _batches(self) -> BatchSchedule:
         return build_batches(self.config, self.topology(0, ShapeTracker(), Traffic(0)))
 
-    def topology(self, rank: int, tracker: ShapeTracker, traffic: Traffic) -> RehearsalTopology:
+    def topology(self, rank: int, tracker: ShapeTracker, traffic: Traffic) -> SimulatedTopology:
         """The place of ``rank``, alone."""
-        return RehearsalTopology(self.grid, rank, self.device, tracker, traffic.observer)
+        return SimulatedTopology(self.grid, rank, self.device, tracker, traffic.observer)
 
     @property
     def schedule(self) -> Callable[[int], Schedule]:
@@ -134,9 +134,9 @@ class Run:
         """The first rank of a pipeline stage."""
         return self.grid.group(0, ("pp",))[stage]
 
-    def likeness(self, rank: int) -> Hashable:
+    def signature(self, rank: int) -> Hashable:
         """What decides how much a rank of a stage holds and sends. First ranks of stages that agree in it differ in the
-        numbers of their layers alone, and one rehearsal tells of all."""
+        numbers of their layers alone, and one simulated_rank tells of all."""
         config, grid = self.config, self.grid
         stage, stages = grid.coordinates(rank)["pp"], grid.pp
         chunks = self._virtual_stages(stage)
@@ -188,7 +188,7 @@ class Plan:
 
     run: Run
     stages: tuple[StagePlan, ...]
-    """Those that were rehearsed."""
+    """Those that were simulated."""
 
     @property
     def limit(self) -> int:
@@ -202,7 +202,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage that was rehearsed does."""
+        """Whether every stage that was simulated does."""
         return self.tightest.needed <= self.limit
 
 
@@ -210,15 +210,15 @@ def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
     """Rehearse ``ranks``, each the first of its stage, or as many of them as differ; many in as many processes as there
     are cores."""
     first_like: dict[Hashable, int] = {}
-    stand_ins = [first_like.setdefault(run.likeness(rank) if len(ranks) > 1 else rank, rank) for rank in ranks]
+    stand_ins = [first_like.setdefault(run.signature(rank) if len(ranks) > 1 else rank, rank) for rank in ranks]
     different = list(first_like.values())
     workers = min(len(os.sched_getaffinity(0)), 8) if sys.platform == "linux" else 1
     if workers == 1 or len(different) < _MANY:
-        rehearsed = [rehearse(run, rank) for rank in different]
+        simulated = [simulate_rank(run, rank) for rank in different]
     else:
         with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-            rehearsed = list(pool.map(partial(rehearse, run), different))
-    found = dict(zip(different, rehearsed))
+            simulated = list(pool.map(partial(simulate_rank, run), different))
+    found = dict(zip(different, simulated))
     stages = [run.grid.coordinates(rank)["pp"] for rank in ranks]
     return Plan(
         run,
@@ -226,12 +226,12 @@ def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
     )
 
 
-def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
+def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
     """Build ``rank`` and run a step of it, with as many microbatches as show its peak, or as asked for."""
     stage = run.grid.coordinates(rank)["pp"]
     count = num_microbatches or enough_microbatches(run.schedule, stage, run.num_microbatches)
     tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), Traffic(rank)
-    with _uncollected(), pretended_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
+    with _uncollected(), fake_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
         topology = run.topology(rank, tracker, traffic)
         built = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
         steady = tracker.now
@@ -242,7 +242,7 @@ def rehearse(run: Run, rank: int, num_microbatches: int | None = None) -> StageP
             run_step(run.config, topology, built, 1, tracker)
             first = traffic.taken()
         run_step(run.config, topology, built, count, tracker)
-        parameters = sum(weight.tensor.numel() for weight in built.data_parallel.stored_weights)
+        parameters = sum(weight.tensor.numel() for weight in built.data_parallel.local_params)
     sent = traffic if first is None else traffic.beyond(first, 1, count, run.num_microbatches)
     return StagePlan(
         stage,
@@ -273,7 +273,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def pretended_processes(run: Run, rank: int) -> Iterator[None]:
+def fake_processes(run: Run, rank: int) -> Iterator[None]:
     """torch's own pretended process group, which FSDP2 asks for."""
     # FSDP2 looks at groups, though it gathers through communicators; nobody else does.
     grid = run.grid

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
-from megatron.planner.remedies import Remedy
+from megatron.planner.suggestions import Suggestion
 from megatron.planner.traffic import NODE_SIZE, is_in_node
 
 _COLORS: dict[Kind, str] = {
@@ -28,7 +28,7 @@ _AXES = ("tp", "cp", "pp", "dp")
 
 
 def groups(plan: Plan) -> dict[str, dict[str, Any]]:
-    """By axis: size, number of groups, the first rehearsed rank's group, and whether all of them stay in a node."""
+    """By axis: size, number of groups, the first simulated rank's group, and whether all of them stay in a node."""
     grid, rank = plan.run.grid, plan.stages[0].rank
     described = {}
     for axis in _AXES:
@@ -44,7 +44,7 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
     return described
 
 
-def as_json(plan: Plan, remedies: Sequence[Remedy], seconds: float) -> dict[str, Any]:
+def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> dict[str, Any]:
     """The report; docs/dry_run.md explains its fields."""
     run = plan.run
     return {
@@ -54,7 +54,7 @@ def as_json(plan: Plan, remedies: Sequence[Remedy], seconds: float) -> dict[str,
         "layout": groups(plan),
         "layers": [list(layers) for layers in run.layers],
         "ranks": {str(stage.stage): stage.rank for stage in plan.stages},
-        "rehearsed_ranks": {str(stage.stage): stage.rehearsed_rank for stage in plan.stages},
+        "rehearsed_ranks": {str(stage.stage): stage.simulated_rank for stage in plan.stages},
         "memory_bytes": {str(stage.stage): _memory(stage) for stage in plan.stages},
         "peak_during": {str(stage.stage): stage.peak.during for stage in plan.stages},
         "steady_bytes": {str(stage.stage): stage.steady.total for stage in plan.stages},
@@ -62,10 +62,10 @@ def as_json(plan: Plan, remedies: Sequence[Remedy], seconds: float) -> dict[str,
         "fits": plan.fits,
         "tightest_stage": plan.tightest.stage,
         "missing_bytes": max(0, plan.tightest.needed - plan.limit),
-        "remedies": [vars(remedy) for remedy in remedies],
+        "remedies": [vars(suggestion) for suggestion in suggestions],
         "global_batch_size": run.global_batch_size,
         "num_microbatches": run.num_microbatches,
-        "rehearsed_microbatches": {str(stage.stage): stage.rehearsed_microbatches for stage in plan.stages},
+        "rehearsed_microbatches": {str(stage.stage): stage.simulated_microbatches for stage in plan.stages},
         "bubble_fraction": run.bubble_fraction(),
         "model_flops_per_step": run.flops_per_step,
         "model_flops_per_token": run.flops_per_token,
@@ -79,7 +79,7 @@ def _memory(stage: StagePlan) -> dict[str, int]:
     return {str(kind): size for kind, size in stage.by_kind.items()} | {"allowance": ALLOWANCE, "total": stage.needed}
 
 
-def print_report(plan: Plan, remedies: Sequence[Remedy], console: Console) -> None:
+def print_report(plan: Plan, suggestions: Sequence[Suggestion], console: Console) -> None:
     """The same for people."""
     console.print(
         Group(
@@ -88,7 +88,7 @@ def print_report(plan: Plan, remedies: Sequence[Remedy], console: Console) -> No
             _memory_table(plan),
             _bars(plan),
             _traffic_table(plan),
-            _verdict(plan, remedies),
+            _verdict(plan, suggestions),
         )
     )
 
@@ -208,7 +208,7 @@ def _traffic_table(plan: Plan) -> Table:
     return table
 
 
-def _verdict(plan: Plan, remedies: Sequence[Remedy]) -> Text:
+def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> Text:
     tightest, limit = plan.tightest, _gib(plan.limit)
     # With --dry-run-rank nothing is known of other stages.
     is_alone = len(plan.stages) < plan.run.grid.pp
@@ -224,8 +224,10 @@ def _verdict(plan: Plan, remedies: Sequence[Remedy]) -> Text:
         f"{_gib(tightest.needed - plan.limit)} too many",
         style="bold red",
     )
-    for remedy in remedies:
-        text.append(f"\n  {remedy.flags}: fits, {_gib(remedy.needed)} GiB on stage {remedy.stage}", style="not bold")
-    if not remedies:
+    for suggestion in suggestions:
+        text.append(
+            f"\n  {suggestion.flags}: fits, {_gib(suggestion.needed)} GiB on stage {suggestion.stage}", style="not bold"
+        )
+    if not suggestions:
         text.append("\n  nothing that was tried makes it fit: use more GPUs for a copy of the model", style="not bold")
     return text

@@ -1,13 +1,12 @@
 """Pretraining from flags to the last checkpoint."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
-from megatron.checkpoint.lock import RunLock
 from megatron.config.run import RunConfig
 from megatron.errors import ExitCode
 from megatron.training.attempts import attempt_counted
@@ -40,8 +39,19 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> Exit
             init_distributed(config.parallel, process, device) as topology,
         ):
             context = RunContext(config, topology, signals, log_rank0)
-            with save_directories_locked(context) as locks, attempt_counted(context):
-                return train(replace(context, config=resolve_architecture(context, flags_over)), locks)
+            with save_directories_locked(context) as locks, attempt_counted(context), ExitStack() as at_end:
+                context = replace(context, config=resolve_architecture(context, flags_over))
+                trainer = build_trainer(context, locks, at_end)
+                try:
+                    if context.config.validation.skip_train:
+                        trainer.evaluate_only()
+                        return ExitCode.COMPLETE
+                    log_rank0(f"stopped: {trainer.run()}")
+                    is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
+                    return ExitCode.COMPLETE if is_complete else ExitCode.STOPPED
+                finally:
+                    trainer.close()
+                    del trainer  # before the process groups are destroyed
     except StopRequested as stop:
         log_rank0(f"stopped: {stop}")
         return stop.exit_code
@@ -58,18 +68,3 @@ def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def train(context: RunContext, locks: Sequence[RunLock]) -> ExitCode:
-    """Build the trainer and run it; it must be freed before the process groups are destroyed."""
-    with ExitStack() as at_end:
-        trainer = build_trainer(context, locks, at_end)
-        try:
-            if context.config.validation.skip_train:
-                trainer.evaluate_only()
-                return ExitCode.COMPLETE
-            context.log_rank0(f"stopped: {trainer.run()}")
-            is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
-            return ExitCode.COMPLETE if is_complete else ExitCode.STOPPED
-        finally:
-            trainer.close()

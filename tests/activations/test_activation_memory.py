@@ -14,7 +14,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
 from megatron.config.precision import PrecisionConfig
 from megatron.core.data_parallel.buffer import ParameterBuffer
-from megatron.core.gradient import HeldGradient, compute_held
+from megatron.core.gradient import DeferredWeightGrad, compute_deferred
 from megatron.core.models.layer import TransformerLayer
 from megatron.core.models.parallelize import build_model
 from megatron.core.models.transformer import TransformerChunk, TransformerModel
@@ -186,23 +186,23 @@ def test_the_peak_falls_by_what_is_not_kept() -> None:
 def test_between_b_and_w_the_same_is_held_as_with_everything_kept(mode: str) -> None:
     """The inputs of linear layers, computed again or not, and the gradients of their outputs."""
 
-    def held_after(activations: ActivationConfig) -> tuple[int, list[HeldGradient], ParameterBuffer]:
+    def held_after(activations: ActivationConfig) -> tuple[int, list[DeferredWeightGrad], ParameterBuffer]:
         model, chunk, buffer = build(activations)
         hidden = received()
         with StorageWatch() as watch:
             edge, gradient = forward(chunk, hidden)
-            with model.context.weight_gradients.hold() as held:
+            with model.context.weight_gradients.deferring() as deferred:
                 torch.autograd.backward(edge, gradient)
             del gradient
             hidden.grad = None
-        return watch.live_bytes(), held, buffer
+        return watch.live_bytes(), deferred, buffer
 
-    size, held, buffer = held_after(KEPT[mode][0])
+    size, deferred, buffer = held_after(KEPT[mode][0])
     expected_size, expected_held, expected_buffer = held_after(ActivationConfig())
-    assert (size, len(held)) == (expected_size, len(expected_held))
-    assert len(held) == 4 * LAYERS
-    compute_held(held)
-    compute_held(expected_held)
+    assert (size, len(deferred)) == (expected_size, len(expected_held))
+    assert len(deferred) == 4 * LAYERS
+    compute_deferred(deferred)
+    compute_deferred(expected_held)
     assert torch.equal(buffer.gradients, expected_buffer.gradients)
 
 

@@ -55,7 +55,7 @@ def test_a_slice_runs_forward_and_backward_in_the_shapes_of_its_rank(layout: tup
     config = slice_of("--tensor-model-parallel-size", "2", *layout)
     topology = config.topology(CPU)
     model = config.build(topology)
-    config.data_parallel(topology, model).start_gradients(1)
+    config.data_parallel(topology, model).start_grad_accumulation(1)
     length = 8 if layout else 16
     inputs = torch.randn(length, 1, 128, requires_grad=True)
     output = model.chunks[0](inputs)

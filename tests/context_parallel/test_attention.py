@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.config.context_parallel import ContextParallelType, Exchange
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.context_parallel.attention import (
+    AllGatherAttention,
     ContextParallel,
-    GatheredAttention,
-    HeadwiseAttention,
     RingAttention,
+    UlyssesAttention,
 )
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.ops.attention import LocalAttention, Tile, TiledAttention, TiledGradients
@@ -257,10 +257,10 @@ def test_gpu_kernels_are_called_as_torch_defines_them(kernel: AttentionKernel) -
 
 def test_layers_may_attend_in_different_ways() -> None:
     ranks = Communicator((0, 1), 0)
-    kinds = {"p2p": RingAttention, "a2a": HeadwiseAttention, "allgather": GatheredAttention}
+    kinds = {"p2p": RingAttention, "a2a": UlyssesAttention, "allgather": AllGatherAttention}
     each = ContextParallel(ranks, ("p2p", "a2a", "allgather"))
     assert [type(each.attention(layer, ReferenceAttention())) for layer in range(3)] == [*kinds.values()]
     one = ContextParallel(ranks, ("a2a",))
-    assert {type(one.attention(layer, ReferenceAttention())) for layer in range(3)} == {HeadwiseAttention}
+    assert {type(one.attention(layer, ReferenceAttention())) for layer in range(3)} == {UlyssesAttention}
     alone = ContextParallel(Communicator((0,), 0), ("a2a",))
     assert type(alone.attention(0, ReferenceAttention())) is LocalAttention

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.strategy import BufferedDataParallel
-from megatron.core.gradient import deliver_gradient
+from megatron.core.gradient import accumulate_main_grad
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import RankGrid, Topology
@@ -24,21 +24,21 @@ class Noting(Communicator):
         super().__init__((0, 1), 0)
         self.events = events
 
-    def _noted(self, kind: str, finish: Callable[[], Tensor]) -> Pending[Tensor]:
+    def _noted(self, kind: str, finish: Callable[[], Tensor]) -> Work[Tensor]:
         self.events.append(f"start {kind}")
 
         def end() -> Tensor:
             self.events.append(f"end {kind}")
             return finish()
 
-        return Pending((), end)
+        return Work((), end)
 
-    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
         """Keep the first half."""
         part = tensor.chunk(2)[0]
         return self._noted("reduce", lambda: part.clone() if output is None else output.copy_(part))
 
-    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Pending[Tensor]:
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
         """Leave the second half as it is."""
         assert output is not None
         return self._noted("gather", lambda: output)
@@ -75,13 +75,13 @@ def two_buckets(strategy: ShardingStrategy, overlap: bool) -> tuple[BufferedData
 
 def deliver(unit: Unit, events: list[str], value: float = 1.0) -> None:
     events.append(f"backward {unit.name}")
-    deliver_gradient(unit.weight, torch.full((NUMBERS,), value))
+    accumulate_main_grad(unit.weight, torch.full((NUMBERS,), value))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_whole_gradients_leave_once_with_the_last_microbatch(overlap: bool) -> None:
     data_parallel, (first, second), events = two_buckets("optim", overlap)
-    data_parallel.start_gradients(2)
+    data_parallel.start_grad_accumulation(2)
     for _ in range(2):
         deliver(second, events)
         deliver(first, events)
@@ -90,9 +90,9 @@ def test_whole_gradients_leave_once_with_the_last_microbatch(overlap: bool) -> N
         assert events == [*backward, "start reduce", "backward a", "start reduce"]
     else:
         assert events == [*backward, "backward a"]
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     assert events.count("start reduce") == events.count("end reduce") == 2
-    assert all((piece.gradient == 2.0).all() for piece in data_parallel.pieces)
+    assert all((shard.gradient == 2.0).all() for shard in data_parallel.param_shards)
 
 
 def test_sharded_gradients_leave_with_every_microbatch_behind_the_backward_pass() -> None:
@@ -100,21 +100,21 @@ def test_sharded_gradients_leave_with_every_microbatch_behind_the_backward_pass(
     data_parallel, (first, second), events = two_buckets("optim_grads", overlap=True)
     for _ in range(3):
         events.clear()
-        data_parallel.start_gradients(2)
+        data_parallel.start_grad_accumulation(2)
         for value in (1.0, 2.0):
             deliver(second, events, value)
             deliver(first, events, value)
         once = ["backward b", "start reduce", "backward a", "start reduce"]
         again = ["backward b", "end reduce", "start reduce", "backward a", "end reduce", "start reduce"]
         assert events == once + again
-        data_parallel.finish_gradients()
+        data_parallel.finish_grad_sync()
         assert events == [*once, *again, "end reduce", "end reduce"]
-        assert all((piece.gradient == 3.0).all() for piece in data_parallel.pieces)
+        assert all((shard.gradient == 3.0).all() for shard in data_parallel.param_shards)
 
 
 def test_sharded_gradients_without_overlap_are_reduced_at_once() -> None:
     data_parallel, (first, second), events = two_buckets("optim_grads", overlap=False)
-    data_parallel.start_gradients(1)
+    data_parallel.start_grad_accumulation(1)
     deliver(second, events)
     deliver(first, events)
     reduced = ["start reduce", "end reduce"]
@@ -124,19 +124,19 @@ def test_sharded_gradients_without_overlap_are_reduced_at_once() -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_each_module_waits_for_its_own_weights_and_for_no_others(strategy: ShardingStrategy) -> None:
     data_parallel, (first, second), events = two_buckets(strategy, overlap=True)
-    data_parallel.publish_parameters()
+    data_parallel.start_param_all_gather()
     assert events == ["start gather", "start gather"]
     first()
     second()
     assert events[2:] == ["end gather", "run a", "end gather", "run b"]
-    data_parallel.publish_parameters()
-    data_parallel.wait_for_parameters()
+    data_parallel.start_param_all_gather()
+    data_parallel.finish_param_all_gather()
     assert events[6:] == ["start gather", "start gather", "end gather", "end gather"]
 
 
 def test_without_overlap_weights_are_there_before_anything_goes_on() -> None:
     data_parallel, (first, _), events = two_buckets("optim", overlap=False)
-    data_parallel.publish_parameters()
+    data_parallel.start_param_all_gather()
     first()
     assert events == ["start gather", "start gather", "end gather", "end gather", "run a"]
 

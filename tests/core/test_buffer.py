@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron.core.data_parallel.buffer import ParameterBuffer, plan_buffer
-from megatron.core.gradient import slot_of
+from megatron.core.gradient import main_grad_of
 from megatron.core.parameter import ParameterInfo, empty_parameter, info_of, sharded_boxes
 
 sizes_of_parameters = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
@@ -109,10 +109,10 @@ def test_the_pieces_of_all_ranks_hold_every_element_once(
     held: dict[str, list[Tensor]] = {}
     covered: dict[str, list[tuple[int, int]]] = {}
     for rank in range(shards):
-        for piece in buffer.pieces(rank):
-            assert piece.weight.shape == piece.gradient.shape == (piece.stop - piece.start,)
-            held.setdefault(piece.info.name, []).append(piece.weight)
-            covered.setdefault(piece.info.name, []).append((piece.start, piece.stop))
+        for shard in buffer.param_shards(rank):
+            assert shard.weight.shape == shard.gradient.shape == (shard.stop - shard.start,)
+            held.setdefault(shard.info.name, []).append(shard.weight)
+            covered.setdefault(shard.info.name, []).append((shard.start, shard.stop))
     for number, values in enumerate(before):
         ranges = covered[f"p{number}"]
         assert ranges[0][0] == 0 and ranges[-1][1] == values.numel()
@@ -144,13 +144,13 @@ def test_the_last_parameter_comes_first() -> None:
 def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
     parameters = parameters_of([(3, 4), (5,)])
     buffer = ParameterBuffer(parameters, torch.float32, shards=1)
-    slot = slot_of(parameters[0])
-    assert slot is not None
-    slot.add(torch.arange(12.0).view(3, 4))
-    pieces = {piece.info.name: piece for piece in buffer.pieces(0)}
-    assert torch.equal(pieces["p0"].gradient, torch.arange(12.0))
-    assert not pieces["p1"].gradient.any()
-    pieces["p0"].weight.fill_(9.0)
+    main_grad = main_grad_of(parameters[0])
+    assert main_grad is not None
+    main_grad.add(torch.arange(12.0).view(3, 4))
+    param_shards = {shard.info.name: shard for shard in buffer.param_shards(0)}
+    assert torch.equal(param_shards["p0"].gradient, torch.arange(12.0))
+    assert not param_shards["p1"].gradient.any()
+    param_shards["p0"].weight.fill_(9.0)
     assert (parameters[0] == 9.0).all()
     assert not (parameters[1] == 9.0).any()
 
@@ -158,4 +158,4 @@ def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
 @pytest.mark.parametrize("shards", [2, 3])
 def test_a_rank_whose_shard_is_padding_owns_nothing(shards: int) -> None:
     buffer = ParameterBuffer(parameters_of([(3,), (5,)]), torch.float32, shards)
-    assert [len(list(buffer.pieces(rank))) for rank in range(shards)] == [2] + [0] * (shards - 1)
+    assert [len(list(buffer.param_shards(rank))) for rank in range(shards)] == [2] + [0] * (shards - 1)

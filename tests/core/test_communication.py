@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import CollectiveRecord, Communicator, Pending, Reduction
+from megatron.core.communication import CollectiveRecord, Communicator, Reduction, Work
 from megatron.core.topology import RankGrid, Topology
 from tests.rank_pool import RankPool
 
@@ -148,7 +148,7 @@ def run_messages(receive_first: bool, group: Callable[[], Communicator] = everyo
     ranks = group()
     source, target = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
 
-    def start_receives() -> list[Pending[Tensor]]:
+    def start_receives() -> list[Work[Tensor]]:
         return [ranks.start_receive(torch.zeros(6, dtype=torch.float64), source) for _ in range(3)]
 
     receiving = start_receives() if receive_first else []

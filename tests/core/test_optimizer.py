@@ -1,4 +1,4 @@
-"""The optimizer over pieces does what torch's does over a plain list of parameters."""
+"""The optimizer over param_shards does what torch's does over a plain list of parameters."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
-from megatron.core.gradient import slot_of
+from megatron.core.gradient import main_grad_of
 from megatron.core.kernels.selection import OptimizerKernels
 from megatron.core.kernels.third_party import torch_adam, torch_squared_norm
 from megatron.core.optimizer.hyperparameters import Hyperparameters
@@ -64,10 +64,10 @@ class Run:
     def deliver(self, values: list[Tensor]) -> None:
         """Gradients as backward would deliver them."""
         for parameter, value in zip(self.parameters, values):
-            slot = slot_of(parameter)
-            assert slot is not None
-            slot.add(value)
-        self.data_parallel.finish_gradients()
+            main_grad = main_grad_of(parameter)
+            assert main_grad is not None
+            main_grad.add(value)
+        self.data_parallel.finish_grad_sync()
 
     def step(self, number: int, rate: float = RATE, factor: float = 1.0) -> StepResult:
         self.deliver(gradients(number))
@@ -131,8 +131,8 @@ def test_steps_are_those_of_torch(config: OptimizerConfig) -> None:
 def test_embedding_and_head_may_have_a_learning_rate_and_all_a_weight_decay_of_the_step() -> None:
     run = Run(ADAM)
     # The first parameter as an embedding; its facts are what the optimizer goes by.
-    for piece in run.data_parallel.pieces:
-        object.__setattr__(piece.info, "is_vocabulary", piece.info.name == "p0")
+    for shard in run.data_parallel.param_shards:
+        object.__setattr__(shard.info, "is_vocabulary", shard.info.name == "p0")
     run.optimizer = Optimizer(ADAM, run.data_parallel, single_process())
     parameters, _ = torch_twin(ADAM)
     first, *others = parameters
@@ -313,10 +313,10 @@ def test_padding_rows_are_not_counted_as_zeros() -> None:
         [parameter], NumberFormats.uniform(torch.float64), single_process(), ParallelConfig()
     )
     optimizer = Optimizer(ADAM, data_parallel, single_process())
-    slot = slot_of(parameter)
-    assert slot is not None
-    slot.add(torch.cat([torch.ones(5, 3), torch.zeros(3, 3)]))
-    data_parallel.finish_gradients()
+    main_grad = main_grad_of(parameter)
+    assert main_grad is not None
+    main_grad.add(torch.cat([torch.ones(5, 3), torch.zeros(3, 3)]))
+    data_parallel.finish_grad_sync()
     assert optimizer.count_zeros() == 0
 
 
@@ -375,14 +375,14 @@ class Nothing(DataParallel):
 
     needs_master_weights = True
 
-    def publish_parameters(self) -> None:
+    def start_param_all_gather(self) -> None:
         """Nothing to publish."""
 
     def memory(self) -> dict[str, int]:
         """Nothing kept."""
         return {}
 
-    def wait_for_parameters(self) -> None:
+    def finish_param_all_gather(self) -> None:
         """Nothing to wait for."""
 
 

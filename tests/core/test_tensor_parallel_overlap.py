@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import CollectiveRecord, Communicator, Pending, add_in_order
+from megatron.core.communication import CollectiveRecord, Communicator, Work, add_in_order
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import NoOverlap, TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -41,10 +41,10 @@ class RecordingRanks:
     size: int = 4
     log: list[str] = field(default_factory=list)
 
-    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Pending[Tensor]:
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
         self.log.append(f"to {target}, from {source}")
         received.zero_()
-        return Pending((_Noted(self.log, f"wait for {source}"),), lambda: received)
+        return Work((_Noted(self.log, f"wait for {source}"),), lambda: received)
 
 
 @dataclass(frozen=True)

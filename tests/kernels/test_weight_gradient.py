@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.communication import Communicator
-from megatron.core.gradient import GradientSlot, attach_slot, compute_held
+from megatron.core.gradient import MainGrad, attach_main_grad, compute_deferred
 from megatron.core.ops.matmul import (
     InPlaceWeightGradient,
     SeparateWeightGradient,
@@ -33,18 +33,18 @@ def test_the_first_overwrites_and_later_ones_add(
     shape: tuple[int, int, int], dtype: torch.dtype, kernel: WeightGradientKernel
 ) -> None:
     # What the last step left, be it not a number.
-    slot = GradientSlot(torch.full(shape[1:], torch.nan, dtype=dtype))
+    main_grad = MainGrad(torch.full(shape[1:], torch.nan, dtype=dtype))
     expected = torch.zeros(shape[1:], dtype=torch.float64)
     for seed in range(3):
         grad_outputs, inputs = operands(*shape, dtype, seed)
-        slot.add(WeightGradientProduct(grad_outputs, inputs, kernel))
+        main_grad.add(WeightGradientProduct(grad_outputs, inputs, kernel))
         expected += torch.einsum("tbn,tbk->nk", grad_outputs.double(), inputs.double())
-        error = (slot.buffer.double() - expected).abs().max() / expected.abs().max()
+        error = (main_grad.buffer.double() - expected).abs().max() / expected.abs().max()
         assert error < (1e-12 if dtype == torch.float64 else 1e-5)
-    slot.complete()
-    slot.add(WeightGradientProduct(*operands(*shape, dtype, 0), kernel))
+    main_grad.complete()
+    main_grad.add(WeightGradientProduct(*operands(*shape, dtype, 0), kernel))
     grad_outputs, inputs = operands(*shape, dtype, 0)
-    torch.testing.assert_close(slot.buffer, torch.einsum("tbn,tbk->nk", grad_outputs, inputs))
+    torch.testing.assert_close(main_grad.buffer, torch.einsum("tbn,tbk->nk", grad_outputs, inputs))
 
 
 def made_bytes(kernel: WeightGradientKernel, accumulate: bool) -> int:
@@ -93,9 +93,9 @@ class Recorder:
         SeparateWeightGradient().write(buffer, grad_outputs, inputs, accumulate)
 
 
-@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_linear_layers_use_the_kernel_of_their_context_at_once_or_when_held_back(kind: str, is_held: bool) -> None:
+def test_linear_layers_use_the_kernel_of_their_context_at_once_or_deferred(kind: str, is_deferred: bool) -> None:
     recorder = Recorder()
     context = LayerContext(ALONE, torch.float64, torch.device("cpu"), weight_gradient=recorder)
     layer: nn.Module
@@ -106,19 +106,19 @@ def test_linear_layers_use_the_kernel_of_their_context_at_once_or_when_held_back
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     nn.init.normal_(weight)
-    slot = GradientSlot(torch.full_like(weight, torch.nan))
-    attach_slot(weight, slot)
+    main_grad = MainGrad(torch.full_like(weight, torch.nan))
+    attach_main_grad(weight, main_grad)
     expected = torch.zeros(4, 6, dtype=torch.float64)
     for seed in range(2):
         grad_outputs, inputs = operands(3, 4, 6, torch.float64, seed)
         expected += torch.einsum("tbn,tbk->nk", grad_outputs, inputs)
         output = layer(inputs.requires_grad_())
-        if is_held:
-            with context.weight_gradients.hold() as held:
+        if is_deferred:
+            with context.weight_gradients.deferring() as deferred:
                 output.backward(grad_outputs)
             assert len(recorder.accumulated) == seed
-            compute_held(held)
+            compute_deferred(deferred)
         else:
             output.backward(grad_outputs)
     assert recorder.accumulated == [False, True]
-    torch.testing.assert_close(slot.buffer, expected)
+    torch.testing.assert_close(main_grad.buffer, expected)

@@ -19,7 +19,7 @@ from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.data_parallel.buffer import Piece
+from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
@@ -153,21 +153,21 @@ class RecordingOptimizer(Optimizer):
 
     def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
         """Record, then step."""
-        pieces = [(piece, piece.gradient * gradient_factor) for piece in self._data_parallel.pieces]
-        self.trace.gradients.append(_boxes(pieces))
+        param_shards = [(shard, shard.gradient * gradient_factor) for shard in self._data_parallel.param_shards]
+        self.trace.gradients.append(_boxes(param_shards))
         return super().step(hyperparameters, gradient_factor)
 
 
-def _boxes(pieces: list[tuple[Piece, Tensor]]) -> list[LocalTensor]:
+def _boxes(param_shards: list[tuple[ParamShard, Tensor]]) -> list[LocalTensor]:
     return [
         (
-            piece.info.name,
-            piece.info.global_shape,
+            shard.info.name,
+            shard.info.global_shape,
             box,
-            tensor[begin - piece.start : end - piece.start].clone().view(box.shape),
+            tensor[begin - shard.start : end - shard.start].clone().view(box.shape),
         )
-        for piece, tensor in pieces
-        for box, begin, end in flat_range_boxes(piece.info, piece.start, piece.stop)
+        for shard, tensor in param_shards
+        for box, begin, end in flat_range_boxes(shard.info, shard.start, shard.stop)
     ]
 
 
@@ -336,8 +336,8 @@ def make_steps(
         trace.losses.append(outcome.loss)
         trace.grad_norms.append(outcome.grad_norm)
         trace.loss_scales.append(loss_scaler.scale)
-        trace.weights.append(_boxes([(piece, piece.weight) for piece in data_parallel.pieces]))
-    data_parallel.wait_for_parameters()
+        trace.weights.append(_boxes([(shard, shard.weight) for shard in data_parallel.param_shards]))
+    data_parallel.finish_param_all_gather()
     return trace
 
 

@@ -15,7 +15,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
-from megatron.core.communication import CollectiveRecord, Communicator, Observer, Pending
+from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
 from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.models.layer import BuildContext
@@ -102,9 +102,9 @@ def whole_units(overlap: bool) -> tuple[int, int]:
     for unit in chunk.units:
         unit.register_forward_pre_hook(count)
         unit.register_full_backward_pre_hook(count)
-    data_parallel.start_gradients(layout.microbatches)
+    data_parallel.start_grad_accumulation(layout.microbatches)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), layout.microbatches, 1.0)
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     assert len(counts) == 2 * 2 * len(chunk.units)
     most = max(counts)
     count()
@@ -140,11 +140,11 @@ def numbers_sent_per_parameter(layout: Layout) -> tuple[float, float]:
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     records: list[CollectiveRecord] = []
     observe(topology, layout.strategy, records.append)
-    data_parallel.start_gradients(layout.microbatches)
+    data_parallel.start_grad_accumulation(layout.microbatches)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), layout.microbatches, 1.0)
-    data_parallel.finish_gradients()
-    data_parallel.publish_parameters()
-    data_parallel.wait_for_parameters()
+    data_parallel.finish_grad_sync()
+    data_parallel.start_param_all_gather()
+    data_parallel.finish_param_all_gather()
     item = 8  # bytes of a number in fp64
     sent = sum(SENT[one.kind] * one.num_bytes / item * (one.group_size - 1) / one.group_size for one in records)
     (chunk,) = executor.chunks
@@ -196,9 +196,9 @@ def gathers_by_then(ahead: bool) -> list[int]:
     for unit in chunk.units:
         unit.register_forward_pre_hook(lambda *_: seen.append(len(started)))
         unit.register_full_backward_pre_hook(lambda *_: seen.append(len(started)))
-    data_parallel.start_gradients(1)
+    data_parallel.start_grad_accumulation(1)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), 1, 1.0)
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     return seen
 
 
@@ -228,13 +228,13 @@ def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     records: list[CollectiveRecord] = []
     observe(topology, strategy, records.append)
-    data_parallel.start_gradients(1)
+    data_parallel.start_grad_accumulation(1)
     (batch,) = microbatches(0, Layout(dp=RANKS), topology.data_parallel.rank)
     model.chunks[0](batch["tokens"]).float().logsumexp(-1).sum().backward()
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     num_bytes = sum(record.num_bytes for record in records if record.kind in ("all_reduce", "reduce_scatter"))
     return num_bytes, Optimizer(OptimizerConfig(), data_parallel, topology).global_norm(
-        [piece.gradient for piece in data_parallel.pieces]
+        [shard.gradient for shard in data_parallel.param_shards]
     )
 
 
@@ -280,7 +280,7 @@ def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overl
     executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
     (chunk,) = executor.chunks
     assert isinstance(chunk, TransformerChunk)
-    started: list[Pending[Tensor]] = []
+    started: list[Work[Tensor]] = []
     seen: list[tuple[int, int]] = []
 
     def look() -> None:
@@ -291,17 +291,17 @@ def reductions_while_the_first_layer_goes_back(strategy: ShardingStrategy, overl
         for name in ("start_reduce_scatter", "start_all_reduce"):
             setattr(ranks, name, noting(getattr(ranks, name), started))
     dist.barrier()
-    data_parallel.start_gradients(1)
+    data_parallel.start_grad_accumulation(1)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), 1, 1.0)
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     ((before, over),) = seen
     return before, over, len(started)
 
 
-def noting(start: Callable[..., Pending[Tensor]], started: list[Pending[Tensor]]) -> Callable[..., Pending[Tensor]]:
+def noting(start: Callable[..., Work[Tensor]], started: list[Work[Tensor]]) -> Callable[..., Work[Tensor]]:
     """``start``, which adds to ``started`` what is under way."""
 
-    def noted(*arguments: Any, **options: Any) -> Pending[Tensor]:
+    def noted(*arguments: Any, **options: Any) -> Work[Tensor]:
         pending = start(*arguments, **options)
         started.append(pending)
         return pending

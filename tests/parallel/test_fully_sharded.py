@@ -65,7 +65,7 @@ def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple
     data_parallel.initialize(SEED)
     parts = [
         (weight.info.name, weight.info.global_shape, box, weight.tensor[begin - weight.start : end - weight.start])
-        for weight in data_parallel.stored_weights
+        for weight in data_parallel.local_params
         for box, begin, end in flat_range_boxes(weight.info, weight.start, weight.start + weight.tensor.numel())
     ]
     return (

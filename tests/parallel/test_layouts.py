@@ -304,18 +304,18 @@ def full(method: RecomputeMethod, layers: int, **more: Any) -> ActivationConfig:
 def activation_matrix() -> Iterator[Case]:
     """Every way not to keep activations, with what else runs or communicates in a backward pass."""
     host = ActivationConfig(cpu_offloading_num_layers=1)
-    pieces = selective("core_attn", "layernorm", "mlp_act")
+    segments = selective("core_attn", "layernorm", "mlp_act")
     for module in get_args(RecomputeModule):
         yield SGD_SHORT, Layout(activations=selective(module))
     yield SGD_SHORT, Layout(activations=selective("layernorm", "mlp"))
-    for activations in (full("uniform", 1), full("uniform", 2), full("block", 1), pieces, selective("mlp"), host):
+    for activations in (full("uniform", 1), full("uniform", 2), full("block", 1), segments, selective("mlp"), host):
         yield SGD_SHORT, Layout(2, 1, True, microbatches=2, activations=activations)
     yield TIED, Layout(2, activations=full("uniform", 2, distribute_saved_activations=True))
     pipelines: tuple[tuple[ScheduleName, ActivationConfig], ...] = (
         ("1f1b", full("uniform", 3)),
         ("zb-h1", full("block", 3)),
         ("zb-h1", selective("layernorm", "mlp", cpu_offloading_num_layers=4)),
-        ("zb-v", pieces),
+        ("zb-v", segments),
         ("zb-v", full("uniform", 2, cpu_offloading_num_layers=2)),
         ("interleaved", replace(host, cpu_offloading_num_layers=2)),
     )
@@ -324,7 +324,7 @@ def activation_matrix() -> Iterator[Case]:
     distributed = full("block", 3, distribute_saved_activations=True, cpu_offloading_num_layers=2)
     yield DEEP_SGD, Layout(2, pp=2, microbatches=4, activations=distributed)
     fsdp = Layout(1, 2, strategy="optim_grads_params", microbatches=2, overlap_grad_reduce=True)
-    for number, activations in enumerate((full("uniform", 1), full("uniform", 3), full("block", 3), pieces, host)):
+    for number, activations in enumerate((full("uniform", 1), full("uniform", 3), full("block", 3), segments, host)):
         yield (
             DEEP_TIED_SHORT,
             replace(fsdp, activations=activations, overlap_param_gather=True, reshard_after_forward=number != 2),
@@ -352,12 +352,12 @@ def fp8_matrix() -> Iterator[Case]:
         yield DELAYED, Layout(1, 2, strategy=strategy, microbatches=2)
     yield DELAYED, Layout(2, 2, True, strategy="optim_grads_params", microbatches=2, overlap_param_gather=True)
     # What runs again in the backward pass has the scales and the rounding of the first time.
-    pieces = selective("layernorm", "mlp_act")
+    segments = selective("layernorm", "mlp_act")
     yield DELAYED, Layout(microbatches=2, activations=full("uniform", 1))
-    yield TENSORWISE, Layout(2, 1, True, activations=pieces)
+    yield TENSORWISE, Layout(2, 1, True, activations=segments)
     yield DELAYED, Layout(pp=2, schedule="zb-h1", microbatches=4, activations=full("block", 1))
     yield DELAYED, Layout(1, 2, strategy="optim_grads_params", microbatches=2, activations=full("uniform", 2))
-    yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(pieces, cpu_offloading_num_layers=2))
+    yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(segments, cpu_offloading_num_layers=2))
 
 
 def tensor_parallel_overlap_matrix() -> Iterator[Case]:

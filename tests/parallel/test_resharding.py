@@ -66,7 +66,7 @@ PAIRS += [
 
 
 def tensors_of(data_parallel: DataParallel, optimizer: Optimizer, with_copies: bool) -> dict[str, torch.Tensor]:
-    return model_tensors(data_parallel.stored_weights, with_copies) | optimizer_tensors(optimizer, with_copies)
+    return model_tensors(data_parallel.local_params, with_copies) | optimizer_tensors(optimizer, with_copies)
 
 
 def save_in(task: Task, layout: Layout, root: Path) -> None:
@@ -94,15 +94,15 @@ def continue_in(
 
 
 def differences(root: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose pieces are not what the file holds, read in another way."""
+    """Names whose param_shards are not what the file holds, read in another way."""
     saved = SavedTensors(root, SAVED)
     wrong = []
     for name, tensor in tensors.items():
         assert isinstance(tensor, BoxedTensor)
-        for offset, piece in tensor.boxes:
-            wanted = torch.full_like(piece, torch.nan)
-            saved.read_into(wanted, name, tuple(slice(at, at + size) for at, size in zip(offset, piece.shape)))
-            if not torch.equal(piece, wanted):
+        for offset, shard in tensor.boxes:
+            wanted = torch.full_like(shard, torch.nan)
+            saved.read_into(wanted, name, tuple(slice(at, at + size) for at, size in zip(offset, shard.shape)))
+            if not torch.equal(shard, wanted):
                 wrong.append(name)
     return wrong
 

@@ -22,7 +22,7 @@ from megatron.core.communication import CollectiveRecord
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.gradient import compute_held
+from megatron.core.gradient import compute_deferred
 from megatron.core.models.parallelize import build_executor, build_model
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
@@ -168,9 +168,9 @@ def watch_training(layout: Layout) -> Watched:
     executor, data_parallel, _ = build(TASK, layout, topology)
     watch = None
     for step in range(2):
-        data_parallel.start_gradients(layout.microbatches)
+        data_parallel.start_grad_accumulation(layout.microbatches)
         executor.train(batch(layout, topology, step), layout.microbatches, SCALE)
-        data_parallel.finish_gradients()
+        data_parallel.finish_grad_sync()
         if step == 0:
             watch = executor.recorder = MemoryWatch(executor)
     assert watch is not None
@@ -199,9 +199,9 @@ def watch_evaluation(layout: Layout, num_microbatches: int) -> Evaluated:
     steps = [list(batch(layout, topology, step)) for step in range(num_microbatches // layout.microbatches)]
     trained = torch.zeros(2, dtype=torch.float64)
     for step in steps:
-        data_parallel.start_gradients(layout.microbatches)
+        data_parallel.start_grad_accumulation(layout.microbatches)
         trained += executor.train(iter(step), layout.microbatches, SCALE)
-        data_parallel.finish_gradients()
+        data_parallel.finish_grad_sync()
     outputs: list[StorageWeakRef] = []
     made: list[tuple[StorageWeakRef, int]] = []
     seen = Evaluated([], trained.tolist(), has_graph=False, kept=0, most_outputs=0)
@@ -354,9 +354,9 @@ def count_reads(layout: Layout) -> int:
             reads += 1
             yield microbatch
 
-    data_parallel.start_gradients(layout.microbatches)
+    data_parallel.start_grad_accumulation(layout.microbatches)
     executor.train(source(), layout.microbatches, SCALE)
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     return reads
 
 
@@ -391,10 +391,10 @@ def count_messages(layout: Layout) -> Counter[tuple[str, str, int]]:
     def count(record: CollectiveRecord) -> None:
         counted[record.kind, record.axes, record.num_bytes] += 1
 
-    data_parallel.start_gradients(layout.microbatches)
+    data_parallel.start_grad_accumulation(layout.microbatches)
     with observed(channels, count):
         executor.train(batch(layout, topology), layout.microbatches, SCALE)
-    data_parallel.finish_gradients()
+    data_parallel.finish_grad_sync()
     return counted
 
 
@@ -444,10 +444,10 @@ def train_twice(layout: Layout) -> list[tuple[list[float], list[Tensor]]]:
     for overlap in (True, False):
         executor, data_parallel, _ = build(TASK, layout, topology)
         executor.overlap = overlap
-        data_parallel.start_gradients(layout.microbatches)
+        data_parallel.start_grad_accumulation(layout.microbatches)
         sums = executor.train(batch(layout, topology), layout.microbatches, SCALE)
-        data_parallel.finish_gradients()
-        found.append((sums.tolist(), [piece.gradient for piece in data_parallel.pieces]))
+        data_parallel.finish_grad_sync()
+        found.append((sums.tolist(), [piece.gradient for piece in data_parallel.param_shards]))
     return found
 
 
@@ -484,11 +484,11 @@ def record_reductions(layout: Layout) -> list[str]:
     executor.recorder = recorder = EventRecorder()
     sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=layout.strategy), topology)
     ranks = [sharing.shards, sharing.replicas]
-    data_parallel.start_gradients(layout.microbatches)
+    data_parallel.start_grad_accumulation(layout.microbatches)
     with observed(ranks, lambda record: recorder.events.append(record.kind)):
         executor.train(batch(layout, topology), layout.microbatches, SCALE)
         recorder.events.append("batch ended")
-        data_parallel.finish_gradients()
+        data_parallel.finish_grad_sync()
     return recorder.events
 
 
@@ -528,7 +528,7 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
         single_process(),
         ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000),
     )
-    data_parallel.start_gradients(1)
+    data_parallel.start_grad_accumulation(1)
     (microbatch,) = microbatches(0, Layout(), 0)
     token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
     with pytest.raises(AssertionError, match="arrived after its bucket was reduced"):
@@ -540,7 +540,7 @@ def count_zeros(layout: Layout) -> tuple[int, int]:
     topology = topology_for(layout)
     _, data_parallel, optimizer = build(TIED, layout, topology)
     optimizer.trace = Trace()
-    for piece in data_parallel.pieces:
+    for piece in data_parallel.param_shards:
         piece.gradient.zero_()
     return optimizer.count_zeros(), DEEP_TIED_MODEL.num_parameters()
 
@@ -554,7 +554,7 @@ def test_zeros_of_all_stages_are_counted_and_those_of_a_tied_weight_once(four_ra
 
 
 def slotted_model() -> tuple[TransformerModel, ParameterBuffer]:
-    """A whole model with gradient slots."""
+    """A whole model with main gradients."""
     model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
     return model, ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
 
@@ -570,21 +570,23 @@ def test_gradients_that_wait_are_not_delivered_until_they_are_computed_and_then_
     model, buffer = slotted_model()
     summed_loss(model).backward()
     wanted = buffer.gradients.clone()
-    for slot in buffer.slots:
-        slot.complete()
+    for main_grad in buffer.main_grads:
+        main_grad.complete()
     loss = summed_loss(model)
-    with model.context.weight_gradients.hold() as held:
-        assert model.context.weight_gradients.is_holding
+    with model.context.weight_gradients.deferring() as deferred:
+        assert model.context.weight_gradients.is_deferring
         loss.backward()
-    assert not model.context.weight_gradients.is_holding
+    assert not model.context.weight_gradients.is_deferring
     # Four linear layers each; the head does not wait.
-    assert len(held) == 4 * DEEP_MODEL.num_layers
-    waiting = [one.slot for one in held]
-    assert [slot for slot in buffer.slots if not slot.is_filled] == [slot for slot in buffer.slots if slot in waiting]
+    assert len(deferred) == 4 * DEEP_MODEL.num_layers
+    waiting = [one.main_grad for one in deferred]
+    assert [one for one in buffer.main_grads if not one.is_filled] == [
+        one for one in buffer.main_grads if one in waiting
+    ]
     with torch.no_grad():
-        compute_held(held)
-    assert not held
-    assert all(slot.is_filled for slot in buffer.slots)
+        compute_deferred(deferred)
+    assert not deferred
+    assert all(main_grad.is_filled for main_grad in buffer.main_grads)
     assert torch.equal(buffer.gradients, wanted)
 
 
@@ -592,11 +594,11 @@ def test_a_weight_gradient_without_a_buffer_cannot_wait() -> None:
     """Autograd wants it at once."""
     model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
     loss = summed_loss(model)
-    with model.context.weight_gradients.hold() as held:
+    with model.context.weight_gradients.deferring() as deferred:
         with pytest.raises(AssertionError, match="only for a gradient buffer"):
             loss.backward()
-    assert not held
-    assert not model.context.weight_gradients.is_holding
+    assert not deferred
+    assert not model.context.weight_gradients.is_deferring
 
 
 # --- what is not as it should be -----------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import pytest
 
 from megatron.architectures.registry import PRESETS
 from megatron.config.command_line import parse_command_line
-from megatron.planner import remedies
+from megatron.planner import suggestions
 from megatron.planner.plan import ALLOWANCE, Run
-from megatron.planner.remedies import MOST, candidates, flags_between
+from megatron.planner.suggestions import MOST, candidates, flags_between
 from tests.end_to_end.run_process import Outcome, call_training
 
 pytestmark = pytest.mark.processes
@@ -89,10 +89,10 @@ def test_what_does_not_fit_is_told_with_flags_that_mend_it(tmp_path: Path) -> No
     assert not found["fits"]
     assert found["missing_bytes"] > 0
     assert found["remedies"]
-    for remedy in found["remedies"]:
-        mended = report(f"{flags} --gpu-memory-gb {limit} {remedy['flags']}", tmp_path)
+    for suggestion in found["remedies"]:
+        mended = report(f"{flags} --gpu-memory-gb {limit} {suggestion['flags']}", tmp_path)
         assert mended["fits"]
-        assert mended["memory_bytes"][str(remedy["stage"])]["total"] == remedy["needed"]
+        assert mended["memory_bytes"][str(suggestion["stage"])]["total"] == suggestion["needed"]
     words = dry_run(f"{flags} --gpu-memory-gb {limit}").stdout
     assert f"does not fit {limit:.2f} GiB: tightest on stage {found['tightest_stage']}" in words
     assert found["remedies"][0]["flags"] in words
@@ -104,25 +104,25 @@ def test_remedies_are_flags_that_layers_of_transformer_engine_take(tmp_path: Pat
     limit = (report(flags, tmp_path)["memory_bytes"]["0"]["total"] - 100_000) / 2**30
     found = report(f"{flags} --gpu-memory-gb {limit}", tmp_path)
     assert found["remedies"]
-    assert not any("layernorm" in remedy["flags"] for remedy in found["remedies"])
-    for remedy in found["remedies"]:
-        assert report(f"{flags} --gpu-memory-gb {limit} {remedy['flags']}", tmp_path)["fits"]
+    assert not any("layernorm" in suggestion["flags"] for suggestion in found["remedies"])
+    for suggestion in found["remedies"]:
+        assert report(f"{flags} --gpu-memory-gb {limit} {suggestion['flags']}", tmp_path)["fits"]
 
 
 def test_a_remedy_is_rehearsed_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearsed: list[int] = []
+    simulated: list[int] = []
 
     def fits(run: Run, rank: int) -> SimpleNamespace:
-        rehearsed.append(rank)
+        simulated.append(rank)
         return SimpleNamespace(needed=0)
 
-    monkeypatch.setattr(remedies, "rehearse", fits)
+    monkeypatch.setattr(suggestions, "simulate_rank", fits)
     # No stage fits, and the second and the third are alike.
     dry_run(
         f"{TINY} --num-gpus 4 --pipeline-model-parallel-size 4 --pipeline-schedule gpipe --global-batch-size 8 "
         f"--gpu-memory-gb {ALLOWANCE / 2**30}"
     )
-    assert [sorted(rehearsed[first : first + 3]) for first in range(0, len(rehearsed), 3)] == [[0, 1, 3]] * MOST
+    assert [sorted(simulated[first : first + 3]) for first in range(0, len(simulated), 3)] == [[0, 1, 3]] * MOST
 
 
 def test_remedies_are_spelled_as_flags() -> None:

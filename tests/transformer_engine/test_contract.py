@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config.precision import PrecisionConfig
 from megatron.core.fp8 import ROLES
-from megatron.core.gradient import GradientSlot, attach_slot
+from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
 from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
@@ -107,13 +107,13 @@ def parameters_of(layer: nn.Module) -> dict[str, nn.Parameter]:
     return {info_of(parameter).name: parameter for parameter in layer.parameters()}
 
 
-def with_slots(layer: nn.Module, dtype: torch.dtype) -> dict[str, GradientSlot]:
+def with_main_grads(layer: nn.Module, dtype: torch.dtype) -> dict[str, MainGrad]:
     """A stale buffer for each parameter, by its name."""
-    slots = {}
+    main_grads = {}
     for name, parameter in parameters_of(layer).items():
-        slots[name] = GradientSlot(torch.full_like(parameter, STALE, dtype=dtype))
-        attach_slot(parameter, slots[name])
-    return slots
+        main_grads[name] = MainGrad(torch.full_like(parameter, STALE, dtype=dtype))
+        attach_main_grad(parameter, main_grads[name])
+    return main_grads
 
 
 def gradients_by_autograd(bench: Bench, layer: nn.Module, is_column: bool, seed: int) -> tuple[Tensor, ...]:
@@ -132,10 +132,10 @@ def gradients_by_autograd(bench: Bench, layer: nn.Module, is_column: bool, seed:
 def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str) -> None:
     """The first microbatch overwrites what is stale, the second adds, and each is one delivery."""
     layer = getattr(bench, kind)(bench.context())
-    slots = with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    main_grads = with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
     deliveries: list[str] = []
-    for name, slot in slots.items():
-        slot.on_delivery = lambda name=name: deliveries.append(name)
+    for name, main_grad in main_grads.items():
+        main_grad.on_accumulated = lambda name=name: deliveries.append(name)
     wanted = [gradients_by_autograd(bench, layer, kind == "column", seed) for seed in (0, 1)]
     for seed in (0, 1):
         inputs = bench.inputs(seed)
@@ -143,32 +143,32 @@ def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str) ->
         output.backward(bench.numbers(*output.shape, seed=seed + 100))
         assert bench.is_close(output, wanted[seed][0])
         assert inputs.grad is not None and bench.is_close(inputs.grad, wanted[seed][1])
-        assert sorted(deliveries) == sorted([*slots] * (seed + 1))
-    assert sorted(slots) == (["linear.weight", "norm.weight"] if kind == "column" else ["linear.weight"])
+        assert sorted(deliveries) == sorted([*main_grads] * (seed + 1))
+    assert sorted(main_grads) == (["linear.weight", "norm.weight"] if kind == "column" else ["linear.weight"])
     for name, place in (("linear.weight", 2), ("norm.weight", 3)):
-        if name in slots:
-            assert bench.is_close(slots[name].buffer, wanted[0][place] + wanted[1][place]), name
+        if name in main_grads:
+            assert bench.is_close(main_grads[name].buffer, wanted[0][place] + wanted[1][place]), name
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
 def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench) -> None:
     layer = bench.row(bench.context())
     weight = parameters_of(layer)["linear.weight"]
-    slot = GradientSlot()
-    lent: list[Tensor] = []
+    main_grad = MainGrad()
+    allocated: list[Tensor] = []
 
-    def lend() -> None:
-        lent.append(torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32)))
-        slot.lend(lent[-1])
+    def set_buffer() -> None:
+        allocated.append(torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32)))
+        main_grad.set_buffer(allocated[-1])
 
-    slot.provide_with(lend)
-    slot.on_delivery = slot.reclaim
-    attach_slot(weight, slot)
+    main_grad.allocate_with(set_buffer)
+    main_grad.on_accumulated = main_grad.release_buffer
+    attach_main_grad(weight, main_grad)
     output = layer(bench.inputs())
-    assert not lent
+    assert not allocated
     output.backward(bench.numbers(*output.shape, seed=100))
-    assert len(lent) == 1 and not hasattr(weight, "main_grad")
-    assert bench.is_close(lent[0], gradients_by_autograd(bench, layer, False, 0)[2])
+    assert len(allocated) == 1 and not hasattr(weight, "main_grad")
+    assert bench.is_close(allocated[0], gradients_by_autograd(bench, layer, False, 0)[2])
 
 
 def test_without_a_buffer_the_gradient_goes_to_autograd(bench: Bench) -> None:
@@ -234,7 +234,7 @@ def test_delayed_scales_follow_the_magnitudes(bench: Bench) -> None:
     """State has our form, whoever computes: columns by role, the newest magnitude first."""
     context = bench.context(DELAYED)
     layer = bench.row(context)
-    with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
     assert context.fp8 is not None
     for scale in (1.0, 4.0, 2.0):
         step_in_fp8(bench, layer, context, scale)
@@ -259,7 +259,7 @@ def test_delayed_state_comes_back(bench: Bench) -> None:
     """Into as long a history, and into shorter ones the newest."""
     context = bench.context(DELAYED)
     layer = bench.row(context)
-    with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
     assert context.fp8 is not None
     for scale in (1.0, 4.0, 2.0):
         step_in_fp8(bench, layer, context, scale)
@@ -279,7 +279,7 @@ def test_delayed_state_comes_back(bench: Bench) -> None:
 def test_weights_are_quantised_anew_when_a_step_has_changed_them(bench: Bench) -> None:
     context = bench.context(TENSORWISE)
     layer = bench.row(context)
-    with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
+    with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
     assert context.fp8 is not None
     context.fp8.start_step()
     before = step_in_fp8(bench, layer, context, 1.0)
@@ -294,15 +294,15 @@ def test_what_runs_again_is_in_fp8_again(bench: Bench) -> None:
     for recomputed in (False, True):
         context = bench.context(TENSORWISE)
         layer = bench.column(context)
-        slots = with_slots(layer, torch.promote_types(bench.dtype, torch.float32))
-        found.append((step_in_fp8(bench, layer, context, 1.0, recomputed), slots["linear.weight"].buffer))
+        main_grads = with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
+        found.append((step_in_fp8(bench, layer, context, 1.0, recomputed), main_grads["linear.weight"].buffer))
     for kept, again in zip(*found):
         assert torch.equal(kept, again)
     exact = bench.column(bench.context())
-    slots = with_slots(exact, torch.promote_types(bench.dtype, torch.float32))
+    main_grads = with_main_grads(exact, torch.promote_types(bench.dtype, torch.float32))
     output = exact(bench.inputs())
     output.backward(bench.numbers(*output.shape, seed=5))
-    assert not torch.equal(slots["linear.weight"].buffer, found[0][1])
+    assert not torch.equal(main_grads["linear.weight"].buffer, found[0][1])
 
 
 def test_a_layer_in_bf16_among_others_in_fp8_stays_so(bench: Bench) -> None:

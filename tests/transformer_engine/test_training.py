@@ -55,7 +55,7 @@ LONG = PrecisionConfig(
 
 
 def tensors_of(data_parallel: DataParallel, optimizer: RecordingOptimizer) -> dict[str, Tensor]:
-    return model_tensors(data_parallel.stored_weights) | optimizer_tensors(optimizer)
+    return model_tensors(data_parallel.local_params) | optimizer_tensors(optimizer)
 
 
 @pytest.mark.parametrize("task", [ADAM, Task(DELAYED.optimizer, steps=5, fp8=LONG)], ids=["fp64", "delayed"])

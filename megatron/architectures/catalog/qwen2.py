@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.architectures.spec import ArchitectureSpec, Section, WeightMapping, dense_layer
+from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping, dense_layer
 from megatron.architectures.transformer_config import TransformerConfig
 
 
@@ -10,9 +10,9 @@ def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     bias = WeightMapping(
         "self_attention.linear_qkv.bias",
         (
-            Section("self_attn.q_proj.bias", config.query_size, is_rotary=True),
-            Section("self_attn.k_proj.bias", config.key_value_size, is_rotary=True),
-            Section("self_attn.v_proj.bias", config.key_value_size),
+            HFTensor("self_attn.q_proj.bias", config.query_size, is_rotary=True),
+            HFTensor("self_attn.k_proj.bias", config.key_value_size, is_rotary=True),
+            HFTensor("self_attn.v_proj.bias", config.key_value_size),
         ),
     )
     return (*dense_layer(config), bias)

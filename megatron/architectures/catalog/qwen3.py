@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.architectures.spec import ArchitectureSpec, Section, WeightMapping, dense_layer, preset
+from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping, dense_layer, preset
 from megatron.architectures.transformer_config import TransformerConfig
 
 
@@ -10,8 +10,12 @@ def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     head = config.kv_channels
     return (
         *dense_layer(config),
-        WeightMapping("self_attention.q_layernorm.weight", (Section("self_attn.q_norm.weight", head, is_rotary=True),)),
-        WeightMapping("self_attention.k_layernorm.weight", (Section("self_attn.k_norm.weight", head, is_rotary=True),)),
+        WeightMapping(
+            "self_attention.q_layernorm.weight", (HFTensor("self_attn.q_norm.weight", head, is_rotary=True),)
+        ),
+        WeightMapping(
+            "self_attention.k_layernorm.weight", (HFTensor("self_attn.k_norm.weight", head, is_rotary=True),)
+        ),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Attention, LocalAttention, TiledAttention, TiledGradients
 from megatron.core.ops.attention_kernels import AttentionKernel, Gradients
@@ -44,7 +44,7 @@ class RingAttention(_AttentionOverRanks):
         """Whose keys are here, step after step."""
         return [(self._ranks.rank - step) % self._ranks.size for step in range(self._ranks.size)]
 
-    def _pass_on(self, key_value: Tensor, step: int) -> Pending[Tensor] | None:
+    def _pass_on(self, key_value: Tensor, step: int) -> Work[Tensor] | None:
         return self._ranks.start_shift(key_value) if step < self._ranks.size - 1 else None
 
     def forward(
@@ -77,7 +77,7 @@ class RingAttention(_AttentionOverRanks):
         spans, length = self._whole(query, documents)
         gradients = TiledGradients(self._kernel, grad, query, output, log_sum_exp, rest)
         key_value = torch.stack((key, value))
-        following: Pending[Tensor] | None = None
+        following: Work[Tensor] | None = None
         for step, source in enumerate(self._sources()):
             arriving = self._pass_on(key_value, step)
             grad_key_value = torch.zeros_like(key_value, dtype=log_sum_exp.dtype)
@@ -92,10 +92,10 @@ class RingAttention(_AttentionOverRanks):
         return gradients.query, grad_key, grad_value
 
 
-class GatheredAttention(_AttentionOverRanks):
+class AllGatherAttention(_AttentionOverRanks):
     """All keys and values on every rank, gathered while it attends to its own chunks."""
 
-    def _start_gather(self, key: Tensor, value: Tensor) -> Pending[Tensor]:
+    def _start_gather(self, key: Tensor, value: Tensor) -> Work[Tensor]:
         """``[b, groups, s, d]`` of this rank to ``[ranks * s, 2, b, groups, d]``."""
         return self._ranks.start_all_gather(torch.stack((key, value)).movedim(3, 0).contiguous())
 
@@ -140,7 +140,7 @@ class GatheredAttention(_AttentionOverRanks):
         return gradients.query, grad_key, grad_value
 
 
-class HeadwiseAttention:
+class UlyssesAttention:
     """All positions of ``ranks``, for a share of the heads; both kinds of heads must divide evenly over ``ranks``.
 
     ``inner`` attends with these heads: locally, or over the groups of a hierarchy. Rank a of group p holds the chunks
@@ -205,9 +205,9 @@ def build_attention(
         return LocalAttention(kernel)
     ranks = communicators[0]
     if levels[0] == "a2a":
-        return HeadwiseAttention(ranks, build_attention(levels[1:], communicators[1:], kernel))
+        return UlyssesAttention(ranks, build_attention(levels[1:], communicators[1:], kernel))
     assert len(levels) == 1, "only a2a leaves each rank whole heads, among which another exchange can follow"
-    return RingAttention(kernel, ranks) if levels[0] == "p2p" else GatheredAttention(kernel, ranks)
+    return RingAttention(kernel, ranks) if levels[0] == "p2p" else AllGatherAttention(kernel, ranks)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.buffer import GradientView
 
 
@@ -21,7 +21,7 @@ class WeightBucket:
 
     def __init__(self, weights: Tensor, shards: Communicator) -> None:
         self._weights, self._shards = weights, shards
-        self._gathering: Pending[Tensor] | None = None
+        self._gathering: Work[Tensor] | None = None
 
     def start_gather(self) -> None:
         """Start to give every rank of the shard group the others' weights."""
@@ -47,7 +47,7 @@ class GradientBucket(ABC):
     ) -> None:
         self.view = view
         self._shards, self._replicas, self._reduce_dtype = shards, replicas, reduce_dtype
-        self._uses = sum(info.uses for info, _, _ in view.slots)
+        self._uses = sum(info.uses for info, _, _ in view.main_grads)
 
     @abstractmethod
     def expect(self, num_microbatches: int) -> None:
@@ -62,8 +62,8 @@ class GradientBucket(ABC):
         """Wait until the shard holds the sum over all data-parallel ranks."""
 
     def _complete_slots(self) -> None:
-        for _, slot, _ in self.view.slots:
-            slot.complete()
+        for _, main_grad, _ in self.view.main_grads:
+            main_grad.complete()
 
     def _add_replicas(self) -> None:
         """Sum the shard over the replicas."""
@@ -87,10 +87,10 @@ class WholeGradientBucket(GradientBucket):
     ) -> None:
         super().__init__(view, shards, replicas, reduce_dtype)
         self._missing = 0
-        self._pending: Pending[Tensor] | None = None
+        self._pending: Work[Tensor] | None = None
         if overlap:
-            for _, slot, _ in view.slots:
-                slot.on_delivery = self._count
+            for _, main_grad, _ in view.main_grads:
+                main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
         """Know how many gradients are the last."""
@@ -167,10 +167,10 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = 0
         self._is_filled = False
         self._whole: Tensor | None = None
-        self._pending: Pending[Tensor] | None = None
-        for _, slot, _ in view.slots:
-            slot.provide_with(self._provide)
-            slot.on_delivery = self._count
+        self._pending: Work[Tensor] | None = None
+        for _, main_grad, _ in view.main_grads:
+            main_grad.allocate_with(self._provide)
+            main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
         """The shard holds nothing of this step yet."""
@@ -183,8 +183,8 @@ class ShardedGradientBucket(GradientBucket):
         self.collect()
         shard = self.view.shard
         self._whole = whole = torch.empty(self.view.size, dtype=shard.dtype, device=shard.device)
-        for info, slot, start in self.view.slots:
-            slot.lend(whole[start : start + prod(info.local_shape)].view(info.local_shape))
+        for info, main_grad, start in self.view.main_grads:
+            main_grad.set_buffer(whole[start : start + prod(info.local_shape)].view(info.local_shape))
 
     def _count(self) -> None:
         self._missing -= 1
@@ -195,11 +195,11 @@ class ShardedGradientBucket(GradientBucket):
         """Start to reduce the whole gradients that are there."""
         if self._whole is None:
             return
-        assert self._missing == 0, "a parameter of this bucket took no part, or lost its slot"
+        assert self._missing == 0, "a parameter of this bucket took no part, or lost its main_grad"
         self._complete_slots()
         self._missing = self._deliveries
-        for _, slot, _ in self.view.slots:
-            slot.reclaim()
+        for _, main_grad, _ in self.view.main_grads:
+            main_grad.release_buffer()
         gradients = self._arranged(self._whole).to(self._reduce_dtype)
         self._whole = None
         # The first microbatch's sum goes to its place without a copy.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.gradient import GradientSlot, attach_slot
+from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, info_of
 
 # Elements to which a rank's share of a bucket is padded: 128 bytes of bf16, a favourable size for NCCL.
@@ -77,7 +77,7 @@ class ParameterSplit:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """The part of one parameter that this rank updates: elements ``[start, stop)`` of the flattened local tensor."""
 
     info: ParameterInfo
@@ -99,7 +99,7 @@ class GradientView:
     """The gradients, whole; None where only shards of them are kept."""
     shard: Tensor
     """The rank's shard of the gradients; a part of ``whole`` if these are kept."""
-    slots: Sequence[tuple[ParameterInfo, GradientSlot, int]]
+    main_grads: Sequence[tuple[ParameterInfo, MainGrad, int]]
     """Its parameters and where each begins in the bucket."""
 
 
@@ -113,10 +113,10 @@ class BucketView:
 
 
 class ParameterBuffer:
-    """Moves ``parameters`` (of one dtype) into one buffer and gives each a slot for its gradient.
+    """Moves ``parameters`` (of one dtype) into one buffer and gives each a main_grad for its gradient.
 
     Gradients are kept in a buffer of the same layout, or with ``shard_gradients`` only one rank's shard of them; then
-    somebody must provide the slots with buffers when gradients come.
+    somebody must provide the main_grads with buffers when gradients come.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class ParameterBuffer:
         self.weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
         kept = self.layout.size // shards if shard_gradients else self.layout.size
         self.gradients = torch.zeros(kept, dtype=gradient_dtype, device=first.device)
-        self.slots: list[GradientSlot] = []
+        self.main_grads: list[MainGrad] = []
         for parameter, (start, stop) in zip(self.parameters, self.layout.parameters):
             view = self.weights[start:stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
-            slot = GradientSlot(None if shard_gradients else self.gradients[start:stop].view(parameter.shape))
-            attach_slot(parameter, slot)
-            self.slots.append(slot)
+            main_grad = MainGrad(None if shard_gradients else self.gradients[start:stop].view(parameter.shape))
+            attach_main_grad(parameter, main_grad)
+            self.main_grads.append(main_grad)
 
     def buckets(self, rank: int) -> Iterator[BucketView]:
         """The buckets in the order in which backward fills them, for ``rank`` of the shard group."""
@@ -155,8 +155,10 @@ class ParameterBuffer:
                 None if self._shards_gradients else self.gradients[start:stop],
                 self._gradients_of_shard(start, shard_start, shard_start, shard_stop),
                 [
-                    (info_of(parameter), slot, first - start)
-                    for parameter, slot, (first, _) in zip(self.parameters, self.slots, self.layout.parameters)
+                    (info_of(parameter), main_grad, first - start)
+                    for parameter, main_grad, (first, _) in zip(
+                        self.parameters, self.main_grads, self.layout.parameters
+                    )
                     if start <= first < stop
                 ],
             )
@@ -176,7 +178,7 @@ class ParameterBuffer:
         for number, parameter in enumerate(self.parameters):
             yield ParameterSplit(info_of(parameter), tuple(self.layout.ranges(number, self._shards)))
 
-    def pieces(self, rank: int) -> Iterator[Piece]:
+    def param_shards(self, rank: int) -> Iterator[ParamShard]:
         """What ``rank`` of the shard group updates."""
         shards = list(zip(self.layout.buckets, self.layout.shard(rank, self._shards)))
         for split, (first, _) in zip(self.splits(), self.layout.parameters):
@@ -185,4 +187,4 @@ class ParameterBuffer:
                 bucket, shard = next(found for found in shards if found[0][0] <= first < found[0][1])
                 weights = self.weights[first + start : first + stop]
                 gradients = self._gradients_of_shard(bucket[0], shard[0], first + start, first + stop)
-                yield Piece(split.info, start, stop, weights, gradients)
+                yield ParamShard(split.info, start, stop, weights, gradients)

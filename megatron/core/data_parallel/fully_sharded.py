@@ -1,7 +1,7 @@
 """``optim_grads_params`` (ZeRO-3, FSDP; with replicas HSDP) on PyTorch's FSDP2.
 
 FSDP2 (``fully_shard``) keeps a rank's rows of every weight, gathers a layer before it runs and frees it afterwards.
-Gradients take the way of all strategies, through slots into buckets, one for each layer: that accumulates them in
+Gradients take the way of all strategies, through main_grads into buckets, one for each layer: that accumulates them in
 their own format, reduces them behind the backward pass on any backend, and lets a pipeline schedule compute weight
 gradients later. Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
 """
@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import InFlight, RowShardedGradientBucket
-from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, Piece
-from megatron.core.data_parallel.strategy import DataParallel, Sharing, StoredWeight
-from megatron.core.gradient import GradientSlot, attach_slot
+from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard
+from megatron.core.data_parallel.strategy import DataParallel, LocalParam, Sharing
+from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, attach_info, info_of
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
@@ -66,7 +66,7 @@ class _Unit:
         self._chunk, self._names = chunk, list(infos)
         self.fsdp = cast(FSDPModule, module)
         self.infos = list(infos.values())
-        self.slots = [GradientSlot() for _ in infos]
+        self.main_grads = [MainGrad() for _ in infos]
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -74,10 +74,10 @@ class _Unit:
         return (self._chunk.get_parameter(name) for name in self._names)
 
     def attach_slots(self) -> None:
-        """Give the whole parameters, which are made by the first gathering and kept, their slots."""
+        """Give the whole parameters, which are made by the first gathering and kept, their main_grads."""
         self.fsdp.unshard()
-        for info, slot, parameter in zip(self.infos, self.slots, self.parameters):
-            attach_slot(attach_info(parameter, info), slot)
+        for info, main_grad, parameter in zip(self.infos, self.main_grads, self.parameters):
+            attach_main_grad(attach_info(parameter, info), main_grad)
         self.fsdp.reshard()
 
     def local_weights(self) -> Iterator[Tensor]:
@@ -111,31 +111,31 @@ class FullyShardedDataParallel(DataParallel):
         sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in parts]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        pieces: list[Piece] = []
+        param_shards: list[ParamShard] = []
         buckets: list[RowShardedGradientBucket] = []
         for unit, unit_parts, gradients in zip(self._units, parts, self._gradients.split(sizes)):
             unit.attach_slots()
-            pieces += _pieces(unit, unit_parts, gradients)
+            param_shards += _param_shards(unit, unit_parts, gradients)
             part_sizes = [part.padded_size for part in unit_parts]
             view = _gradient_view(unit, part_sizes, gradients, shards.size)
             common = view, shards, replicas, formats.reduction, in_flight
             buckets.append(RowShardedGradientBucket(*common, config.defer_grad_reduce, part_sizes))
-        self.stored_weights = [StoredWeight(piece.info, piece.start, piece.weight) for piece in pieces]
+        self.local_params = [LocalParam(shard.info, shard.start, shard.weight) for shard in param_shards]
         # Backward comes to the last unit first.
         splits = [_split(info, shards.size) for unit in self._units for info in unit.infos]
-        super().__init__(formats, topology, sharing, pieces, buckets[::-1], splits)
+        super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)
 
-    def publish_parameters(self) -> None:
+    def start_param_all_gather(self) -> None:
         """Let go of weights that are still gathered; updated ones are gathered when they are used."""
         for unit in self._units:
             unit.fsdp.reshard()
 
-    def wait_for_parameters(self) -> None:
+    def finish_param_all_gather(self) -> None:
         """Nothing: what this rank stores, it has updated itself."""
 
     def memory(self) -> dict[str, int]:
         """Bytes of the shards."""
-        weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.stored_weights)
+        weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)
         return {"weights": weights, "gradients": self._gradients.untyped_storage().nbytes()}
 
 
@@ -223,7 +223,7 @@ class _AllGather:
 class _Work(dist.Work):
     """A pending result in the form that FSDP2 waits for."""
 
-    def __init__(self, pending: Pending[Tensor]) -> None:
+    def __init__(self, pending: Work[Tensor]) -> None:
         super().__init__()
         self._pending = pending
 
@@ -240,18 +240,18 @@ def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
     )
 
 
-def _pieces(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> Iterator[Piece]:
+def _param_shards(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> Iterator[ParamShard]:
     """What this rank updates of a unit, whose gradients it keeps in ``gradients``, one padded part after another."""
     start = 0
     for part, weight in zip(parts, unit.local_weights()):
         first, size = part.first * part.width, part.rows * part.width
         assert weight.numel() == size, (part, weight.shape)
         if size:
-            yield Piece(part.info, first, first + size, weight, gradients[start : start + size])
+            yield ParamShard(part.info, first, first + size, weight, gradients[start : start + size])
         start += part.padded_size
 
 
 def _gradient_view(unit: _Unit, part_sizes: Sequence[int], shard: Tensor, shards: int) -> GradientView:
     """A unit's bucket: whole parameters one after another, each padded to a part for every rank."""
     starts = accumulate((size * shards for size in part_sizes), initial=0)
-    return GradientView(sum(part_sizes) * shards, None, shard, list(zip(unit.infos, unit.slots, starts)))
+    return GradientView(sum(part_sizes) * shards, None, shard, list(zip(unit.infos, unit.main_grads, starts)))

@@ -1,8 +1,8 @@
 """The interface of data parallelism, and the strategies that live in contiguous buffers.
 
-The training loop does not know which strategy runs: it calls :meth:`DataParallel.start_gradients`, accumulates
-gradients over the microbatches, calls :meth:`DataParallel.finish_gradients`, lets the optimizer update the strategy's
-pieces, and calls :meth:`DataParallel.publish_parameters`.
+The training loop does not know which strategy runs: it calls :meth:`DataParallel.start_grad_accumulation`, accumulates
+gradients over the microbatches, calls :meth:`DataParallel.finish_grad_sync`, lets the optimizer update the strategy's
+param_shards, and calls :meth:`DataParallel.start_param_all_gather`.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from megatron.core.data_parallel.bucket import (
     WeightBucket,
     WholeGradientBucket,
 )
-from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, Piece
+from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, ParamShard
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.precision import NumberFormats
@@ -29,7 +29,7 @@ from megatron.core.topology import Topology
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class LocalParam:
     """Weights that this rank stores: elements ``[start, start + numel)`` of a flattened local parameter."""
 
     info: ParameterInfo
@@ -38,9 +38,9 @@ class StoredWeight:
     """1-D."""
 
 
-def whole_weights(parameters: Iterable[nn.Parameter]) -> list[StoredWeight]:
+def whole_params(parameters: Iterable[nn.Parameter]) -> list[LocalParam]:
     """The weights of a model that is stored whole."""
-    return [StoredWeight(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
+    return [LocalParam(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Sharing:
     """Ranks that divide weights, gradients or optimizer state; one without sharding."""
     replicas: Communicator
     """Ranks with the same shard."""
-    piece_ranks: Communicator
-    """Ranks that together hold every piece of the model once."""
+    model_group: Communicator
+    """Ranks that together hold every shard of the model once."""
 
     @classmethod
     def of(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
@@ -69,32 +69,32 @@ class DataParallel(ABC):
     """What a strategy does for the loop, the optimizer and checkpoints."""
 
     formats: NumberFormats
-    pieces: Sequence[Piece]
+    param_shards: Sequence[ParamShard]
     """What this rank updates."""
     splits: Sequence[ParameterSplit]
     """How ``shard_ranks`` divide every parameter of this rank's part of the model."""
-    stored_weights: Sequence[StoredWeight]
+    local_params: Sequence[LocalParam]
     """Every weight that this rank stores."""
 
     shard_ranks: Communicator
     """Ranks that divide what they update; one without sharding."""
-    piece_ranks: Communicator
-    """Ranks that hold different pieces of the whole model; a norm over all pieces is summed over them."""
+    model_group: Communicator
+    """Ranks that hold different param_shards of the whole model; a norm over all param_shards is summed over them."""
 
     def __init__(
         self,
         formats: NumberFormats,
         topology: Topology,
         sharing: Sharing,
-        pieces: Sequence[Piece],
+        param_shards: Sequence[ParamShard],
         buckets: Sequence[GradientBucket],
         splits: Sequence[ParameterSplit],
     ) -> None:
-        self.formats, self.pieces, self.piece_ranks = formats, pieces, sharing.piece_ranks
+        self.formats, self.param_shards, self.model_group = formats, param_shards, sharing.model_group
         self.shard_ranks, self.splits = sharing.shards, splits
         self._topology, self._buckets = topology, buckets
-        self._partial_gradients = [piece.gradient for piece in pieces if piece.info.gradient_is_partial]
-        self._tied_pieces = [piece for piece in pieces if piece.info.tied_end is not None]
+        self._partial_gradients = [shard.gradient for shard in param_shards if shard.info.gradient_is_partial]
+        self._tied_shards = [shard for shard in param_shards if shard.info.tied_end is not None]
 
     @property
     @abstractmethod
@@ -102,11 +102,11 @@ class DataParallel(ABC):
         """Whether master weights are wider than those stored here, so that the optimizer keeps weights of its own."""
 
     @abstractmethod
-    def publish_parameters(self) -> None:
-        """Give every rank the weights that the pieces' owners updated, or start to."""
+    def start_param_all_gather(self) -> None:
+        """Give every rank the weights that the param_shards' owners updated, or start to."""
 
     @abstractmethod
-    def wait_for_parameters(self) -> None:
+    def finish_param_all_gather(self) -> None:
         """Wait until every weight is there; a forward pass waits by itself for those that it comes to."""
 
     @abstractmethod
@@ -114,23 +114,23 @@ class DataParallel(ABC):
         """Bytes of weights and gradients that stay on this rank, measured from the tensors."""
 
     def initialize(self, seed: int) -> None:
-        """Give the model its initial weights, of which each rank computes its own pieces."""
-        for piece in self.pieces:
+        """Give the model its initial weights, of which each rank computes its own param_shards."""
+        for shard in self.param_shards:
             # In the model's own format, so that wider weights start from the same numbers as narrow ones.
-            initial = torch.empty(piece.weight.shape, dtype=self.formats.weight, device=piece.weight.device)
-            initialize_range(initial, piece.info, piece.start, seed)
-            piece.weight.copy_(initial)
-        self.publish_parameters()
+            initial = torch.empty(shard.weight.shape, dtype=self.formats.weight, device=shard.weight.device)
+            initialize_range(initial, shard.info, shard.start, seed)
+            shard.weight.copy_(initial)
+        self.start_param_all_gather()
         # A checkpoint may be loaded next, into the same memory.
-        self.wait_for_parameters()
+        self.finish_param_all_gather()
 
-    def start_gradients(self, num_microbatches: int) -> None:
+    def start_grad_accumulation(self, num_microbatches: int) -> None:
         """Begin a step: every parameter will be delivered the gradients of ``num_microbatches``."""
         for bucket in self._buckets:
             bucket.expect(num_microbatches)
 
-    def finish_gradients(self) -> None:
-        """Sum gradients over all ranks that contributed; afterwards every piece's gradient is complete.
+    def finish_grad_sync(self) -> None:
+        """Sum gradients over all ranks that contributed; afterwards every shard's gradient is complete.
 
         What is not reduced yet is reduced over the data-parallel ranks; then what other ranks' parts of the same
         parameters contribute is added, by then to the rank's own shard alone.
@@ -140,8 +140,8 @@ class DataParallel(ABC):
         for bucket in self._buckets:
             bucket.finish()
         _all_reduce_together(self._partial_gradients, self._topology.tensor_parallel)
-        for piece in self._tied_pieces:
-            _add_other_end(piece, self._topology)
+        for shard in self._tied_shards:
+            _add_other_end(shard, self._topology)
 
 
 class BufferedDataParallel(DataParallel):
@@ -168,7 +168,7 @@ class BufferedDataParallel(DataParallel):
         )
         buffer = ParameterBuffer(parameters, formats.gradient, shards.size, bucket_size, shard_gradients)
         self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
-        self.stored_weights = whole_weights(parameters)
+        self.local_params = whole_params(parameters)
         self._weights: list[WeightBucket] = []
         buckets: list[GradientBucket] = []
         holders: dict[str, WeightBucket] = {}
@@ -176,14 +176,14 @@ class BufferedDataParallel(DataParallel):
         for view in buffer.buckets(shards.rank):
             gathered = WeightBucket(view.weights, shards)
             self._weights.append(gathered)
-            holders |= {info.name: gathered for info, _, _ in view.gradients.slots}
+            holders |= {info.name: gathered for info, _, _ in view.gradients.main_grads}
             common = view.gradients, shards, replicas, formats.reduction
             if shard_gradients:
                 buckets.append(ShardedGradientBucket(*common, in_flight))
             else:
                 buckets.append(WholeGradientBucket(*common, config.overlap_grad_reduce))
-        pieces = list(buffer.pieces(shards.rank))
-        super().__init__(formats, topology, sharing, pieces, buckets, list(buffer.splits()))
+        param_shards = list(buffer.param_shards(shards.rank))
+        super().__init__(formats, topology, sharing, param_shards, buckets, list(buffer.splits()))
         self._gathers_behind = config.overlap_param_gather
         if config.overlap_param_gather:
             _wait_before_use(modules, holders)
@@ -193,16 +193,16 @@ class BufferedDataParallel(DataParallel):
         """Whether the model computes in a narrower format."""
         return self.formats.weight != self.formats.master
 
-    def publish_parameters(self) -> None:
+    def start_param_all_gather(self) -> None:
         """All-gather the shards of every bucket, in the order in which the forward pass needs them."""
         if self._shards.size == 1:
             return
         for bucket in reversed(self._weights):
             bucket.start_gather()
         if not self._gathers_behind:
-            self.wait_for_parameters()
+            self.finish_param_all_gather()
 
-    def wait_for_parameters(self) -> None:
+    def finish_param_all_gather(self) -> None:
         """Wait for every bucket."""
         for bucket in reversed(self._weights):
             bucket.finish_gather()
@@ -233,19 +233,19 @@ def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None
         tensor.copy_(part.view_as(tensor))
 
 
-def _add_other_end(piece: Piece, topology: Topology) -> None:
-    """Add the gradient that the stage at the other end of the model has of the same piece of a tied weight.
+def _add_other_end(shard: ParamShard, topology: Topology) -> None:
+    """Add the gradient that the stage at the other end of the model has of the same shard of a tied weight.
 
     Over the pipeline's own channels, whose process groups exist on all its stages. One end sends first and the other
     receives first: the first message between two ranks makes their connection, for which NCCL holds up both.
     """
     first, last = 0, topology.pipeline_parallel.size - 1
     down, up = topology.pipeline_channel("F", first, last), topology.pipeline_channel("B", last, first)
-    other = torch.empty_like(piece.gradient)
-    if piece.info.tied_end == "embedding":
-        down.start_send(piece.gradient, last).wait()
+    other = torch.empty_like(shard.gradient)
+    if shard.info.tied_end == "embedding":
+        down.start_send(shard.gradient, last).wait()
         up.start_receive(other, last).wait()
     else:
         down.start_receive(other, first).wait()
-        up.start_send(piece.gradient, first).wait()
-    piece.gradient.add_(other)
+        up.start_send(shard.gradient, first).wait()
+    shard.gradient.add_(other)

@@ -211,7 +211,7 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
     kernel = make()
     if not kernel.supports(setting.device, setting.weight):
         raise Unavailable(f"it does not support {_short(setting.weight)} on {setting.device.type}")
-    if setting.needs_log_sum_exp and not kernel.tells_log_sum_exp:
+    if setting.needs_log_sum_exp and not kernel.returns_log_sum_exp:
         raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
     if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
         # Called as it is, it does not refuse that itself.

@@ -170,7 +170,7 @@ class FlashAttention3:
     """FlashAttention 3 (arXiv 2407.08608), for half precisions on Hopper; groups are not repeated."""
 
     name = "FlashAttention 3"
-    tells_log_sum_exp = True
+    returns_log_sum_exp = True
 
     def __init__(self) -> None:
         self._interface = load("flash_attn_interface", "FlashAttention 3")

@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.gradient import WeightGradientQueue
+from megatron.core.gradient import WeightGradStore
 from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.matmul import PlainGemm
@@ -62,7 +62,7 @@ class OutputLayer(nn.Module):
         # The weight gradient is never deferred: that would keep the gradient of the logits, which is larger than all
         # saved tensors of a layer.
         gemm = PlainGemm(context.weight_gradient)
-        self.op = LinearOp(context.parallel, gemm, WeightGradientQueue(), is_column=True)
+        self.op = LinearOp(context.parallel, gemm, WeightGradStore(), is_column=True)
         self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config.norm_epsilon, context)
         self.output_layer = output_layer
 

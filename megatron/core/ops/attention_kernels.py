@@ -34,7 +34,7 @@ class AttentionKernel(Protocol):
     """Attention of ``[b, n, s_q, d]`` queries to ``[b, groups, s_k, d]`` keys and values."""
 
     name: str
-    tells_log_sum_exp: bool
+    returns_log_sum_exp: bool
     """Whether what it returns can be merged with attention to other keys."""
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -53,7 +53,7 @@ class ReferenceAttention:
     """The definition, with all scores in memory."""
 
     name = "reference"
-    tells_log_sum_exp = True
+    returns_log_sum_exp = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Everywhere."""
@@ -112,7 +112,7 @@ class CpuFlashAttention:
     """
 
     name = "torch flash (CPU)"
-    tells_log_sum_exp = True
+    returns_log_sum_exp = True
     _KEYS, _QUERIES = 512, 64
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -177,7 +177,7 @@ class CudaFlashAttention:
     """torch's flash attention for GPUs, for half precisions; groups are not repeated."""
 
     name = "torch flash (CUDA)"
-    tells_log_sum_exp = True
+    returns_log_sum_exp = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Half precisions on a GPU."""
@@ -218,7 +218,7 @@ class CudnnAttention:
     """cuDNN's fused attention, for half precisions on GPUs."""
 
     name = "cuDNN"
-    tells_log_sum_exp = True
+    returns_log_sum_exp = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Half precisions on a GPU."""
@@ -260,7 +260,7 @@ class TorchAttention:
     """``scaled_dot_product_attention``, which picks the fastest kernel of the device (flash, cuDNN, ...)."""
 
     name = "torch scaled_dot_product_attention"
-    tells_log_sum_exp = False
+    returns_log_sum_exp = False
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Everywhere."""
@@ -310,5 +310,5 @@ def choose_attention_kernel(
     return next(
         kernel
         for kernel in attention_kernels(backend)
-        if kernel.supports(device, dtype) and (kernel.tells_log_sum_exp or not needs_log_sum_exp)
+        if kernel.supports(device, dtype) and (kernel.returns_log_sum_exp or not needs_log_sum_exp)
     )

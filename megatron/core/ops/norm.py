@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.gradient import deliver_gradient
+from megatron.core.gradient import accumulate_main_grad
 
 
 class RMSNormKernel(Protocol):
@@ -91,7 +91,7 @@ class _RMSNorm(Function):
         weight: Tensor = ctx.weight
         kernel: RMSNormKernel = ctx.kernel
         grad_inputs, grad_weight = kernel.backward(gradients[0], inputs.detach(), inverse_rms, weight.detach())
-        return grad_inputs, deliver_gradient(weight, grad_weight), None, None
+        return grad_inputs, accumulate_main_grad(weight, grad_weight), None, None
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator, Work
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class QuantizedTensor:
             return (self.data,)
         return self.data, self.inverse_scale
 
+    @property
+    def scaling(self) -> "QuantizedTensor":
+        """The scale of the whole tensor, without rows; None where rows have scales of their own."""
+        return QuantizedTensor(self.data.new_empty(0), self.inverse_scale if len(self.row_tensors) == 1 else None)
+
     def with_rows(self, row_tensors: Sequence[Tensor]) -> "QuantizedTensor":
         """The same scaling with other ``row_tensors``."""
         data, *scales = row_tensors
@@ -33,6 +38,6 @@ class QuantizedTensor:
         """``parts`` equal ranges of rows."""
         return [self.with_rows(rows) for rows in zip(*(tensor.chunk(parts) for tensor in self.row_tensors))]
 
-    def start_all_gather(self, ranks: Communicator) -> Pending["QuantizedTensor"]:
+    def start_all_gather(self, ranks: Communicator) -> Work["QuantizedTensor"]:
         """Start to gather the rows of all ``ranks``."""
-        return Pending.all_of([ranks.start_all_gather(tensor) for tensor in self.row_tensors], self.with_rows)
+        return Work.all_of([ranks.start_all_gather(tensor) for tensor in self.row_tensors], self.with_rows)

@@ -1,1 +1,1 @@
-"""The optimizer over a rank's pieces, the global gradient norm, and the learning-rate schedule."""
+"""The optimizer over a rank's param_shards, the global gradient norm, and the learning-rate schedule."""

@@ -1,4 +1,4 @@
-"""The optimizer over the pieces that this rank owns: clipping by the global norm, master weights, an update rule.
+"""The optimizer over the param_shards that this rank owns: clipping by the global norm, master weights, an update rule.
 
 Where the weights that data parallelism stores have the master weights' format, they *are* the master weights.
 """
@@ -51,7 +51,7 @@ class _GroupKey:
 
 
 class Optimizer:
-    """Updates the pieces of ``data_parallel``."""
+    """Updates the param_shards of ``data_parallel``."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class Optimizer:
         self._squared_norm = kernels.squared_norm
         self._clip_grad = config.clip_grad
         self._data_parallel = data_parallel
-        self._ranks = data_parallel.piece_ranks
-        self._pieces = data_parallel.pieces
+        self._ranks = data_parallel.model_group
+        self._param_shards = data_parallel.param_shards
         self.has_master_weights = data_parallel.needs_master_weights
         """Whether master weights exist beside the model's."""
         master_dtype = data_parallel.formats.master
         # The same tensor where it has that format already.
-        self._masters = [piece.weight.to(master_dtype) for piece in self._pieces]
+        self._masters = [shard.weight.to(master_dtype) for shard in self._param_shards]
         is_first = topology.tensor_parallel.rank == 0
-        counted = [number for number, piece in enumerate(self._pieces) if _is_counted(piece.info, is_first)]
-        self._counted_pieces = [self._pieces[number] for number in counted]
-        self._counted = [piece.gradient for piece in self._counted_pieces]
+        counted = [number for number, shard in enumerate(self._param_shards) if _is_counted(shard.info, is_first)]
+        self._counted_shards = [self._param_shards[number] for number in counted]
+        self._counted = [shard.gradient for shard in self._counted_shards]
         self._counted_weights = [self._masters[number] for number in counted]
         self._device = topology.device
         self.num_steps = 0
         """Updates so far."""
         self._rule = build_rule(config)
         self._shards = [
-            Shard(piece.info, master, piece.gradient, self._rule.rule_for(piece.info).state(master))
-            for piece, master in zip(self._pieces, self._masters)
+            Shard(shard.info, master, shard.gradient, self._rule.rule_for(shard.info).state(master))
+            for shard, master in zip(self._param_shards, self._masters)
         ]
         context = UpdateContext(
             kernels.adam,
@@ -121,8 +121,8 @@ class Optimizer:
         if not torch.isfinite(torch.tensor(grad_norm)):
             return StepResult(grad_norm, is_applied=False)
         factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
-        if factor != 1.0 and self._pieces:
-            torch._foreach_mul_([piece.gradient for piece in self._pieces], factor)
+        if factor != 1.0 and self._param_shards:
+            torch._foreach_mul_([shard.gradient for shard in self._param_shards], factor)
         for key, group in self._groups.items():
             group.learning_rate = hyperparameters.learning_rate
             if hyperparameters.vocabulary_learning_rate is not None and key.is_vocabulary:
@@ -138,21 +138,23 @@ class Optimizer:
     def publish(self) -> None:
         """Write the master weights to the model, on every rank."""
         outdated = [
-            (piece.weight, master) for piece, master in zip(self._pieces, self._masters) if piece.weight is not master
+            (shard.weight, master)
+            for shard, master in zip(self._param_shards, self._masters)
+            if shard.weight is not master
         ]
         if outdated:
             weights, masters = zip(*outdated)
             torch._foreach_copy_(weights, masters)
-        self._data_parallel.publish_parameters()
+        self._data_parallel.start_param_all_gather()
 
     def reload_master_weights(self) -> None:
         """Take the model's weights as master weights (after loading a model without optimizer state)."""
-        for piece, master in zip(self._pieces, self._masters):
-            if piece.weight is not master:
-                master.copy_(piece.weight)
+        for shard, master in zip(self._param_shards, self._masters):
+            if shard.weight is not master:
+                master.copy_(shard.weight)
 
     def global_norm(self, tensors: list[Tensor]) -> float:
-        """L2 norm over this rank's ``tensors`` and those of all ranks with other pieces."""
+        """L2 norm over this rank's ``tensors`` and those of all ranks with other param_shards."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if tensors:
             total += self._squared_norm(tensors)
@@ -165,20 +167,20 @@ class Optimizer:
     def count_zeros(self) -> int:
         """Zeros in the gradient of the whole model; call it before :meth:`step`."""
         zeros = sum(
-            end - begin - int(torch.count_nonzero(piece.gradient[begin - piece.start : end - piece.start]))
-            for piece in self._counted_pieces
+            end - begin - int(torch.count_nonzero(shard.gradient[begin - shard.start : end - shard.start]))
+            for shard in self._counted_shards
             # Padding of the vocabulary lies in no box: it is no part of the model.
-            for _, begin, end in flat_range_boxes(piece.info, piece.start, piece.stop)
+            for _, begin, end in flat_range_boxes(shard.info, shard.start, shard.stop)
         )
         return int(self._ranks.all_reduce(torch.tensor(zeros, dtype=torch.int64, device=self._device)))
 
     def state(self) -> Iterator[OptimizerState]:
         """Every tensor of the state; loading writes into them."""
-        for shard, piece in zip(self._shards, self._pieces):
-            if shard.weight is not piece.weight:
-                yield OptimizerState("master", piece.info, piece.start, shard.weight)
-            for kind, tensor in shard.state.items():
-                yield OptimizerState(kind, piece.info, piece.start, tensor)
+        for updated, shard in zip(self._shards, self._param_shards):
+            if updated.weight is not shard.weight:
+                yield OptimizerState("master", shard.info, shard.start, updated.weight)
+            for kind, tensor in updated.state.items():
+                yield OptimizerState(kind, shard.info, shard.start, tensor)
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights and moments on this rank, measured from the tensors."""

@@ -1,7 +1,7 @@
-"""The one executor: it runs whatever schedule it is given.
+"""The pipeline executor: it runs any schedule.
 
-An activation lives as its chunk's graph needs it: the output of a chunk is let go of as soon as it is sent, because
-the backward pass starts at the output's place in the graph and does not need its values.
+The output of a chunk is freed as soon as it is sent: the backward pass starts at the output's gradient edge and does
+not need its values.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.gradient import HeldGradient, WeightGradientQueue, compute_held
+from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
-from megatron.core.pipeline_parallel.mailbox import Channels, Mailbox, open_channels
+from megatron.core.pipeline_parallel.p2p import Channels, P2PCommunicator, open_channels
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.schedules.schedule import Action, Schedule, Step
 from megatron.schedules.verifier import verify
@@ -41,7 +41,7 @@ TokenLosses = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ActivationFormat:
-    """What stages send each other."""
+    """The activations that stages send each other."""
 
     shape: tuple[int, ...]
     """``[s(/tp), b, h]``."""
@@ -49,7 +49,7 @@ class ActivationFormat:
     device: torch.device
 
     def empty(self) -> Tensor:
-        """A place to receive one."""
+        """A tensor to receive activations in."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -68,7 +68,7 @@ class PipelineExecutor:
         schedule: Callable[[int], Schedule],
         channels: Channels,
         activations: ActivationFormat,
-        weight_gradients: WeightGradientQueue,
+        weight_gradients: WeightGradStore,
         overlap: bool = True,
         documents: ReadDocuments | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class PipelineExecutor:
         self.channels, self.activations, self.overlap = channels, activations, overlap
         self.weight_gradients = weight_gradients
         self.recorder: ActionRecorder | None = None
-        """Notes when each action runs, if set."""
+        """Records when each action runs, if set."""
         self._schedule = lru_cache(maxsize=8)(partial(_verified, schedule))
         self.placement = self.schedule(1).placement
         open_channels(self.placement, stage, channels, activations.device)
@@ -90,17 +90,19 @@ class PipelineExecutor:
         return mine if self.documents is not None else mine & {0, self.placement.num_virtual_stages - 1}
 
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
-        """The schedule of a batch of ``num_microbatches``, proved sound."""
+        """The verified schedule of ``num_microbatches``."""
         return self._schedule(num_microbatches, forward_only)
 
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
-        """Forward and backward over ``num_microbatches``, of which only the stages at the ends of the model read any.
+        """Forward and backward over ``num_microbatches``; stages with neither embedding nor head read none.
 
         Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the losses of the
         unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the head.
         """
         run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
-        run.run()
+        perform = {"F": run.forward, "B": run.backward, "W": run.weight}
+        for step in run.steps():
+            perform[step.action.kind](step)
         return run.sums
 
     @torch.no_grad()
@@ -114,7 +116,8 @@ class PipelineExecutor:
         for first in range(0, num_microbatches, at_once):
             schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
             run = _Evaluation(self, schedule, microbatches)
-            run.run()
+            for step in run.steps():
+                run.forward(step)
             sums += run.sums
         return sums
 
@@ -122,7 +125,8 @@ class PipelineExecutor:
     def logits(self, tokens: Tensor, activations: ActivationFormat) -> Tensor | None:
         """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the head."""
         run = _Logits(self, self.schedule(1, forward_only=True), iter([{"tokens": tokens}]), activations)
-        run.run()
+        for step in run.steps():
+            run.forward(step)
         return run.logits
 
 
@@ -159,7 +163,7 @@ class _Feed:
 
 
 class _Pass:
-    """One pass over the forward actions of a stage, which keeps nothing for a backward pass."""
+    """One pass over the forward actions of a stage, which keeps no autograd graph."""
 
     def __init__(
         self,
@@ -174,23 +178,22 @@ class _Pass:
         self.last = placement.num_virtual_stages - 1
         self.readers = executor.readers
         self.feed = _Feed(microbatches, len(self.readers), activations.device)
-        self.mailbox = Mailbox(executor.channels, activations.empty)
+        self.p2p = P2PCommunicator(executor.channels, activations.empty)
         self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
 
-    def run(self) -> None:
-        """Run the stage's actions; with overlap, the next action's message is received meanwhile."""
-        perform = {"F": self.forward, "B": self.backward, "W": self.weight}
+    def steps(self) -> Iterator[Step]:
+        """The stage's actions, to be performed in order; with overlap, the next one's input is received meanwhile."""
         steps = self.schedule.steps(self.stage)
         for step, following in zip(steps, (*steps[1:], None)):
-            self.mailbox.let_go()
-            self.mailbox.expect(step)
+            self.p2p.free_sent()
+            self.p2p.start_receive(step)
             if following is not None and self.executor.overlap:
-                self.mailbox.expect(following)
-            perform[step.action.kind](step)
-        self.mailbox.close()
+                self.p2p.start_receive(following)
+            yield step
+        self.p2p.close()
 
     def recording(self, action: Action) -> AbstractContextManager[None]:
-        """Note how long ``action`` takes, without the wait for its input."""
+        """Record how long ``action`` takes, without the wait for its input."""
         recorder = self.executor.recorder
         return nullcontext() if recorder is None else recorder.span(self.stage, action)
 
@@ -198,7 +201,7 @@ class _Pass:
         """Run a chunk and send its output."""
         action, virtual_stage = step.action, step.result.virtual_stage
         microbatch = self.feed(action.microbatch) if virtual_stage in self.readers else {}
-        received = self.mailbox.take(step)
+        received = self.p2p.receive(step)
         read = self.executor.documents
         is_last = virtual_stage == self.last
         with self.recording(action):
@@ -206,17 +209,12 @@ class _Pass:
             inputs = microbatch["tokens"] if received is None else self.enter(action, received)
             # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or logits [s/cp, b, v/tp] at the end of the model.
             outputs = self.executor.chunks[action.chunk](inputs, documents)
-            outputs = self.leave(action, self.finish(outputs, microbatch) if is_last else outputs)
+            if is_last:
+                self.finish(action, outputs, microbatch)
+            else:
+                outputs = self.leave(action, outputs)
         if not is_last:
-            self.mailbox.give(step, outputs)
-
-    def backward(self, step: Step) -> None:
-        """Run the backward pass of a chunk and send the gradient of its input."""
-        raise NotImplementedError
-
-    def weight(self, step: Step) -> None:
-        """Compute the weight gradients that a backward pass deferred."""
-        raise NotImplementedError
+            self.p2p.send(step, outputs)
 
     def enter(self, action: Action, received: Tensor) -> Tensor:
         """The input of the chunk, from the activations received."""
@@ -226,8 +224,8 @@ class _Pass:
         """The activations to send, from the output of the chunk."""
         return outputs
 
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
-        """What the pass computes at the end of the model: the loss, or the logits."""
+    def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
+        """Compute what the pass wants of the logits, such as the loss."""
         raise NotImplementedError
 
     def masked_loss(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -241,21 +239,19 @@ class _Pass:
 
 
 class _Evaluation(_Pass):
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
-        return self.masked_loss(logits, microbatch)
+    def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
+        self.masked_loss(logits, microbatch)
 
 
 class _Logits(_Pass):
     logits: Tensor | None = None
 
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
+    def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
         self.logits = logits
-        return logits
 
 
-class _Entrance(Function):
-    """Where activations that were received enter the graph. It takes their gradient, so that nobody holds what the
-    chunk itself does not keep."""
+class _ReceivedActivation(Function):
+    """The input of a chunk's graph: it keeps the gradient of the received activations, and not the activations."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, anchor: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -264,19 +260,19 @@ class _Entrance(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        # It is sent next, as it is.
+        # It is sent next, without a copy.
         ctx.gradients.append(gradients[0].contiguous())
         return None, None, None
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a backward pass needs of a forward pass: where it went out, and where its gradient comes out."""
+    """The autograd graph of a chunk and microbatch."""
 
     input_gradients: list[Tensor] | None
-    """Takes the gradient of the activations received; None for tokens."""
+    """Filled with the gradient of the activations received; None for tokens."""
     root: Tensor | GradientEdge
-    """The loss, or the place in the graph where the output was."""
+    """The loss, or the output's gradient edge."""
 
 
 class _Training(_Pass):
@@ -291,43 +287,46 @@ class _Training(_Pass):
         self.scale = scale
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.input_gradients: dict[tuple[int, int], list[Tensor]] = {}
-        self.held: dict[tuple[int, int], list[HeldGradient]] = {}
+        self.deferred: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
         self.anchor = torch.empty(0, requires_grad=True)
-        """Makes autograd follow what was received."""
+        """Makes autograd record functions of the received activations, which do not require gradients."""
 
     def enter(self, action: Action, received: Tensor) -> Tensor:
         gradients = self.input_gradients[action.microbatch, action.chunk] = []
-        entered: Tensor = _Entrance.apply(received, self.anchor, gradients)
+        entered: Tensor = _ReceivedActivation.apply(received, self.anchor, gradients)
         return entered
 
-    def finish(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
-        return self.masked_loss(logits, microbatch) * self.scale
+    def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
+        self.keep_graph(action, self.masked_loss(logits, microbatch) * self.scale)
 
     def leave(self, action: Action, outputs: Tensor) -> Tensor:
-        key = action.microbatch, action.chunk
-        # A loss is kept; of activations only the place in the graph.
-        root = outputs if outputs.dim() == 0 else get_gradient_edge(outputs)
-        self.graphs[key] = _Graph(self.input_gradients.pop(key, None), root)
+        self.keep_graph(action, get_gradient_edge(outputs))
         return outputs.detach()
 
+    def keep_graph(self, action: Action, root: Tensor | GradientEdge) -> None:
+        """Keep the graph of a chunk until its backward pass, which begins at ``root``."""
+        key = action.microbatch, action.chunk
+        self.graphs[key] = _Graph(self.input_gradients.pop(key, None), root)
+
     def backward(self, step: Step) -> None:
-        """Go back through a chunk and hand on its input's gradient; weight gradients may wait."""
+        """Run the backward pass of a chunk, send its input's gradient and perhaps defer its weight gradients."""
         action = step.action
         graph = self.graphs.pop((action.microbatch, action.chunk))
-        gradient = self.mailbox.take(step)
+        gradient = self.p2p.receive(step)
         with self.recording(action):
             if self.schedule.splits_backward:
-                with self.executor.weight_gradients.hold() as held:
+                with self.executor.weight_gradients.deferring() as deferred:
                     torch.autograd.backward(graph.root, gradient)
-                self.held[action.microbatch, action.chunk] = held
+                self.deferred[action.microbatch, action.chunk] = deferred
             else:
                 torch.autograd.backward(graph.root, gradient)
         if graph.input_gradients is not None:
             (input_gradient,) = graph.input_gradients
-            self.mailbox.give(step, input_gradient)
+            self.p2p.send(step, input_gradient)
 
     @torch.no_grad()
     def weight(self, step: Step) -> None:
+        """Compute the weight gradients that a backward pass deferred."""
         action = step.action
         with self.recording(action):
-            compute_held(self.held.pop((action.microbatch, action.chunk)))
+            compute_deferred(self.deferred.pop((action.microbatch, action.chunk)))

@@ -6,7 +6,7 @@ The layers' autograd functions call both, so that a collective can overlap with 
 
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Pending
+from megatron.core.communication import Communicator, Work
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.overlap import RowGemm, TPOverlap
 
@@ -37,14 +37,14 @@ class TensorParallel:
         """Parts into which the sequence is split between parallel regions."""
         return self.size if self.sequence_parallel else 1
 
-    def gather_input(self, rows: QuantizedTensor) -> Pending[QuantizedTensor]:
+    def gather_input(self, rows: QuantizedTensor) -> Work[QuantizedTensor]:
         """Start the all-gather of a region's input under sequence parallelism, ``[s/tp, b, h] -> [s, b, h]``; without
         it every rank has the whole input."""
         if self.sequence_parallel:
             return rows.start_all_gather(self.communicator)
-        return Pending((), lambda: rows)
+        return Work((), lambda: rows)
 
-    def reduce_output(self, partial: Tensor) -> Pending[Tensor]:
+    def reduce_output(self, partial: Tensor) -> Work[Tensor]:
         """Start the sum of a region's partial outputs ``[s, b, h]`` over the ranks; overwrites ``partial``.
 
         ``[s/tp, b, h]`` under sequence parallelism (reduce-scatter), else ``[s, b, h]`` (all-reduce).
@@ -68,5 +68,5 @@ class NoOverlap:
         whole = self._parallel.gather_input(rows).wait()
         return gemm(whole), whole
 
-    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
         return self._parallel.reduce_output(gemm(inputs))

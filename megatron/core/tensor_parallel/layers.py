@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
-from megatron.core.gradient import WeightGradientQueue, deliver_gradient, slot_of
+from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.parameter import (
@@ -36,7 +36,7 @@ class LinearOp:
 
     parallel: TensorParallel
     gemm: Gemm
-    weight_gradients: WeightGradientQueue
+    weight_gradients: WeightGradStore
     is_column: bool
     """Column-parallel: all-gather, then GEMM. Row-parallel: GEMM, then reduction."""
 
@@ -51,7 +51,7 @@ class _ParallelLinear(Function):
         # Under sequence parallelism backward gathers x again: only this rank's rows are kept. The weight and a scale of
         # the whole tensor are no activations, so hooks on saved tensors (CPU offload) must not see them.
         ctx.save_for_backward(*x.row_tensors)
-        ctx.scaling, ctx.weight, ctx.op = QuantizedTensor(x.data.new_empty(0), x.inverse_scale), weight, op
+        ctx.scaling, ctx.weight, ctx.op = x.scaling, weight, op
         if skip_output:
             return _no_values(inputs, op, weight)
         matrix = weight.t() if op.gemm.is_plain else None
@@ -72,11 +72,11 @@ class _ParallelLinear(Function):
         if op.is_column:
             return _column_backward(op, x, dy, weight, dgrad, matrix)
         dx, whole_dy = parallel.overlap.gather_gemm(dy, dgrad, matrix)
-        if op.weight_gradients.is_holding:
+        if op.weight_gradients.is_deferring:
             # Keeps this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
-            op.weight_gradients.hold_back(weight, lambda: parallel.gather_input(dy), lambda dy: wgrad(dy, x))
+            op.weight_gradients.put(weight, lambda: parallel.gather_input(dy), lambda dy: wgrad(dy, x))
             return dx, None, None, None
-        return dx, deliver_gradient(weight, wgrad(whole_dy, x)), None, None
+        return dx, accumulate_main_grad(weight, wgrad(whole_dy, x)), None, None
 
 
 def _column_backward(
@@ -84,12 +84,12 @@ def _column_backward(
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """The input gradient is reduced while the weight gradient is multiplied."""
     parallel, wgrad = op.parallel, op.gemm.weight_gradient
-    if op.weight_gradients.is_holding:
-        op.weight_gradients.hold_back(weight, lambda: parallel.gather_input(x), lambda x: wgrad(dy, x))
+    if op.weight_gradients.is_deferring:
+        op.weight_gradients.put(weight, lambda: parallel.gather_input(x), lambda x: wgrad(dy, x))
         return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None
     gathering = parallel.gather_input(x)
     dx = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
-    grad_weight = deliver_gradient(weight, wgrad(dy, gathering.wait()))
+    grad_weight = accumulate_main_grad(weight, wgrad(dy, gathering.wait()))
     return dx.wait(), grad_weight, None, None
 
 
@@ -121,12 +121,12 @@ class _VocabParallelEmbedding(Function):
         gradient = ctx.parallel.gather_input(QuantizedTensor(gradients[0])).wait().data
         if ctx.parallel.size > 1:
             gradient = gradient.masked_fill(foreign.unsqueeze(-1), 0.0)
-        slot = slot_of(weight)
-        if slot is not None:
-            slot.add_rows(rows.flatten(), gradient.flatten(0, 1))
+        main_grad = main_grad_of(weight)
+        if main_grad is not None:
+            main_grad.add_rows(rows.flatten(), gradient.flatten(0, 1))
             return None, None, None, None
         dense = torch.zeros_like(weight).index_add_(0, rows.flatten(), gradient.flatten(0, 1))
-        return None, deliver_gradient(weight, dense), None, None
+        return None, accumulate_main_grad(weight, dense), None, None
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class LayerContext:
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue, kw_only=True)
+    weight_gradients: WeightGradStore = field(default_factory=WeightGradStore, kw_only=True)
     weights_device: torch.device | None = field(default=None, kw_only=True)
     """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
     weight_gradient: WeightGradientKernel | None = field(default=None, kw_only=True)
@@ -244,7 +244,7 @@ class _AddBias(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         wide = torch.promote_types(gradients[0].dtype, torch.float32)
-        return gradients[0], deliver_gradient(ctx.bias, gradients[0].flatten(0, -2).sum(dim=0, dtype=wide))
+        return gradients[0], accumulate_main_grad(ctx.bias, gradients[0].flatten(0, -2).sum(dim=0, dtype=wide))
 
 
 class Bias(nn.Module):

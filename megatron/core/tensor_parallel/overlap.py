@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Pending, add_in_order
+from megatron.core.communication import Communicator, Work, add_in_order
 from megatron.core.ops.quantized import QuantizedTensor
 
 RowGemm = Callable[[QuantizedTensor], Tensor]
@@ -37,7 +37,7 @@ class TPOverlap(Protocol):
     ) -> tuple[Tensor, QuantizedTensor]:
         """From this rank's rows ``[s/tp, b, k]``: the GEMM of all ranks' rows, ``[s, b, n]``, and these rows."""
 
-    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
         """Start the GEMM of ``[s, b, k]`` and its sum over the ranks: this rank's rows ``[s/tp, b, n]``."""
 
 
@@ -66,7 +66,7 @@ class P2POverlap:
         whole = rows.with_rows([_all_rows(tensor, ranks.size) for tensor in rows.row_tensors])
         parts = whole.chunk(ranks.size)
         arriving = {
-            source: Pending.all_of(
+            source: Work.all_of(
                 [
                     ranks.start_exchange(sent, target, received, source)
                     for sent, received in zip(own.row_tensors, parts[source].row_tensors)
@@ -85,17 +85,17 @@ class P2POverlap:
             outputs[source].copy_(gemm(pending.wait()))
         return output, whole
 
-    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
         """The rows of other ranks are multiplied first; each part is sent while the next is multiplied."""
         ranks = self._ranks
         parts = inputs.chunk(ranks.size)
-        summands: dict[int, Pending[Tensor]] = {}
+        summands: dict[int, Work[Tensor]] = {}
         for source, target in self._partners():
             partial = gemm(parts[target])
             summands[source] = ranks.start_exchange(partial, target, torch.empty_like(partial), source)
         own = gemm(parts[ranks.rank])
-        summands[ranks.rank] = Pending((), lambda: own)
-        return Pending.all_of([summands[rank] for rank in range(ranks.size)], add_in_order)
+        summands[ranks.rank] = Work((), lambda: own)
+        return Work.all_of([summands[rank] for rank in range(ranks.size)], add_in_order)
 
 
 def _all_rows(part: Tensor, size: int) -> Tensor:
@@ -128,7 +128,7 @@ class SymmetricMemoryOverlap:
         )
         return output, rows.with_rows([whole])
 
-    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Pending[Tensor]:
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
         """The operator adds in the order of ranks."""
         if matrix is None:
             return self._quantized.gemm_reduce(inputs, gemm, matrix)
@@ -136,7 +136,7 @@ class SymmetricMemoryOverlap:
         output: Tensor = self._operators.fused_matmul_reduce_scatter(
             inputs.data, matrix, "sum", 0, self._ranks.process_group.group_name
         )
-        return Pending((), lambda: output)
+        return Work((), lambda: output)
 
 
 @dataclass(frozen=True)

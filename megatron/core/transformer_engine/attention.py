@@ -10,11 +10,11 @@ from megatron.core.transformer_engine.package import TransformerEngine
 
 
 class TransformerEngineAttention:
-    """``DotProductAttention`` (an :class:`~megatron.core.ops.attention_kernels.AttentionKernel`); it does not tell the
-    log-sum-exp."""
+    """``DotProductAttention`` (an :class:`~megatron.core.ops.attention_kernels.AttentionKernel`); it does not return
+    the log-sum-exp."""
 
     name = "Transformer Engine"
-    tells_log_sum_exp = False
+    returns_log_sum_exp = False
 
     def __init__(self, engine: TransformerEngine) -> None:
         self._engine = engine

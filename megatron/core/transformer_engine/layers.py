@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.core.gradient import GradientSlot, deliver_gradient, slot_of
+from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
 from megatron.core.parameter import ParameterInfo, columns_box, sharded_boxes
 from megatron.core.tensor_parallel.layers import LayerContext
 from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
@@ -22,11 +22,8 @@ from megatron.core.transformer_engine.package import TransformerEngine
 
 
 class _OwnGraph(Function):
-    """Runs a module with a graph of its own, through which the backward pass goes at once.
-
-    So it is known when the module begins to add to a gradient buffer, which may be lent for that, and when it has done
-    so: Transformer Engine adds the product to ``weight.main_grad`` in its kernel, and tells autograd of no gradient.
-    """
+    """Runs a module under its own autograd graph, so that we know when Transformer Engine writes ``weight.main_grad``:
+    its kernel accumulates there and returns no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: "_Linear", weight: Tensor, gain: Tensor | None) -> Tensor:
@@ -39,17 +36,17 @@ class _OwnGraph(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor | None, Tensor | None]:
-        assert not ctx.layer.context.weight_gradients.is_holding, "these weight gradients cannot wait"
+        assert not ctx.layer.context.weight_gradients.is_deferring, "these weight gradients cannot wait"
         weight, gain, end = ctx.weight, ctx.gain, ctx.end
         ctx.end = None
-        slot = slot_of(weight) or GradientSlot(torch.empty_like(weight))
-        with slot.accumulating() as weight.main_grad:
+        main_grad = main_grad_of(weight) or MainGrad(torch.empty_like(weight))
+        with main_grad.accumulating() as weight.main_grad:
             wanted = [ctx.begin] if gain is None else [ctx.begin, gain]
             grad_inputs, *grad_gain = torch.autograd.grad(end, wanted, gradients[0])
-        # It may have been lent.
+        # It may have been allocated.
         del weight.main_grad
-        grad_weight = slot.buffer if slot_of(weight) is None else None
-        return grad_inputs, None, grad_weight, deliver_gradient(gain, *grad_gain) if gain is not None else None
+        grad_weight = main_grad.buffer if main_grad_of(weight) is None else None
+        return grad_inputs, None, grad_weight, accumulate_main_grad(gain, *grad_gain) if gain is not None else None
 
 
 class _Linear(nn.Module):

@@ -16,7 +16,7 @@ from megatron.checkpoint.schema import DataStage, SavedState
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SaveBackend
 from megatron.core.communication import Communicator
-from megatron.core.data_parallel.strategy import StoredWeight
+from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.optimizer import OptimizerState
@@ -59,7 +59,7 @@ class RunState:
         """Save under ``--save``, at once or as ``saving`` does it; all ranks call it."""
         config, topology = self.context.config.checkpoint, self.context.topology
         assert config.save is not None
-        tensors = model_tensors(self.module.data_parallel.stored_weights, with_copies=False)
+        tensors = model_tensors(self.module.data_parallel.local_params, with_copies=False)
         if config.save_optim:
             tensors |= optimizer_tensors(self.module.optimizer, with_copies=False)
         tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in fp8_tensors(self.module.fp8).items()}
@@ -108,7 +108,7 @@ class RunState:
         if self.module.optimizer.has_master_weights:
             # The weights of the checkpoint may have been rounded to another format.
             self.module.optimizer.publish()
-            self.module.data_parallel.wait_for_parameters()
+            self.module.data_parallel.finish_param_all_gather()
 
     def load_hugging_face(self, source: Path, world: Communicator) -> None:
         """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
@@ -117,7 +117,7 @@ class RunState:
             theirs = asdict(hugging_face_architecture(source))
             check_architecture(asdict(self.architecture), theirs, f"The model in {source}")
             masters = [state for state in self.module.optimizer.state() if state.kind == "master"]
-            owned: list[StoredWeight | OptimizerState] = [*self.module.data_parallel.stored_weights, *masters]
+            owned: list[LocalParam | OptimizerState] = [*self.module.data_parallel.local_params, *masters]
             fill_from_hugging_face(source, [(one.info, one.start, one.tensor) for one in owned])
 
         run_on_all_ranks(world, fill)
@@ -131,7 +131,7 @@ class RunState:
         }
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
-        weights = model_tensors(self.module.data_parallel.stored_weights)
+        weights = model_tensors(self.module.data_parallel.local_params)
         states = optimizer_tensors(self.module.optimizer)
         if not with_optimizer:
             return weights

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megatron.checkpoint.names import FP8, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.core.data_parallel.strategy import StoredWeight
+from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.fp8 import Fp8Layers
 from megatron.core.optimizer.optimizer import Optimizer
 
 
-def model_tensors(weights: Iterable[StoredWeight], with_copies: bool = True) -> dict[str, Tensor]:
+def model_tensors(weights: Iterable[LocalParam], with_copies: bool = True) -> dict[str, Tensor]:
     """The weights that a rank stores by global name; ``with_copies``, also the head's copy of a tied weight, which is
     loaded but not saved."""
     return {

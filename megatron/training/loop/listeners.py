@@ -169,13 +169,13 @@ class Checkpoints(Listener):
         self.saver.poll()
         if self.schedule is not None and self.schedule.is_due(trainer.state.progress.iteration):
             with trainer.timers("save-checkpoint"):
-                trainer.module.data_parallel.wait_for_parameters()
+                trainer.module.data_parallel.finish_param_all_gather()
                 self.saver.save(trainer.state)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
         """Save what is not saved yet, and wait for everything."""
         with trainer.timers("save-checkpoint"):
-            trainer.module.data_parallel.wait_for_parameters()
+            trainer.module.data_parallel.finish_param_all_gather()
             self.saver.save_last(trainer.state)
 
     def close(self) -> None:

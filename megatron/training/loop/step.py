@@ -66,13 +66,13 @@ def train_step(
     scale, fp8 = module.loss_scaler.scale, module.fp8
     if fp8 is not None:
         fp8.start_step()
-    module.data_parallel.start_gradients(num_microbatches)
+    module.data_parallel.start_grad_accumulation(num_microbatches)
     with timers("forward-backward"):
         sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
     with timers("grads-reduce"):
         # The loss is needed after the gradients only, so its reduction overlaps theirs.
         pending_loss = module.loss_ranks.start_all_reduce(sums)
-        module.data_parallel.finish_gradients()
+        module.data_parallel.finish_grad_sync()
         loss = TokenLoss(*pending_loss.wait().tolist())
     if fp8 is not None:
         # In a skipped step, too: its finite magnitudes set the scales of the next step.

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
@@ -99,26 +99,43 @@ class Trainer:
                 continue
             for listener in self.listeners:
                 listener.on_iteration_start(self)
+            batch_size = self.batches.global_batch_size(self.state.progress.consumed_samples)
+            hyperparameters = self.state.hyperparameters()
             try:
-                result = self.train_one_iteration(started)
+                outcome = train_step(
+                    self.module,
+                    self._microbatches(),
+                    hyperparameters,
+                    num_microbatches=self.batches.num_microbatches(self.state.progress.consumed_samples),
+                    expected_tokens=batch_size * self.context.config.seq_length,
+                    timers=self.timers,
+                    before_update=self._before_update,
+                )
             except NoMicrobatchError as error:
                 if self.context.topology.world.size > 1:
                     raise  # the other ranks wait in a collective, so they cannot agree to save
                 self._failure = error
                 reason = self.stop.signal_reason() or NO_DATA
                 break
+            self._check(outcome)
+            self._count_iteration()
+            result = IterationResult(outcome, hyperparameters, batch_size, time.perf_counter() - started)
             for listener in self.listeners:
                 listener.on_iteration(self, result)
         if self.state.progress.iteration > self.stop.first_iteration:
             for listener in self.listeners:
                 listener.on_end(self, reason)
         if reason == NO_DATA:
-            failures = self.context.topology.world.all_gather_object(self._failure)
-            first = next(failure for failure in failures if failure is not None)
-            shared = DataError(str(first))
-            shared.exit_code = first.exit_code
-            raise shared
+            self._raise_failure()
         return reason
+
+    def _raise_failure(self) -> NoReturn:
+        """Raise on all ranks why the first of them has no microbatch."""
+        failures = self.context.topology.world.all_gather_object(self._failure)
+        first = next(failure for failure in failures if failure is not None)
+        shared = DataError(str(first))
+        shared.exit_code = first.exit_code
+        raise shared
 
     def _has_data(self) -> bool:
         """Wait for the first microbatch of the next iteration, before the ranks need each other.
@@ -133,24 +150,10 @@ class Trainer:
             self._failure = error
         return self._failure is None
 
-    def train_one_iteration(self, started: float) -> IterationResult:
-        """One global batch, one update; ``started`` is the reading of the clock when it began."""
-        progress = self.state.progress
-        batch_size = self.batches.global_batch_size(progress.consumed_samples)
-        hyperparameters = self.state.hyperparameters()
-        outcome = train_step(
-            self.module,
-            self._microbatches(),
-            hyperparameters,
-            num_microbatches=self.batches.num_microbatches(progress.consumed_samples),
-            expected_tokens=batch_size * self.context.config.seq_length,
-            timers=self.timers,
-            before_update=self._before_update,
-        )
+    def _check(self, outcome: StepOutcome) -> None:
+        """Refuse a loss or gradient that is not finite (``--check-for-nan-in-loss-and-grad``)."""
         if outcome.is_fault and self.context.config.training.check_for_nan_in_loss_and_grad:
-            raise UserError(_fault(progress.iteration + 1, outcome, self.module.loss_scaler))
-        self._count_iteration()
-        return IterationResult(outcome, hyperparameters, batch_size, time.perf_counter() - started)
+            raise UserError(_fault(self.state.progress.iteration + 1, outcome, self.module.loss_scaler))
 
     def _before_update(self) -> None:
         for listener in self.listeners:

@@ -1,7 +1,7 @@
 """One training step of one rank, by the functions that set up and run every training, under a memory tracker.
 
-With a :class:`~megatron.planner.pretence.RehearsalTopology` and fake tensors nothing is allocated, computed or sent;
-with a real topology and real tensors the same code measures a real step.
+With a :class:`~megatron.planner.fake_backend.SimulatedTopology` and fake tensors nothing is allocated, computed or
+sent; with a real topology and real tensors the same code measures a real step.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
-from megatron.planner.kernels import rehearsed_kernels
+from megatron.planner.kernels import simulated_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action
 from megatron.training.build.vocabulary import Vocabulary
@@ -57,18 +57,18 @@ def build_rank(
     ``device`` is that of the real run, by default the one on which this runs.
     """
     tracker.during = "set-up"
-    kernels = rehearsed_kernels(config, topology, device or topology.device, vocabulary.size, tracker)
+    kernels = simulated_kernels(config, topology, device or topology.device, vocabulary.size, tracker)
     with tracker.making("weights"):
         parallel = parallelize(config, topology, vocabulary.size, kernels)
     data_parallel = parallel.data_parallel
-    for piece in data_parallel.pieces:
-        tracker.mark(piece.gradient, "gradients")
+    for shard in data_parallel.param_shards:
+        tracker.mark(shard.gradient, "gradients")
     with tracker.making("moments"):
         optimizer = Optimizer(config.optimizer, data_parallel, topology, kernels.optimizer)
     for state in optimizer.state():
         tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
     if shards_weights(config.parallel, topology):
-        # The real set-up never has whole weights, the rehearsed one does.
+        # The real set-up never has whole weights, the simulated one does.
         tracker.peak = tracker.now
     _watch_units(parallel.model, tracker)
     parallel.executor.recorder = _PassWatch(tracker)

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config.activations import RecomputeMethod, RecomputeModule
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.planner.plan import Plan, Run, rehearse
+from megatron.planner.plan import Plan, Run, simulate_rank
 
 Change = Callable[[RunConfig], RunConfig | None]
 """The flags with something changed; None where there is nothing to change."""
@@ -17,7 +17,7 @@ MOST = 3
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Suggestion:
     """Flags to add or change, and what the stage that needs most then needs."""
 
     flags: str
@@ -26,24 +26,24 @@ class Remedy:
     stage: int
 
 
-def find_remedies(plan: Plan, asked: RunConfig) -> list[Remedy]:
-    """The cheapest changes of the flags that were ``asked`` for that make ``plan`` fit, each rehearsed; none if nothing
+def find_suggestions(plan: Plan, asked: RunConfig) -> list[Suggestion]:
+    """The cheapest changes of the flags that were ``asked`` for that make ``plan`` fit, each simulated; none if nothing
     that is known does."""
-    found: list[Remedy] = []
+    found: list[Suggestion] = []
     for config in candidates(asked):
         flags = flags_between(asked, config)
         if any(one.flags in flags for one in found):
             # More than enough.
             continue
-        remedy = _try(plan, config, flags)
-        if remedy is not None:
-            found.append(remedy)
+        suggestion = _try(plan, config, flags)
+        if suggestion is not None:
+            found.append(suggestion)
         if len(found) == MOST:
             break
     return found
 
 
-def _try(plan: Plan, config: RunConfig, flags: str) -> Remedy | None:
+def _try(plan: Plan, config: RunConfig, flags: str) -> Suggestion | None:
     """``config`` if it may run and every stage fits that did not, the tightest first, of those alike one."""
     num_gpus = plan.run.grid.world_size
     try:
@@ -55,13 +55,13 @@ def _try(plan: Plan, config: RunConfig, flags: str) -> Remedy | None:
     worst: tuple[int, int] = (0, 0)
     different: dict[Hashable, int] = {}
     for stage in _stages_to_try(plan, run):
-        different.setdefault(run.likeness(run.rank_of_stage(stage)), stage)
+        different.setdefault(run.signature(run.rank_of_stage(stage)), stage)
     for stage in different.values():
-        rehearsed = rehearse(run, run.rank_of_stage(stage))
-        if rehearsed.needed > plan.limit:
+        simulated = simulate_rank(run, run.rank_of_stage(stage))
+        if simulated.needed > plan.limit:
             return None
-        worst = max(worst, (rehearsed.needed, stage))
-    return Remedy(flags, *worst)
+        worst = max(worst, (simulated.needed, stage))
+    return Suggestion(flags, *worst)
 
 
 def _stages_to_try(plan: Plan, run: Run) -> list[int]:

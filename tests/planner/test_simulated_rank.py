@@ -1,4 +1,4 @@
-"""A rehearsed step holds and sends what a real one does, byte for byte but for what depends on when messages arrive."""
+"""A simulated step holds and sends what a real one does, byte for byte but for what depends on when messages arrive."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,10 +11,10 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.topology import Topology
+from megatron.planner.fake_backend import ShapeTracker
 from megatron.planner.memory import Kind, MemoryTracker
-from megatron.planner.plan import Run, enough_microbatches, live_peaks, make_plan, rehearse
-from megatron.planner.pretence import ShapeTracker
-from megatron.planner.rehearsal import build_rank, run_step
+from megatron.planner.plan import Run, enough_microbatches, live_peaks, make_plan, simulate_rank
+from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.planner.traffic import Traffic
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.initialize import rank_grid
@@ -86,7 +86,7 @@ def test_memory_and_traffic_are_those_of_a_real_step(four_ranks: RankPool, layou
     for stage in range(run.grid.pp):
         rank = run.rank_of_stage(stage)
         peak, steady, records = measured[rank]
-        plan = rehearse(run, rank, run.num_microbatches)
+        plan = simulate_rank(run, rank, run.num_microbatches)
         assert plan.steady.total == pytest.approx(sum(steady.values()), rel=0.05)
         assert {kind: size for kind, size in plan.steady.by_kind.items() if size > 100_000} == {
             kind: pytest.approx(size, rel=0.05) for kind, size in steady.items() if size > 100_000
@@ -109,8 +109,8 @@ def test_a_few_microbatches_show_the_peak_and_the_traffic_of_all(flags: str) -> 
     run = run_of(f"{flags} --global-batch-size 48")
     for stage in range(run.grid.pp):
         rank = run.rank_of_stage(stage)
-        few, all_of_them = rehearse(run, rank), rehearse(run, rank, run.num_microbatches)
-        assert few.rehearsed_microbatches < all_of_them.rehearsed_microbatches == run.num_microbatches
+        few, all_of_them = simulate_rank(run, rank), simulate_rank(run, rank, run.num_microbatches)
+        assert few.simulated_microbatches < all_of_them.simulated_microbatches == run.num_microbatches
         assert few.peak.total == all_of_them.peak.total
         assert few.sent_by_axis == all_of_them.sent_by_axis
         assert few.sent_by_link == all_of_them.sent_by_link
@@ -152,7 +152,7 @@ def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "rehearsed"),
+    ("flags", "ranks", "simulated"),
     [
         # So few microbatches that two stages have all of them in flight.
         (
@@ -176,18 +176,18 @@ def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
     ],
 )
 def test_a_stage_that_is_not_rehearsed_is_like_the_one_that_stands_for_it(
-    flags: str, ranks: int, rehearsed: list[int]
+    flags: str, ranks: int, simulated: list[int]
 ) -> None:
     config = parse_command_line(f"{TINY} {flags}".split())
-    config = replace(config, training=replace(config.training, global_batch_size=6 * ranks // len(rehearsed)))
+    config = replace(config, training=replace(config.training, global_batch_size=6 * ranks // len(simulated)))
     config.check(ranks)
     run = Run.of(config, ranks, Vocabulary(VOCABULARY, VOCABULARY - 1))
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
-    assert [stage.rehearsed_rank for stage in plan.stages] == rehearsed
+    assert [stage.simulated_rank for stage in plan.stages] == simulated
     for stage in plan.stages:
-        if stage.rehearsed_rank != stage.rank:
-            own = rehearse(run, stage.rank)
-            assert replace(own, rehearsed_rank=stage.rehearsed_rank, records=stage.records) == stage
+        if stage.simulated_rank != stage.rank:
+            own = simulate_rank(run, stage.rank)
+            assert replace(own, simulated_rank=stage.simulated_rank, records=stage.records) == stage
 
 
 def test_a_tracker_follows_what_is_made_let_go_of_and_resized() -> None:
@@ -219,6 +219,6 @@ def test_the_ranks_of_a_model_have_its_parameters_together() -> None:
             )
             sizes |= {
                 weight.info.name: torch.Size(weight.info.global_shape).numel()
-                for weight in module.data_parallel.stored_weights
+                for weight in module.data_parallel.local_params
             }
     assert sum(sizes.values()) == run.architecture.num_parameters()

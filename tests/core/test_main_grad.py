@@ -1,4 +1,4 @@
-"""Gradients in slots of a buffer are those that autograd would have given, however often they are delivered."""
+"""Gradients accumulated in ``main_grad`` are those that autograd would have given."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import (
-    GradientSlot,
-    attach_slot,
-    deliver_gradient,
-    slot_of,
+    MainGrad,
+    accumulate_main_grad,
+    attach_main_grad,
+    main_grad_of,
 )
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model
@@ -56,7 +56,9 @@ def buffer_of(model: TransformerModel) -> ParameterBuffer:
 
 
 def gradients_in(buffer: ParameterBuffer) -> dict[str, Tensor]:
-    return {info_of(parameter).name: slot.buffer for parameter, slot in zip(buffer.parameters, buffer.slots)}
+    return {
+        info_of(parameter).name: main_grad.buffer for parameter, main_grad in zip(buffer.parameters, buffer.main_grads)
+    }
 
 
 def gradients_of_autograd(model: TransformerModel) -> dict[str, Tensor]:
@@ -67,25 +69,25 @@ def gradients_of_autograd(model: TransformerModel) -> dict[str, Tensor]:
     return found
 
 
-# One slot
+# One main gradient
 
 
 def test_the_first_delivery_overwrites_and_later_ones_add() -> None:
-    slot = GradientSlot(torch.full((2, 3), STALE))
-    slot.add(torch.ones(2, 3))
-    assert torch.equal(slot.buffer, torch.ones(2, 3))
-    slot.add(torch.full((2, 3), 2.0))
-    assert torch.equal(slot.buffer, torch.full((2, 3), 3.0))
+    main_grad = MainGrad(torch.full((2, 3), STALE))
+    main_grad.add(torch.ones(2, 3))
+    assert torch.equal(main_grad.buffer, torch.ones(2, 3))
+    main_grad.add(torch.full((2, 3), 2.0))
+    assert torch.equal(main_grad.buffer, torch.full((2, 3), 3.0))
 
 
 def test_rows_add_up_where_ids_repeat_and_overwrite_what_was_there() -> None:
-    slot = GradientSlot(torch.full((4, 2), STALE))
+    main_grad = MainGrad(torch.full((4, 2), STALE))
     rows, values = torch.tensor([2, 0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
-    slot.add_rows(rows, values)
+    main_grad.add_rows(rows, values)
     once = torch.tensor([[3.0, 4.0], [0.0, 0.0], [11.0, 22.0], [0.0, 0.0]])
-    assert torch.equal(slot.buffer, once)
-    slot.add_rows(rows, values)
-    assert torch.equal(slot.buffer, 2 * once)
+    assert torch.equal(main_grad.buffer, once)
+    main_grad.add_rows(rows, values)
+    assert torch.equal(main_grad.buffer, 2 * once)
 
 
 def test_dense_and_row_gradients_of_one_parameter_add_up_in_either_order() -> None:
@@ -94,26 +96,26 @@ def test_dense_and_row_gradients_of_one_parameter_add_up_in_either_order() -> No
     expected = dense.clone()
     expected[1] += values[0]
     for dense_first in (True, False):
-        slot = GradientSlot(torch.full((4, 2), STALE))
+        main_grad = MainGrad(torch.full((4, 2), STALE))
         if dense_first:
-            slot.add(dense)
-            slot.add_rows(rows, values)
+            main_grad.add(dense)
+            main_grad.add_rows(rows, values)
         else:
-            slot.add_rows(rows, values)
-            slot.add(dense)
-        assert torch.equal(slot.buffer, expected)
+            main_grad.add_rows(rows, values)
+            main_grad.add(dense)
+        assert torch.equal(main_grad.buffer, expected)
 
 
 def test_completing_zeroes_only_what_took_no_part_and_starts_a_new_step() -> None:
-    used, unused = GradientSlot(torch.full((2,), STALE)), GradientSlot(torch.full((2,), STALE))
+    used, unused = MainGrad(torch.full((2,), STALE)), MainGrad(torch.full((2,), STALE))
     used.add(torch.ones(2))
-    for slot in (used, unused):
-        slot.complete()
+    for main_grad in (used, unused):
+        main_grad.complete()
     assert torch.equal(used.buffer, torch.ones(2))
     assert torch.equal(unused.buffer, torch.zeros(2))
-    for slot in (used, unused):
-        slot.add(torch.full((2,), 7.0))
-        assert torch.equal(slot.buffer, torch.full((2,), 7.0))
+    for main_grad in (used, unused):
+        main_grad.add(torch.full((2,), 7.0))
+        assert torch.equal(main_grad.buffer, torch.full((2,), 7.0))
     used.complete()
     used.complete()
     assert torch.equal(used.buffer, torch.zeros(2))
@@ -121,24 +123,24 @@ def test_completing_zeroes_only_what_took_no_part_and_starts_a_new_step() -> Non
 
 def test_an_fp32_slot_keeps_what_bf16_would_lose() -> None:
     """256 + 1 is 256 in bf16."""
-    slot = GradientSlot(torch.zeros(1, dtype=torch.float32))
-    slot.add(torch.tensor([256.0], dtype=torch.bfloat16))
+    main_grad = MainGrad(torch.zeros(1, dtype=torch.float32))
+    main_grad.add(torch.tensor([256.0], dtype=torch.bfloat16))
     for _ in range(8):
-        slot.add(torch.ones(1, dtype=torch.bfloat16))
-    assert slot.buffer.tolist() == [264.0]
-    slot.add_rows(torch.tensor([0, 0]), torch.ones(2, dtype=torch.bfloat16))
-    assert slot.buffer.tolist() == [266.0]
+        main_grad.add(torch.ones(1, dtype=torch.bfloat16))
+    assert main_grad.buffer.tolist() == [264.0]
+    main_grad.add_rows(torch.tensor([0, 0]), torch.ones(2, dtype=torch.bfloat16))
+    assert main_grad.buffer.tolist() == [266.0]
 
 
 def test_a_gradient_goes_to_the_slot_or_else_to_autograd() -> None:
     parameter, gradient = nn.Parameter(torch.zeros(3)), torch.ones(3)
-    assert slot_of(parameter) is None
-    assert deliver_gradient(parameter, gradient) is gradient
-    slot = GradientSlot(torch.zeros(3))
-    attach_slot(parameter, slot)
-    assert slot_of(parameter) is slot
-    assert deliver_gradient(parameter, gradient) is None
-    assert torch.equal(slot.buffer, gradient)
+    assert main_grad_of(parameter) is None
+    assert accumulate_main_grad(parameter, gradient) is gradient
+    main_grad = MainGrad(torch.zeros(3))
+    attach_main_grad(parameter, main_grad)
+    assert main_grad_of(parameter) is main_grad
+    assert accumulate_main_grad(parameter, gradient) is None
+    assert torch.equal(main_grad.buffer, gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -146,7 +148,7 @@ def test_the_weight_gradient_sums_over_all_tokens(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     grad_output = torch.randn(5, 2, 3, generator=generator, dtype=dtype)
     inputs = torch.randn(5, 2, 4, generator=generator, dtype=dtype)
-    found = deliver_gradient(torch.zeros(3, 4, dtype=dtype), weight_gradient(grad_output, inputs))
+    found = accumulate_main_grad(torch.zeros(3, 4, dtype=dtype), weight_gradient(grad_output, inputs))
     assert found is not None
     torch.testing.assert_close(found, torch.einsum("sbo,sbi->oi", grad_output, inputs))
 
@@ -193,8 +195,8 @@ def test_a_second_step_starts_afresh() -> None:
     gradients = []
     for _ in range(2):
         token_losses_of(model, *batch(0)).sum().backward()
-        for slot in buffer.slots:
-            slot.complete()
+        for main_grad in buffer.main_grads:
+            main_grad.complete()
         gradients.append(buffer.gradients.clone())
     assert torch.equal(*gradients)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron.core.communication import Communicator, Message, Observer, Reduction, Wire
+from megatron.core.communication import Communicator, Message, Observer, Reduction, Transport
 from megatron.core.topology import RankGrid, Topology
 from megatron.planner.memory import MemoryTracker
 
@@ -40,7 +40,7 @@ class _Done:
         pass
 
 
-class PretendedWire(Wire):
+class FakeTransport(Transport):
     """A network on which everything has arrived at once: results keep whatever their memory holds.
 
     ``on_buffer`` hears of the tensors that a collective fills. ``as_gloo`` makes collectives of messages, as on CPUs.
@@ -97,12 +97,12 @@ class PretendedWire(Wire):
         """The others would say the same."""
 
 
-class PretendedCommunicator(Communicator):
+class FakeCommunicator(Communicator):
     """A group whose other ranks do not exist."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, name: str, wire: Wire) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, name: str, transport: Transport) -> None:
         super().__init__(ranks, rank, name)
-        self.wire = wire
+        self.transport = transport
 
     def device_mesh(self, device_type: str, name: str) -> Any:
         """With real numbers in it, for it computes this rank's place from them."""
@@ -110,7 +110,7 @@ class PretendedCommunicator(Communicator):
             return super().device_mesh(device_type, name)
 
 
-class RehearsalTopology(Topology):
+class SimulatedTopology(Topology):
     """The place of a rank that is alone; collectives are told to the observer that ``observer`` makes for a group.
 
     ``device`` is that of the real run; tensors pretend to be on the CPU.
@@ -128,13 +128,13 @@ class RehearsalTopology(Topology):
     ) -> None:
         super().__init__(grid, rank, torch.device("cpu"))
         self._observer = observer
-        self._wire = PretendedWire(
+        self._transport = FakeTransport(
             lambda tensor: tracker.mark_if_passing(tensor, "communication buffers"), device.type == "cpu"
         )
 
     def _connect(
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
     ) -> Communicator:
-        communicator = PretendedCommunicator(ranks, self.rank, name, self._wire)
+        communicator = FakeCommunicator(ranks, self.rank, name, self._transport)
         communicator.observer = self._observer(communicator)
         return communicator
