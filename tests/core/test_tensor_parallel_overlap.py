@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication import CollectiveRecord, Communicator, Work, add_in_order
+from megatron.core.gradient import Gradient
+from megatron.core.ops.matmul import Gemm, PlainGemm
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import NoOverlap, TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -107,8 +109,8 @@ class Ran:
     records: list[list[CollectiveRecord]]
 
 
-def run_layers(edges: Edges | None, dtype: torch.dtype = torch.float64) -> Ran:
-    """A column-parallel layer and a row-parallel one behind it, with sequence parallelism."""
+def run_layers(edges: Edges | None, dtype: torch.dtype = torch.float64, gemm: Gemm | None = None) -> Ran:
+    """A column-parallel layer and a row-parallel one behind it, with sequence parallelism; ``gemm`` replaces theirs."""
     ranks = Communicator(range(dist.get_world_size()), dist.get_rank(), "tp")
     parallel = TensorParallel(ranks, True, None if edges is None else edges(ranks))
     inputs, first, second, gradient = whole_tensors(dtype)
@@ -118,6 +120,8 @@ def run_layers(edges: Edges | None, dtype: torch.dtype = torch.float64) -> Ran:
     row = RowParallelLinear("row", 12, OUTPUTS, context, 1.0)
     column.weight.data.copy_(first.chunk(size)[rank])
     row.weight.data.copy_(second.chunk(size, dim=1)[rank])
+    if gemm is not None:
+        column.op, row.op = replace(column.op, gemm=gemm), replace(row.op, gemm=gemm)
     mine = inputs.chunk(size)[rank].clone().requires_grad_()
     records: list[list[CollectiveRecord]] = []
 
@@ -182,6 +186,43 @@ def test_layers_give_what_one_process_gives_and_send_what_they_send_without_over
             assert kinds == [parts, parts, parts, ["all_gather", *parts]]
         else:
             assert kinds == [["all_gather"], ["reduce_scatter"], ["all_gather"], ["all_gather", "reduce_scatter"]]
+
+
+class RowScaledGemm(PlainGemm):
+    """Divides every row by its amax, and multiplies every row of what it computes, ``[s, b, n]``, by that scale."""
+
+    is_plain = False
+
+    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
+        amax = inputs.abs().amax(dim=-1, keepdim=True)  # [s, b, 1]
+        return QuantizedTensor(inputs / amax, amax)
+
+    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
+        return self.quantize_input(grad_outputs)
+
+    def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
+        return super().output(inputs, weight) * scales_of(inputs)
+
+    def input_gradient(self, grad_outputs: QuantizedTensor, weight: Tensor) -> Tensor:
+        return super().input_gradient(grad_outputs, weight) * scales_of(grad_outputs)
+
+    def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Gradient:
+        rows = QuantizedTensor(grad_outputs.data * scales_of(grad_outputs) * scales_of(inputs))
+        return super().weight_gradient(rows, inputs)
+
+
+def scales_of(rows: QuantizedTensor) -> Tensor:
+    """The scale of each row ``[s, b, 1]``."""
+    assert rows.inverse_scale is not None and rows.inverse_scale.shape == (*rows.data.shape[:-1], 1)
+    return rows.inverse_scale
+
+
+@pytest.mark.parametrize("edges", [None, P2POverlap])
+def test_the_scales_of_rows_move_with_the_rows(four_ranks: RankPool, edges: Edges | None) -> None:
+    ran: list[Ran] = four_ranks.run(run_layers, edges, torch.float64, RowScaledGemm(), world_size=2)
+    for rank, found in enumerate(ran):
+        for number, (result, wanted) in enumerate(zip(found.results, expected_of(rank, 2))):
+            assert torch.allclose(result, wanted, rtol=1e-12, atol=1e-12), number
 
 
 def run_rounding() -> Tensor:

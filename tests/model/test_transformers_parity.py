@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
 from megatron.checkpoint.hugging_face_config import config_fields
 from megatron.config.model import preset
 from megatron.core.models.layer import BuildContext
@@ -20,6 +21,7 @@ from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
+from tests.checkpoint.test_hugging_face import assembled, numbered
 from tests.rank_pool import RankPool
 from tests.whole_model import logits_of, token_losses_of
 
@@ -227,6 +229,23 @@ def test_other_architectures_equal_transformers(
     else:
         errors = four_ranks.run(compare_on_rank, config, tp, sequence_parallel, world_size=tp)
     assert max(errors) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_conversion_maps_every_element_both_ways(family: str, tied: bool) -> None:
+    config = architecture(scaling=False, tied=tied, tp=1, family=family)
+    parameters = hugging_face_model(config).named_parameters()
+    theirs = numbered({name: parameter.shape for name, parameter in parameters})
+    ours, mapping = to_global(theirs, config), HuggingFaceMapping.of(config)
+    assert mapping.ours.keys() == ours.keys() and mapping.theirs.keys() == theirs.keys()
+    for name, tensor in mapping.ours.items():
+        corner = (0,) * len(tensor.shape)
+        assert torch.equal(assembled(tensor.copies(corner, tensor.shape), theirs, tensor.shape), ours[name]), name
+    for name, section in mapping.theirs.items():
+        corner = (0,) * len(section.shape)
+        found = assembled(copies_of_section(section, corner, section.shape), ours, section.shape)
+        assert torch.equal(found, theirs[name]), name
 
 
 @pytest.mark.parametrize("name", PRESETS)
