@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
-from megatron.core.kernels.selection import Kernels, LayerKernels, OptimizerKernels
+from megatron.core.kernels.selection import Kernels, LayerKernels
 from megatron.core.models.kernels import build_kernels, needs_log_sum_exp
 from megatron.core.ops.attention_kernels import AttentionKernel, ReferenceAttention, choose_attention_kernel
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
@@ -15,6 +15,7 @@ from megatron.core.ops.fp8 import product_for
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU
+from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
 from megatron.planner.memory import MemoryTracker

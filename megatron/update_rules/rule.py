@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from megatron.core.communication import Communicator
     from megatron.core.data_parallel.buffer import ParameterSplit
-    from megatron.core.kernels.third_party import AdamBuilder
+    from megatron.core.optimizer.kernels import AdamBuilder
     from megatron.core.parameter import ParameterInfo
 
 Kind = TypeVar("Kind")

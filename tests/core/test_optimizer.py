@@ -13,9 +13,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
 from megatron.core.gradient import main_grad_of
-from megatron.core.kernels.selection import OptimizerKernels
-from megatron.core.kernels.third_party import torch_adam, torch_squared_norm
 from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.kernels import OptimizerKernels, torch_adam, torch_squared_norm
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
 from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
 from megatron.core.precision import NumberFormats

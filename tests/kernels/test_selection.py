@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig
+from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.kernels import selection
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, table
 from megatron.core.kernels.selection import (
@@ -21,7 +22,6 @@ from megatron.core.kernels.selection import (
     try_compiler,
     try_weight_gradient,
 )
-from megatron.core.kernels.third_party import FlashAttention3
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CpuFlashAttention, CudnnAttention, PartialAttention, ReferenceAttention
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient

@@ -17,6 +17,8 @@ from megatron.config.context_parallel import ContextParallelType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
+from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.buffer import ParamShard
@@ -38,8 +40,6 @@ from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.overlap import P2POverlap, TPOverlap
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.transformer_engine.layers import TransformerEngineProvider
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import ScheduleName, build_schedule, placement_of

@@ -56,7 +56,7 @@ _FROM_RANKS = "unpickles what the ranks of the run send, not files: see docs/sec
 ALLOWED = {
     ("megatron/core/communication.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
     ("megatron/core/communication.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
-    ("megatron/core/kernels/third_party.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
+    ("megatron/core/kernels/choice.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
     ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",
     ("benchmarks/benchmark_checkpoint.py", "torch.load"): "reads what it has just written, with weights_only=True",

@@ -14,6 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.precision import PrecisionConfig
+from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
+from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
+from megatron.core.backends.transformer_engine.overlap import shared_buffers
+from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
@@ -25,11 +30,6 @@ from megatron.core.parameter import info_of
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
-from megatron.core.transformer_engine.attention import TransformerEngineAttention
-from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.transformer_engine.layers import TransformerEngineProvider
-from megatron.core.transformer_engine.overlap import shared_buffers
-from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from tests.stand_ins import transformer_engine
 from tests.transformer_engine.signatures import SIGNATURES
 

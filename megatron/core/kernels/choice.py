@@ -1,8 +1,9 @@
 """Choosing one of several implementations, and saying why."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megatron.config.kernels import Wanted
 from megatron.errors import ConfigError
@@ -13,6 +14,16 @@ S = TypeVar("S")
 
 class Unavailable(Exception):
     """Why an implementation cannot be used here: half a sentence."""
+
+
+def load(module: str, package: str) -> Any:
+    """The ``module`` of ``package``; raises :class:`Unavailable`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise Unavailable(f"{package} is not installed (no module {module})") from None
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Unavailable(f"{package} is installed but cannot be imported ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -32,15 +43,15 @@ class Candidate(Generic[T]):
     make: Callable[[], T]
     """The implementation, ready for use; raises :class:`Unavailable`."""
     merit: str
-    """Why it is taken where it goes."""
+    """Why it is preferred where it is available."""
     is_automatic: bool = True
-    """Whether it may be chosen without having been asked for."""
+    """Whether it may be chosen without a flag that requires it."""
 
 
 def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | None) -> tuple[T, Choice]:
-    """The first of ``candidates`` that goes, or the one that is wanted.
+    """The first available one of ``candidates``, or the one that is wanted.
 
-    Raises :class:`ConfigError` where that one is not there, naming those that are.
+    Raises :class:`ConfigError` if that one is not available, and names those that are.
     """
     if wanted is not None:
         return _choose_wanted(operation, candidates, wanted)
@@ -63,13 +74,14 @@ def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: W
     try:
         return candidate.make(), Choice(operation, candidate.name, f"asked for by {wanted.flag}")
     except Unavailable as error:
-        there = [other.name for other in candidates if other is not candidate and _is_there(other)]
+        available = [other.name for other in candidates if other is not candidate and _is_available(other)]
         raise ConfigError(
-            f"{wanted.flag} is not available: {error}; available: {', '.join(there)}: use one of these, or remove it."
+            f"{wanted.flag} is not available: {error}; available: {', '.join(available)}: use one of these, or remove "
+            "it."
         ) from error
 
 
-def _is_there(candidate: Candidate[S]) -> bool:
+def _is_available(candidate: Candidate[S]) -> bool:
     try:
         candidate.make()
     except Unavailable:

@@ -10,27 +10,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron.config.kernels import KernelConfig, Wanted
-from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose
-from megatron.core.kernels.third_party import (
-    AdamBuilder,
-    ApexRMSNorm,
-    ApexWeightGradient,
-    FlashAttention3,
-    SquaredNorm,
-    TransformerEngineRMSNorm,
-    apex_adam,
-    apex_squared_norm,
-    torch_adam,
-    torch_squared_norm,
-    transformer_engine_adam,
-    transformer_engine_squared_norm,
-)
+from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, load
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import (
     AttentionKernel,
@@ -47,8 +33,10 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
-from megatron.core.transformer_engine.attention import TransformerEngineAttention
-from megatron.core.transformer_engine.package import TransformerEngine
+from megatron.core.optimizer.kernels import AdamBuilder, OptimizerKernels, SquaredNorm, torch_adam, torch_squared_norm
+
+if TYPE_CHECKING:
+    from megatron.core.backends.transformer_engine.package import TransformerEngine
 
 T = TypeVar("T")
 
@@ -64,14 +52,6 @@ class LayerKernels:
 
 
 @dataclass(frozen=True)
-class OptimizerKernels:
-    """What updates weights and what measures gradients."""
-
-    adam: AdamBuilder = torch_adam
-    squared_norm: SquaredNorm = torch_squared_norm
-
-
-@dataclass(frozen=True)
 class Kernels:
     """What computes each operation of a run."""
 
@@ -80,7 +60,7 @@ class Kernels:
     layers: LayerKernels
     optimizer: OptimizerKernels
     fp8_product: ScaledProduct
-    engine: TransformerEngine | None
+    engine: "TransformerEngine | None"
     """Whose modules are the linear layers with the norms before them, where they are not ours."""
     choices: tuple[Choice, ...]
     """In the order of the table that is printed."""
@@ -99,7 +79,7 @@ class Setting:
     needs_log_sum_exp: bool = False
     """Whether partial results of attention will be merged, or what it keeps must be plain tensors."""
     attention_backend: str = "auto"
-    engine: TransformerEngine | None = None
+    engine: "TransformerEngine | None" = None
     """Asked for as the implementation of the layers."""
 
     @property
@@ -164,13 +144,13 @@ def _linear(setting: Setting) -> Choice:
 
 # Attention
 
-_NAMES: dict[type, str] = {
-    FlashAttention3: "flash3",
-    CudnnAttention: "cudnn",
-    CudaFlashAttention: "flash",
-    TorchAttention: "sdpa",
-    CpuFlashAttention: "cpu",
-    ReferenceAttention: "reference",
+_ATTENTION: dict[str, Callable[[], AttentionKernel]] = {
+    "flash3": lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
+    "cudnn": CudnnAttention,
+    "flash": CudaFlashAttention,
+    "sdpa": TorchAttention,
+    "cpu": CpuFlashAttention,
+    "reference": ReferenceAttention,
 }
 _MERITS = {
     "flash3": "made for Hopper",
@@ -183,27 +163,28 @@ _MERITS = {
 
 
 def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
-    makers: list[Callable[[], AttentionKernel]] = []
     candidates = []
     if wanted is not None or (setting.engine is not None and setting.attention_backend == "auto"):
         make = partial(_usable_attention, partial(_transformer_engine_attention, setting), setting)
         candidates.append(Candidate("te", make, "Transformer Engine chooses the kernel"))
-    if wanted is not None or (setting.is_hopper and setting.attention_backend in ("auto", "flash")):
-        makers.append(FlashAttention3)
-    if wanted is not None or (setting.is_hopper and setting.attention_backend == "auto"):
-        makers.append(CudnnAttention)
-    makers += [type(kernel) for kernel in attention_kernels(setting.attention_backend)]
-    if wanted is not None:
-        makers += [CudaFlashAttention]
-    for maker in dict.fromkeys(makers):
-        name = _NAMES[maker]  # type: ignore[index]
-        candidates.append(Candidate(name, partial(_usable_attention, maker, setting), _MERITS[name]))
+    names = []
+    if setting.is_hopper and setting.attention_backend in ("auto", "flash"):
+        names.append("flash3")
+    if setting.is_hopper and setting.attention_backend == "auto":
+        names.append("cudnn")
+    name_of = {kernel: name for name, kernel in _ATTENTION.items()}
+    names += [name_of[type(kernel)] for kernel in attention_kernels(setting.attention_backend)]
+    for name in dict.fromkeys(names) if wanted is None else _ATTENTION:
+        make = partial(_usable_attention, _ATTENTION[name], setting)
+        candidates.append(Candidate(name, make, _MERITS[name]))
     return candidates
 
 
 def _transformer_engine_attention(setting: Setting) -> AttentionKernel:
     if setting.engine is None:
         raise Unavailable("it needs --transformer-impl transformer_engine")
+    from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
+
     return TransformerEngineAttention(setting.engine)
 
 
@@ -261,7 +242,7 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
     def apex() -> WeightGradientKernel:
         if not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             raise Unavailable("apex only accumulates half-precision products in fp32 on GPUs")
-        return _tried_weight_gradient(ApexWeightGradient(), setting)
+        return _tried_weight_gradient(_from_backend(setting, "apex", "WeightGradient"), setting)
 
     return [
         Candidate(
@@ -298,11 +279,7 @@ def try_weight_gradient(
 
 def _rms_norm(setting: Setting) -> list[Candidate[RMSNormKernel]]:
     ours: list[Candidate[RMSNormKernel]] = _elementwise(setting, EagerRMSNorm, CompiledRMSNorm)
-    return [
-        *ours,
-        Candidate("apex", partial(_on_gpu, ApexRMSNorm, setting), "", is_automatic=False),
-        Candidate("te", partial(_on_gpu, TransformerEngineRMSNorm, setting), "", is_automatic=False),
-    ]
+    return [*ours, *_optional(setting, "RMSNorm")]
 
 
 def _swiglu(setting: Setting) -> list[Candidate[SwiGLUKernel]]:
@@ -360,36 +337,37 @@ def try_compiler(device: torch.device) -> str | None:
 
 
 def _adam(setting: Setting) -> list[Candidate[AdamBuilder]]:
-    def make(build: Callable[[], AdamBuilder]) -> AdamBuilder:
-        return _on_gpu(build, setting)
-
-    return [
-        Candidate("torch", lambda: torch_adam, "torch's fused AdamW"),
-        Candidate("apex", partial(make, apex_adam), "", is_automatic=False),
-        Candidate("te", partial(make, transformer_engine_adam), "", is_automatic=False),
-    ]
+    return [Candidate("torch", lambda: torch_adam, "torch's fused AdamW"), *_optional(setting, "adam")]
 
 
 def _l2_norm(setting: Setting) -> list[Candidate[SquaredNorm]]:
-    def make(build: Callable[[], SquaredNorm]) -> SquaredNorm:
-        return _on_gpu(build, setting)
+    return [Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"), *_optional(setting, "squared_norm")]
 
+
+# Optional packages
+
+_BACKENDS = {
+    "apex": ("megatron.core.backends.apex", "apex"),
+    "te": ("megatron.core.backends.transformer_engine.kernels", "Transformer Engine"),
+}
+
+
+def _optional(setting: Setting, kernel: str) -> list[Candidate[Any]]:
     return [
-        Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"),
-        Candidate("apex", partial(make, apex_squared_norm), "", is_automatic=False),
-        Candidate("te", partial(make, transformer_engine_squared_norm), "", is_automatic=False),
+        Candidate(name, partial(_from_backend, setting, name, kernel), "", is_automatic=False) for name in _BACKENDS
     ]
 
 
-# What they share
-
-
-def _on_gpu(make: Callable[[], T], setting: Setting) -> T:
+def _from_backend(setting: Setting, backend: str, kernel: str) -> Any:
+    """The ``kernel`` of an optional package, whose module is loaded only now."""
     if not setting.on_gpu:
         raise Unavailable("it needs a GPU")
     if setting.weight == torch.float64:
         raise Unavailable("it does not support fp64")
-    return make()
+    return getattr(load(*_BACKENDS[backend]), kernel)()
+
+
+# Trials
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
@@ -10,9 +11,10 @@ from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
-from megatron.core.transformer_engine.overlap import shared_buffers
-from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from megatron.core.backends.transformer_engine.package import TransformerEngine
 
 
 def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Kernels:
@@ -51,10 +53,12 @@ def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
     return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
 
 
-def find_transformer_engine(config: RunConfig, topology: Topology) -> TransformerEngine | None:
+def find_transformer_engine(config: RunConfig, topology: Topology) -> "TransformerEngine | None":
     """Transformer Engine, if ``--transformer-impl`` asks for it."""
     if config.model.transformer_impl == "local":
         return None
+    from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
+
     try:
         return TransformerEngine.find(topology.device)
     except UnavailableError as error:
@@ -64,11 +68,14 @@ def find_transformer_engine(config: RunConfig, topology: Topology) -> Transforme
         ) from error
 
 
-def share_buffers(config: RunConfig, topology: Topology, engine: TransformerEngine | None, at_end: ExitStack) -> None:
+def share_buffers(config: RunConfig, topology: Topology, engine: "TransformerEngine | None", at_end: ExitStack) -> None:
     """Allocate Transformer Engine's user buffers for --tp-comm-overlap, which ``at_end`` frees. Collective."""
     ranks = topology.tensor_parallel
     if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
         return
+    from megatron.core.backends.transformer_engine.overlap import shared_buffers
+    from megatron.core.backends.transformer_engine.package import UnavailableError
+
     rows = config.micro_batch_size * config.seq_length // topology.grid.cp
     hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size
     try:

@@ -16,7 +16,7 @@ from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import Kernels
-from megatron.core.models.layer import BuildContext, LocalProvider
+from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.offload import HostCopies, offload
 from megatron.core.ops.documents import Documents
@@ -27,8 +27,6 @@ from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.topology import Topology
-from megatron.core.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
-from megatron.core.transformer_engine.layers import TransformerEngineProvider
 from megatron.errors import ConfigError
 from megatron.schedules.registry import build_schedule, placement_of
 from megatron.schedules.schedule import Placement, Schedule
@@ -81,11 +79,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int,
             topology.context_parallel_levels(config.parallel.hierarchical_context_parallel_sizes),
         ),
         fp8=build_fp8(config, topology, kernels),
-        provider=(
-            LocalProvider()
-            if kernels.engine is None
-            else TransformerEngineProvider(kernels.engine, overlaps=tensor_parallel.has_overlap)
-        ),
+        provider=layer_provider(kernels, tensor_parallel),
         weights_device=weights_device(config, topology),
     )
     model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
@@ -122,6 +116,15 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
     return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
 
 
+def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
+    """Makes the norms and linear layers (``--transformer-impl``)."""
+    if kernels.engine is None:
+        return LocalProvider()
+    from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
+
+    return TransformerEngineProvider(kernels.engine, overlaps=tensor_parallel.has_overlap)
+
+
 def weights_device(config: RunConfig, topology: Topology) -> torch.device | None:
     """The meta device where FSDP allocates the weights, so that whole weights are never in memory."""
     # FSDP2 cannot do that with tensors that have no memory at all.
@@ -134,6 +137,8 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
     if config.precision.fp8_format is None:
         return None
     if kernels.engine is not None:
+        from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+
         reason = why_unsupported(kernels.engine, config.precision)
         if reason is not None:
             raise ConfigError(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.kernels.selection import OptimizerKernels
 from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
 from megatron.update_rules.registry import build_rule

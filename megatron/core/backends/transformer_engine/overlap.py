@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.precision import PrecisionConfig
+from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
 from megatron.core.communication import Communicator
-from megatron.core.transformer_engine.package import TransformerEngine, UnavailableError
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
+from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
+from megatron.core.backends.transformer_engine.overlap import column_overlap, row_overlap
+from megatron.core.backends.transformer_engine.package import TransformerEngine
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
 from megatron.core.parameter import ParameterInfo, columns_box, sharded_boxes
 from megatron.core.tensor_parallel.layers import LayerContext
-from megatron.core.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.transformer_engine.overlap import column_overlap, row_overlap
-from megatron.core.transformer_engine.package import TransformerEngine
 
 
 class _OwnGraph(Function):
@@ -100,7 +100,7 @@ class _Linear(nn.Module):
 
 class TransformerEngineProvider:
     """Makes the layers (:class:`megatron.core.models.layer.LayerProvider`). With ``overlaps`` they need
-    :func:`~megatron.core.transformer_engine.overlap.shared_buffers`."""
+    :func:`~megatron.core.backends.transformer_engine.overlap.shared_buffers`."""
 
     def __init__(self, engine: TransformerEngine, overlaps: bool = False) -> None:
         self.engine, self.overlaps = engine, overlaps

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.backends.transformer_engine.package import TransformerEngine
 from megatron.core.ops.attention_kernels import Gradients, PartialAttention
-from megatron.core.transformer_engine.package import TransformerEngine
 
 
 class TransformerEngineAttention:

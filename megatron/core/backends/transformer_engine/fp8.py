@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
+from megatron.core.backends.transformer_engine.package import TransformerEngine
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Layers
-from megatron.core.transformer_engine.package import TransformerEngine
 
 _ROLES = (("scaling_fwd", 0), ("scaling_fwd", 1), ("scaling_bwd", 0))
 """Where a module's ``fp8_meta`` has each of :data:`megatron.core.fp8.ROLES`: input, weight, gradient of the output."""

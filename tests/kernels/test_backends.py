@@ -2,6 +2,7 @@
 against themselves where they are installed and there is a GPU."""
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,26 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.kernels.choice import Unavailable
+from megatron.core.backends import apex
+from megatron.core.backends.flash_attention import FlashAttention3
+from megatron.core.backends.transformer_engine import kernels as transformer_engine
+from megatron.core.kernels.choice import Unavailable, load
 from megatron.core.kernels.selection import try_attention, try_weight_gradient
-from megatron.core.kernels.third_party import (
-    AdamBuilder,
-    ApexRMSNorm,
-    ApexWeightGradient,
-    FlashAttention3,
-    SquaredNorm,
-    TransformerEngineRMSNorm,
-    apex_adam,
-    apex_squared_norm,
-    load,
-    torch_adam,
-    torch_squared_norm,
-    transformer_engine_adam,
-    transformer_engine_squared_norm,
-)
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import PartialAttention
 from megatron.core.ops.norm import EagerRMSNorm
+from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
 from megatron.training.pretrain import deterministic_algorithms
 from tests.update_rules.bound import bind, run, states
 
@@ -70,10 +60,10 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0)
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-@pytest.mark.parametrize("kernel", [ApexRMSNorm, TransformerEngineRMSNorm])
+@pytest.mark.parametrize("kernel", [apex.RMSNorm, transformer_engine.RMSNorm])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_rms_norm(
-    kernel: type[ApexRMSNorm | TransformerEngineRMSNorm], dtype: torch.dtype, tolerance: float, device: torch.device
+    kernel: type[apex.RMSNorm | transformer_engine.RMSNorm], dtype: torch.dtype, tolerance: float, device: torch.device
 ) -> None:
     theirs = made(kernel, device)
     assert isinstance(theirs, kernel)
@@ -92,12 +82,12 @@ def test_rms_norm(
 
 
 def test_weight_gradient(device: torch.device) -> None:
-    kernel = made(ApexWeightGradient, device)
-    assert isinstance(kernel, ApexWeightGradient)
+    kernel = made(apex.WeightGradient, device)
+    assert isinstance(kernel, apex.WeightGradient)
     try_weight_gradient(kernel, device, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("make", [apex_squared_norm, transformer_engine_squared_norm])
+@pytest.mark.parametrize("make", [apex.squared_norm, transformer_engine.squared_norm])
 def test_squared_norm(make: Callable[[], SquaredNorm], device: torch.device) -> None:
     squared_norm = made(make, device)
     assert callable(squared_norm)
@@ -126,7 +116,7 @@ def train(adam: AdamBuilder, device: torch.device, steps: range, before: list[Te
     return [tensor.cpu() for tensor in kept]
 
 
-@pytest.mark.parametrize("make", [apex_adam, transformer_engine_adam])
+@pytest.mark.parametrize("make", [apex.adam, transformer_engine.adam])
 def test_adam_is_torchs_and_goes_on_from_its_state(make: Callable[[], AdamBuilder], device: torch.device) -> None:
     """Part of the way the state moves to an optimizer of the other kind, as by a checkpoint, step count included."""
     theirs = made(make, device)
@@ -174,3 +164,24 @@ def test_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     importlib.invalidate_caches()
     with pytest.raises(Unavailable, match=r"cannot be imported \(undefined symbol"):
         load("a_broken_module", "apex")
+
+
+WITHOUT_BACKENDS = """
+import subprocess
+import sys
+sys.modules["megatron.core.backends"] = None  # every import of it fails
+from pretrain_llama import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.processes
+def test_a_run_that_asks_for_no_package_does_not_need_the_room() -> None:
+    flags = "--model tiny --mock-data --vocab-size 100 --seq-length 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3"
+    command = [sys.executable, "-c", WITHOUT_BACKENDS, *flags.split()]
+    run = subprocess.run(command, cwd=STAND_INS.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    asked = subprocess.run(
+        [*command, "--kernel", "adam=apex"], cwd=STAND_INS.parents[1], capture_output=True, text=True
+    )
+    assert asked.returncode == 2 and "--kernel adam=apex is not available" in asked.stderr
