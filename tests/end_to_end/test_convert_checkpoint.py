@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.architectures.registry import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import conversion
 from megatron.checkpoint.checkpointing import load_checkpoint, read_state
@@ -61,11 +62,12 @@ SCALED_ROPE = {
 }
 
 
-def their_model(tied: bool) -> Any:
+def their_model(tied: bool, family: str = "llama") -> Any:
     """Tied with plain rotary embeddings; untied with fewer key-value heads, wide heads and scaled ones."""
     torch.manual_seed(3)
     rope = {"rope_type": "default", "rope_theta": 50000.0} if tied else SCALED_ROPE
-    settings = transformers.LlamaConfig(
+    settings = transformers.AutoConfig.for_model(
+        family,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=56,
@@ -78,17 +80,21 @@ def their_model(tied: bool) -> Any:
         tie_word_embeddings=tied,
         attn_implementation="eager",
     )
-    model = transformers.LlamaForCausalLM(settings)
+    model = transformers.AutoModelForCausalLM.from_config(settings)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
     return model
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied, scaled rope", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[(False, "llama"), (True, "llama"), *((name == "qwen2", name) for name in ARCHITECTURES if name != "llama")],
+    ids=lambda param: f"{param[1]}, {'tied' if param[0] else 'untied, scaled rope'}",
+)
 def model(request: pytest.FixtureRequest) -> Any:
     """A small model of transformers."""
-    return their_model(request.param)
+    return their_model(*request.param)
 
 
 @pytest.fixture
@@ -151,7 +157,13 @@ def test_back_again_through_a_run_of_four_ranks_every_bit_is_the_same(hf: Path, 
 def test_transformers_loads_the_result_as_it_is(model: Any, hf: Path, tmp_path: Path) -> None:
     from_hf(hf, tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back", max_shard_size="40000")
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert_same_logits(tmp_path / "back", model)
+
+
+def assert_same_logits(exported: Path, model: Any) -> None:
+    """transformers loads the files as the class of ``model``, and computes the same bits."""
+    again = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
+    assert type(again) is type(model)
     tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
@@ -161,7 +173,7 @@ def test_our_logits_are_those_of_transformers(model: Any, hf: Path, tmp_path: Pa
     from_hf(hf, tmp_path / "ours")
     tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
     with torch.no_grad(), fp32_means_fp64():
-        wide = transformers.LlamaForCausalLM(model.config).double()
+        wide = type(model)(model.config).double()
         wide.load_state_dict(model.state_dict())
         wanted = wide(tokens).logits
     with torch.no_grad():
@@ -407,12 +419,15 @@ def test_a_presets_name_is_advised() -> None:
 
 
 @pytest.mark.slow(reason="starts four processes")
-def test_the_commands_as_they_are_typed(tmp_path: Path) -> None:
-    their_model(tied=True).save_pretrained(tmp_path / "hf")
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_the_commands_as_they_are_typed(family: str, tmp_path: Path) -> None:
+    model = their_model(tied=True, family=family)
+    model.save_pretrained(tmp_path / "hf")
     ours, back = tmp_path / "ours", tmp_path / "back"
     run_tool("tools/convert_checkpoint.py", "from-hf", "--hf", tmp_path / "hf", "--save", ours)
     run_tool("tools/convert_checkpoint.py", "to-hf", "--load", ours, "--hf", back, "--max-shard-size", "5GB")
     assert_same_weights(back, tmp_path / "hf")
+    assert_same_logits(back, model)
     found = json.loads(run_tool("tools/inspect_checkpoint.py", "--load", ours, "--verify", "--json"))
     assert (found["iteration"], found["damage"]) == (0, [])
     table = found["tensors"]["model/layers.1.mlp.linear_fc1.weight"]
