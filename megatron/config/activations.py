@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least
 
 RecomputeGranularity = Literal["selective", "full"]
@@ -50,7 +51,6 @@ class ActivationConfig:
 
     @property
     def granularity(self) -> RecomputeGranularity | None:
-        """The effective granularity."""
         return "selective" if self.recompute_activations else self.recompute_granularity
 
     @property
@@ -81,34 +81,20 @@ class ActivationConfig:
         )
 
     def check(self) -> None:
-        require_at_least(1, {"--recompute-num-layers": self.recompute_num_layers})
-        require_at_least(0, {"--cpu-offloading-num-layers": self.cpu_offloading_num_layers})
+        require_at_least(1, values_of(self, "recompute_num_layers"))
+        require_at_least(0, values_of(self, "cpu_offloading_num_layers"))
         if self.recompute_activations and self.recompute_granularity == "full":
             raise ConfigError(
                 "--recompute-activations means --recompute-granularity selective and contradicts "
                 "--recompute-granularity full: remove one."
             )
-        if self.granularity == "full":
-            self._check_full()
-        self._check_flags_have_an_effect()
-
-    def _check_full(self) -> None:
-        for flag, value, choice in (
-            ("--recompute-method", self.recompute_method, "uniform or block"),
-            ("--recompute-num-layers", self.recompute_num_layers, "for example 1"),
-        ):
-            if value is None:
-                raise ConfigError(f"--recompute-granularity full needs {flag}: add it, {choice}.")
-
-    def _check_flags_have_an_effect(self) -> None:
-        for flag, is_given, granularity in (
-            ("--recompute-modules", self.recompute_modules is not None, "selective"),
-            ("--recompute-method", self.recompute_method is not None, "full"),
-            ("--recompute-num-layers", self.recompute_num_layers is not None, "full"),
-            ("--distribute-saved-activations", self.distribute_saved_activations, "full"),
-        ):
-            if is_given and self.granularity != granularity:
-                raise ConfigError(f"{flag} needs --recompute-granularity {granularity}: add it, or remove {flag}.")
+        needed = "--recompute-method (uniform or block)" if self.recompute_method is None else "--recompute-num-layers"
+        if self.granularity == "full" and None in (self.recompute_method, self.recompute_num_layers):
+            raise ConfigError(f"--recompute-granularity full needs {needed}: add it.")
+        full = changed_flags(self, "recompute_method", "recompute_num_layers", "distribute_saved_activations")
+        selective = changed_flags(self, "recompute_modules")
+        require_flag("--recompute-granularity full", self.granularity == "full", full)
+        require_flag("--recompute-granularity selective", self.granularity == "selective", selective)
         if self.recompute_modules == ():
             raise ConfigError("--recompute-modules has no value: add one, such as core_attn, or remove the flag.")
         if {"mlp", "mlp_act"} <= self.modules:

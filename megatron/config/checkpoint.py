@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.intervals import IntervalSchedule
 from megatron.ranges import require_at_least
 from megatron.urls import check_place, refuse_urls
@@ -82,49 +83,28 @@ class CheckpointConfig:
     def _check_paths(self) -> None:
         if self.save is not None:
             # A checkpoint is committed by renaming its directory.
-            refuse_urls({"--save": self.save}, "use a directory, and set --redundant-save to the URL")
-        refuse_urls({"--load-hf": self.load_hf}, "copy the model to a local directory, whose files can be mapped")
-        places = [("--load", self.load), ("--pretrained-checkpoint", self.pretrained_checkpoint)]
-        places += [("--redundant-save", place) for place in self.redundant_save]
-        for flag, place in places:
+            refuse_urls(values_of(self, "save"), "use a directory, and set --redundant-save to the URL")
+        refuse_urls(values_of(self, "load_hf"), "copy the model to a local directory, whose files can be mapped")
+        for flag, place in values_of(self, "load", "pretrained_checkpoint").items():
             if place is not None:
                 check_place(flag, place)
         for number, place in enumerate(self.redundant_save):
+            check_place("--redundant-save", place)
             if place == self.save:
                 raise ConfigError(f"--redundant-save {place} is the directory of --save: use another one.")
             if place.rstrip("/") in [other.rstrip("/") for other in self.redundant_save[:number]]:
                 raise ConfigError(f"--redundant-save {place} is given twice: remove one of them.")
 
     def check(self) -> None:
-        retained = {
-            "--save-retain-last": self.save_retain_last,
-            "--save-retain-interval": self.save_retain_interval,
-        }
-        require_at_least(1, {**retained, "--async-save-timeout": self.async_save_timeout})
-        require_at_least(0, {"--max-failed-saves": self.max_failed_saves})
+        require_at_least(1, values_of(self, "save_retain_last", "save_retain_interval", "async_save_timeout"))
+        require_at_least(0, values_of(self, "max_failed_saves"))
         if self.save_interval is not None:
             IntervalSchedule.parse("--save-interval", self.save_interval)
-        for flag, is_given in (
-            ("--save-interval", self.save_interval is not None),
-            ("--async-save", self.async_save),
-            ("--redundant-save", bool(self.redundant_save)),
-            *((flag, value is not None) for flag, value in retained.items()),
-        ):
-            if is_given and self.save is None:
-                raise ConfigError(f"{flag} needs --save: add it with a directory, or remove {flag}.")
+        saves = ("save_interval", "async_save", "redundant_save", "save_retain_last", "save_retain_interval")
+        require_flag("--save with a directory", self.save is not None, changed_flags(self, *saves))
         self._check_paths()
-        for flag, is_given in (
-            ("--ckpt-step", self.ckpt_step is not None),
-            ("--finetune", self.finetune),
-            ("--use-checkpoint-args", self.use_checkpoint_args),
-            ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
-            ("--no-checkpoint-fallback", not self.checkpoint_fallback),
-        ):
-            if is_given and self.load is None:
-                raise ConfigError(f"{flag} needs --load: add it with a directory, or remove {flag}.")
-        for flag, is_given in (
-            ("--load-hf", self.load_hf is not None),
-            ("--exit-on-missing-checkpoint", self.exit_on_missing_checkpoint),
-        ):
-            if is_given and self.pretrained_checkpoint is not None:
+        loads = ("ckpt_step", "finetune", "use_checkpoint_args", "exit_on_missing_checkpoint", "checkpoint_fallback")
+        require_flag("--load with a directory", self.load is not None, changed_flags(self, *loads))
+        for flag in changed_flags(self, "load_hf", "exit_on_missing_checkpoint"):
+            if self.pretrained_checkpoint is not None:
                 raise ConfigError(f"--pretrained-checkpoint and {flag} exclude each other: remove one of them.")

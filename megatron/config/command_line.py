@@ -14,6 +14,7 @@ from megatron.config.megatron_flags import NOT_SUPPORTED
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.flags import flag_of
 
 DESCRIPTION = """Pretrain a Llama model.
 
@@ -85,7 +86,7 @@ def flag_names() -> list[str]:
 
 def _names_and_defaults() -> list[tuple[str, Any]]:
     return [
-        ("--" + flag.name.replace("_", "-"), flag.default)
+        (flag_of(flag.name), flag.default)
         for group in fields(RunConfig)
         for flag in fields(group.default_factory)  # type: ignore[arg-type]
     ]
@@ -100,7 +101,6 @@ def _unknown_flag_message(argument: str) -> str:
     if flag in NOT_SUPPORTED:
         return f"{flag} of Megatron-LM is not supported: {NOT_SUPPORTED[flag]}"
     negative = ["--no-" + name[2:] for name, default in _names_and_defaults() if isinstance(default, bool)]
-    known = flag_names() + negative
-    nearest = difflib.get_close_matches(flag, known, n=1)
+    nearest = difflib.get_close_matches(flag, flag_names() + negative, n=1)
     hint = f"did you mean {nearest[0]}?" if nearest else "see --help."
     return f"{flag} is not a flag of pretrain_llama.py: {hint}"

@@ -1,9 +1,10 @@
 """Flags of Megatron-LM that are accepted and change nothing."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags
 
 REFUSALS = {
     "use_rotary_position_embeddings": "Llama has rotary position embeddings",
@@ -106,10 +107,8 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. TensorBoard and wandb receive the validation perplexity."""
 
     def check(self) -> None:
-        for field in fields(self):
-            value, flag = getattr(self, field.name), field.name.replace("_", "-")
-            if value != field.default and field.name in REFUSALS:
-                spelling = (
-                    f"--{flag} {value}" if not isinstance(value, bool) else f"--{flag if value else 'no-' + flag}"
-                )
-                raise ConfigError(f"{spelling} is not supported, because {REFUSALS[field.name]}: remove it.")
+        for name, reason in REFUSALS.items():
+            for flag in changed_flags(self, name):
+                value = getattr(self, name)
+                spelling = flag if isinstance(value, bool) else f"{flag} {value}"
+                raise ConfigError(f"{spelling} is not supported, because {reason}: remove it.")

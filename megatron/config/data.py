@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import values_of
 from megatron.ranges import require_at_least
 from megatron.urls import check_place, refuse_urls
 
@@ -39,9 +40,9 @@ class TokenizerConfig:
     """Refused: no code from a tokenizer's directory is ever executed."""
 
     def check(self) -> None:
-        require_at_least(1, {"--vocab-size": self.vocab_size})
-        refuse_urls({"--tokenizer-model": self.tokenizer_model}, "copy the tokenizer to a local path")
-        require_at_least(0, {"--tiktoken-num-special-tokens": self.tiktoken_num_special_tokens})
+        require_at_least(1, values_of(self, "vocab_size"))
+        refuse_urls(values_of(self, "tokenizer_model"), "copy the tokenizer to a local path")
+        require_at_least(0, values_of(self, "tiktoken_num_special_tokens"))
         if self.trust_remote_code:
             raise ConfigError(
                 "--trust-remote-code is not supported, because it executes code from the tokenizer's directory: remove "
@@ -125,14 +126,8 @@ class DataConfig:
     @property
     def sources(self) -> dict[str, object]:
         """The flags for the corpora that are set."""
-        flags = {
-            "--mock-data": self.mock_data,
-            "--data-path": self.data_path,
-            "--data-args-path": self.data_args_path,
-            "--per-split-data-args-path": self.per_split_data_args_path,
-            **self.split_flags,
-        }
-        return {flag: value for flag, value in flags.items() if value}
+        flags = values_of(self, "mock_data", "data_path", "data_args_path", "per_split_data_args_path")
+        return {flag: value for flag, value in (flags | self.split_flags).items() if value}
 
     @property
     def split_paths(self) -> dict[str, tuple[str, ...]]:
@@ -172,22 +167,20 @@ class DataConfig:
                 f"--new-data-stage {self.new_data_stage!r} is not a valid name: use up to 64 letters, digits, '.', "
                 "'_', '-'."
             )
-        require_at_least(0, {"--num-workers": self.num_workers, "--dataloader-timeout": self.dataloader_timeout})
-        require_at_least(0, {"--data-verification-rate": self.data_verification_rate})
+        rates = ("dataloader_timeout", "data_verification_rate", "mid_level_dataset_surplus")
+        require_at_least(0, values_of(self, "num_workers", *rates))
+        require_at_least(1, values_of(self, "seq_length", "num_dataset_builder_threads"))
         if self.dataloader_timeout is not None and self.num_workers == 0:
             raise ConfigError(
                 f"--dataloader-timeout {self.dataloader_timeout} needs loader processes: set --num-workers 1 or "
                 "more, or remove it."
             )
-        require_at_least(0, {"--mid-level-dataset-surplus": self.mid_level_dataset_surplus})
-        require_at_least(1, {"--seq-length": self.seq_length})
-        require_at_least(1, {"--num-dataset-builder-threads": self.num_dataset_builder_threads})
 
     def _check_paths(self) -> None:
-        lists = {"--data-args-path": self.data_args_path, "--per-split-data-args-path": self.per_split_data_args_path}
+        lists = values_of(self, "data_args_path", "per_split_data_args_path")
         refuse_urls(lists, "copy the file to a local path; the corpora that it lists may be URLs")
-        refuse_urls({"--data-cache-path": self.data_cache_path}, "use a local directory, whose files can be mapped")
-        copies = {"--object-storage-cache-path": self.object_storage_cache_path}
+        refuse_urls(values_of(self, "data_cache_path"), "use a local directory, whose files can be mapped")
+        copies = values_of(self, "object_storage_cache_path")
         refuse_urls(copies, "use a local directory for copies of .idx files, and set --data-path to the corpora")
         for flag, path in {"--data-path": self.data_path, **self.split_flags}.items():
             for word in path:

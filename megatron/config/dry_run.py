@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
 
@@ -32,24 +33,15 @@ class DryRunConfig:
         return int((DEFAULT_GPU_MEMORY if self.gpu_memory_gb is None else self.gpu_memory_gb) * 2**30)
 
     def check(self) -> None:
-        require_at_least(1, {"--num-gpus": self.num_gpus})
-        require_at_least(0, {"--dry-run-rank": self.dry_run_rank})
-        require_positive({"--gpu-memory-gb": self.gpu_memory_gb})
-        given = {
-            "--num-gpus": self.num_gpus,
-            "--dry-run-rank": self.dry_run_rank,
-            "--dry-run-json": self.dry_run_json,
-            "--gpu-memory-gb": self.gpu_memory_gb,
-        }
-        refuse_urls({"--dry-run-json": self.dry_run_json}, "use a local file")
-        if not self.dry_run:
-            for flag, value in given.items():
-                if value is not None:
-                    raise ConfigError(f"{flag} needs --dry-run: add it, or remove {flag}.")
-            return
-        if self.num_gpus is None:
+        require_at_least(1, values_of(self, "num_gpus"))
+        require_at_least(0, values_of(self, "dry_run_rank"))
+        require_positive(values_of(self, "gpu_memory_gb"))
+        refuse_urls(values_of(self, "dry_run_json"), "use a local file")
+        given = changed_flags(self, "num_gpus", "dry_run_rank", "dry_run_json", "gpu_memory_gb")
+        require_flag("--dry-run", self.dry_run, given)
+        if self.dry_run and self.num_gpus is None:
             raise ConfigError("--dry-run needs --num-gpus: set it to the number of ranks of the run.")
-        if self.dry_run_rank is not None and self.dry_run_rank >= self.num_gpus:
+        if self.dry_run_rank is not None and self.num_gpus is not None and self.dry_run_rank >= self.num_gpus:
             raise ConfigError(
                 f"--dry-run-rank {self.dry_run_rank} is not below --num-gpus {self.num_gpus}; ranks count from 0: use "
                 "a smaller one."

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
@@ -16,6 +17,13 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "l2_norm": ("torch", "apex", "te"),
 }
 """Known implementations of every operation, whether installed or not (``docs/kernels.md``)."""
+
+_MEANING_OF_NO = {
+    "bias_swiglu_fusion": ("swiglu", "eager"),
+    "rope_fusion": ("rope", "eager"),
+    "gradient_accumulation_fusion": ("weight_gradient", "separate"),
+}
+"""Operation and implementation of ``--no-...`` by field."""
 
 
 class Wanted(NamedTuple):
@@ -58,15 +66,11 @@ class KernelConfig:
         return dict(self._all_wanted()).get(operation)
 
     def _all_wanted(self) -> list[tuple[str, Wanted]]:
-        turned_off = {
-            "swiglu": (self.bias_swiglu_fusion, Wanted("eager", "--no-bias-swiglu-fusion")),
-            "rope": (self.rope_fusion, Wanted("eager", "--no-rope-fusion")),
-            "weight_gradient": (
-                self.gradient_accumulation_fusion,
-                Wanted("separate", "--no-gradient-accumulation-fusion"),
-            ),
-        }
-        wanted = [(operation, by_flag) for operation, (is_on, by_flag) in turned_off.items() if not is_on]
+        wanted = [
+            (operation, Wanted(implementation, flag))
+            for name, (operation, implementation) in _MEANING_OF_NO.items()
+            for flag in changed_flags(self, name)
+        ]
         for entry in self.kernel:
             operation, _, implementation = entry.partition("=")
             wanted.append((operation, Wanted(implementation, f"--kernel {entry}")))

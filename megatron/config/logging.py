@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.metrics.console import ConsoleFlags
 from megatron.metrics.jsonl import JsonlFlags
 from megatron.metrics.progress_bar import ProgressBarFlags
@@ -55,29 +56,16 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
     """Iteration that --profile-pipeline records."""
 
     def check(self) -> None:
-        require_at_least(
-            1,
-            {
-                "--log-interval": self.log_interval,
-                "--tensorboard-log-interval": self.tensorboard_log_interval,
-                "--profile-pipeline-iteration": self.profile_pipeline_iteration,
-            },
-        )
-        require_positive({"--peak-tflops": self.peak_tflops})
-        refuse_urls({"--profile-pipeline": self.profile_pipeline}, "use a local file, and copy it afterwards")
-        self._check_profile()
-        for writer in writer_flags(self):
-            writer.check(self)
-
-    def _check_profile(self) -> None:
-        require_at_least(0, {"--profile-step-start": self.profile_step_start})
-        default = LoggingConfig()
-        for name in ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"):
-            if not self.profile and getattr(self, name) != getattr(default, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} needs --profile: add it, or remove {flag}.")
+        require_at_least(1, values_of(self, "log_interval", "tensorboard_log_interval", "profile_pipeline_iteration"))
+        require_positive(values_of(self, "peak_tflops"))
+        refuse_urls(values_of(self, "profile_pipeline"), "use a local file, and copy it afterwards")
+        require_at_least(0, values_of(self, "profile_step_start"))
+        window = ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler")
+        require_flag("--profile", self.profile, changed_flags(self, *window))
         if self.profile_step_end <= self.profile_step_start:
             raise ConfigError(
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "
                 f"{self.profile_step_start}: raise the former or lower the latter."
             )
+        for writer in writer_flags(self):
+            writer.check(self)

@@ -6,6 +6,7 @@ from typing import Literal
 from megatron.architectures.registry import PRESET_VOCABULARIES, PRESETS, ModelName
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.errors import ConfigError
+from megatron.flags import values_of
 from megatron.ranges import require_at_least, require_positive
 
 
@@ -61,31 +62,23 @@ class ModelConfig:
     transformer_engine needs that package and a GPU. Checkpoints are the same; see docs/precision.md."""
 
     def check(self) -> None:
-        require_at_least(
-            1,
-            {
-                "--num-layers": self.num_layers,
-                "--hidden-size": self.hidden_size,
-                "--ffn-hidden-size": self.ffn_hidden_size,
-                "--num-attention-heads": self.num_attention_heads,
-                "--num-query-groups": self.num_query_groups,
-                "--kv-channels": self.kv_channels,
-                "--max-position-embeddings": self.max_position_embeddings,
-                "--rope-scaling-original-length": self.rope_scaling_original_length,
-                "--make-vocab-size-divisible-by": self.make_vocab_size_divisible_by,
-            },
-        )
-        require_positive({"--rotary-base": self.rotary_base, "--rope-scaling-factor": self.rope_scaling_factor})
-        require_at_least(0, {"--norm-epsilon": self.norm_epsilon, "--init-method-std": self.init_method_std})
+        require_at_least(1, values_of(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"))
+        require_at_least(1, values_of(self, "num_query_groups", "kv_channels", "max_position_embeddings"))
+        require_at_least(1, values_of(self, "rope_scaling_original_length", "make_vocab_size_divisible_by"))
+        require_positive(values_of(self, "rotary_base", "rope_scaling_factor"))
+        require_at_least(0, values_of(self, "norm_epsilon", "init_method_std"))
 
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> TransformerConfig:
         """The architecture for a vocabulary of ``vocab_size`` ids.
 
         Raises :class:`ConfigError` for a size that is missing or not divisible.
         """
-        layers = _required("--num-layers", self.num_layers)
-        hidden = _required("--hidden-size", self.hidden_size)
-        heads = _required("--num-attention-heads", self.num_attention_heads)
+        for flag, value in values_of(self, "num_layers", "hidden_size", "num_attention_heads").items():
+            if value is None:
+                raise ConfigError(f"{flag} is missing: set it, or choose a preset such as --model llama3-8b.")
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        assert hidden is not None
+        assert heads is not None
         if self.kv_channels is None and hidden % heads:
             raise ConfigError(
                 f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: change one of them, or "
@@ -96,28 +89,32 @@ class ModelConfig:
                 f"The head size {self.kv_channels or hidden // heads} is odd, but the rotary embedding needs an even "
                 "one: change --kv-channels, or --hidden-size / --num-attention-heads."
             )
-        groups = self._key_value_heads(heads)
+        groups = heads if self.num_query_groups is None else self.num_query_groups
+        if not self.group_query_attention and groups != heads:
+            raise ConfigError(
+                f"--no-group-query-attention contradicts --num-query-groups {groups}: remove one of them."
+            )
+        if heads % groups:
+            raise ConfigError(
+                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: change one of them."
+            )
+        positions = self.max_position_embeddings or seq_length
+        if positions < seq_length:
+            raise ConfigError(
+                f"--max-position-embeddings {positions} is below --seq-length {seq_length}: raise the former or lower "
+                "the latter."
+            )
         unit = self.make_vocab_size_divisible_by * tensor_parallel_size
-        return TransformerConfig(
-            num_layers=layers,
-            hidden_size=hidden,
-            ffn_hidden_size=self.ffn_hidden_size or int(hidden * 8 / 3) // 64 * 64 or 64,
-            num_attention_heads=heads,
-            num_query_groups=groups,
-            kv_channels=self.kv_channels or hidden // heads,
-            vocab_size=vocab_size,
-            padded_vocab_size=-(-vocab_size // unit) * unit,
-            max_position_embeddings=self._positions(seq_length),
-            rotary_base=self.rotary_base,
-            use_rope_scaling=self.use_rope_scaling,
-            rope_scaling_factor=self.rope_scaling_factor,
-            rope_scaling_original_length=self.rope_scaling_original_length,
-            norm_epsilon=self.norm_epsilon,
-            untie_embeddings_and_output_weights=self.untie_embeddings_and_output_weights,
-            init_method_std=self.init_method_std,
-            qk_layernorm=self.qk_layernorm,
-            add_qkv_bias=self.add_qkv_bias,
-        )
+        resolved = {
+            "ffn_hidden_size": self.ffn_hidden_size or int(hidden * 8 / 3) // 64 * 64 or 64,
+            "num_query_groups": groups,
+            "kv_channels": self.kv_channels or hidden // heads,
+            "vocab_size": vocab_size,
+            "padded_vocab_size": -(-vocab_size // unit) * unit,
+            "max_position_embeddings": positions,
+        }
+        known = {field.name for field in fields(TransformerConfig)}
+        return TransformerConfig(**{name: value for name, value in vars(self).items() if name in known} | resolved)
 
     @property
     def preset_vocab_size(self) -> int | None:
@@ -130,36 +127,7 @@ class ModelConfig:
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in asdict(architecture).items() if name in known})
 
-    def _key_value_heads(self, heads: int) -> int:
-        groups = heads if self.num_query_groups is None else self.num_query_groups
-        if not self.group_query_attention and groups != heads:
-            raise ConfigError(
-                f"--no-group-query-attention contradicts --num-query-groups {groups}: remove one of them."
-            )
-        if heads % groups:
-            raise ConfigError(
-                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: change one of them."
-            )
-        return groups
-
-    def _positions(self, seq_length: int) -> int:
-        positions = self.max_position_embeddings or seq_length
-        if positions < seq_length:
-            raise ConfigError(
-                f"--max-position-embeddings {positions} is below --seq-length {seq_length}: raise the first or lower "
-                "the second."
-            )
-        return positions
-
-
-def _required(flag: str, value: int | None) -> int:
-    if value is None:
-        raise ConfigError(f"{flag} is missing: set it, or choose a preset such as --model llama3-8b.")
-    return value
-
 
 def preset(name: str) -> ModelConfig:
     """The flags that ``--model name`` sets."""
-    known = {field.name for field in fields(ModelConfig)}
-    assert known >= set(PRESETS[name]), name
     return ModelConfig(model=name, **PRESETS[name])

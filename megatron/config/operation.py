@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron.flags import values_of
 from megatron.ranges import require_at_least
 from megatron.urls import refuse_urls
 
@@ -17,5 +18,5 @@ class OperationConfig:
     disables this. Restarts and requeues count, attempts stopped on request do not."""
 
     def check(self) -> None:
-        refuse_urls({"--run-dir": self.run_dir}, "use a directory that all nodes share")
-        require_at_least(0, {"--max-failed-attempts": self.max_failed_attempts})
+        refuse_urls(values_of(self, "run_dir"), "use a directory that all nodes share")
+        require_at_least(0, values_of(self, "max_failed_attempts"))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_fraction
 from megatron.update_rules.registry import rule_flags, update_rules
 from megatron.update_rules.rule import Flags
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(update_rules())]
     RuleFlags = type("RuleFlags", tuple(reversed(rule_flags())), {})
+
+
+_DECAY_ENDS = ("start_weight_decay", "end_weight_decay")
 
 
 @dataclass(frozen=True)
@@ -48,24 +52,20 @@ class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
     """Optimizer, weight decay and clipping."""
 
     def check(self) -> None:  # type: ignore[override]
-        require_at_least(0, {"--weight-decay": self.weight_decay, "--clip-grad": self.clip_grad})
-        self._check_weight_decay()
-        if self.main_grads_dtype != "fp32" and not self.use_precision_aware_optimizer:
-            raise ConfigError(
-                "--main-grads-dtype needs --use-precision-aware-optimizer: add that, or remove --main-grads-dtype."
-            )
+        ends = values_of(self, *_DECAY_ENDS)
+        require_at_least(0, values_of(self, "weight_decay", "clip_grad") | ends)
+        varies = self.weight_decay_incr_style != "constant"
+        require_flag("--weight-decay-incr-style linear or cosine", varies, changed_flags(self, *_DECAY_ENDS))
+        for flag, value in ends.items():
+            if varies and value is None:
+                raise ConfigError(f"--weight-decay-incr-style {self.weight_decay_incr_style} needs {flag}: add it.")
+        is_precision_aware = self.use_precision_aware_optimizer
+        require_flag("--use-precision-aware-optimizer", is_precision_aware, changed_flags(self, "main_grads_dtype"))
         for flags in rule_flags():
             flags.check(self, self.optimizer)
 
-    def _check_weight_decay(self) -> None:
-        ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
-        require_at_least(0, ends)
-        is_constant = self.weight_decay_incr_style == "constant"
-        for flag, value in ends.items():
-            if is_constant and value is not None:
-                raise ConfigError(f"{flag} needs --weight-decay-incr-style linear or cosine: add it, or remove {flag}.")
-            if not is_constant and value is None:
-                raise ConfigError(f"--weight-decay-incr-style {self.weight_decay_incr_style} needs {flag}: add it.")
+
+_ANNEALING = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
 @dataclass(frozen=True)
@@ -106,57 +106,36 @@ class LearningRateConfig:
     """On resume, use the learning-rate schedule of the checkpoint if the command line has a different one."""
 
     def check(self) -> None:
-        require_at_least(0, {"--lr": self.lr, "--lr-warmup-init": self.lr_warmup_init})
-        require_at_least(0, {"--lr-warmup-iters": self.lr_warmup_iters, "--lr-warmup-samples": self.lr_warmup_samples})
-        require_fraction({"--lr-warmup-fraction": self.lr_warmup_fraction})
-        require_at_least(
-            1,
-            {
-                "--lr-decay-iters": self.lr_decay_iters,
-                "--lr-decay-samples": self.lr_decay_samples,
-                "--lr-wsd-decay-iters": self.lr_wsd_decay_iters,
-                "--lr-wsd-decay-samples": self.lr_wsd_decay_samples,
-            },
-        )
+        require_at_least(0, values_of(self, "lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples"))
+        require_at_least(0, values_of(self, "decoupled_lr", "decoupled_min_lr"))
+        require_at_least(1, values_of(self, "lr_decay_iters", "lr_decay_samples", *_ANNEALING))
+        require_fraction(values_of(self, "lr_warmup_fraction"))
         if self.lr is not None and not 0 <= self.min_lr <= self.lr:
             raise ConfigError(f"--min-lr {self.min_lr} must be between 0 and --lr {self.lr}.")
-        self._check_decoupled()
+        require_flag("--decoupled-lr", self.decoupled_lr is not None, changed_flags(self, "decoupled_min_lr"))
+        if self.decoupled_lr is not None and self.vocabulary_min_lr > self.decoupled_lr:
+            raise ConfigError(
+                f"--decoupled-lr {self.decoupled_lr} is below its minimum {self.vocabulary_min_lr}: lower "
+                "--decoupled-min-lr."
+            )
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
             raise ConfigError(
                 "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: remove all but one."
             )
-        self._check_annealing()
+        annealing = changed_flags(self, *_ANNEALING)
+        require_flag("--lr-decay-style WSD", self.lr_decay_style == "WSD", annealing)
+        if self.lr_decay_style == "WSD" and not annealing:
+            raise ConfigError(
+                "--lr-decay-style WSD needs the length of its decay phase: add --lr-wsd-decay-iters (with "
+                "--train-samples: --lr-wsd-decay-samples)."
+            )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ConfigError(
                 "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: remove "
                 "one."
             )
 
-    def _check_decoupled(self) -> None:
-        require_at_least(0, {"--decoupled-lr": self.decoupled_lr, "--decoupled-min-lr": self.decoupled_min_lr})
-        if self.decoupled_lr is None:
-            if self.decoupled_min_lr is not None:
-                raise ConfigError("--decoupled-min-lr needs --decoupled-lr: add it, or remove the flag.")
-        elif self.vocabulary_min_lr > self.decoupled_lr:
-            raise ConfigError(
-                f"--decoupled-lr {self.decoupled_lr} is below its minimum {self.vocabulary_min_lr}: lower "
-                "--decoupled-min-lr."
-            )
-
     @property
     def vocabulary_min_lr(self) -> float:
         """Minimum learning rate of the embedding and the output layer under ``--decoupled-lr``."""
         return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-
-    def _check_annealing(self) -> None:
-        for flag, value in (
-            ("--lr-wsd-decay-iters", self.lr_wsd_decay_iters),
-            ("--lr-wsd-decay-samples", self.lr_wsd_decay_samples),
-        ):
-            if value is not None and self.lr_decay_style != "WSD":
-                raise ConfigError(f"{flag} needs --lr-decay-style WSD: add it, or remove {flag}.")
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
-            raise ConfigError(
-                "--lr-decay-style WSD needs the length of its decay phase: add --lr-wsd-decay-iters (with "
-                "--train-samples: --lr-wsd-decay-samples)."
-            )

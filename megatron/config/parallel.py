@@ -8,6 +8,7 @@ import tyro
 
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_positive
 
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
@@ -80,7 +81,6 @@ class ParallelConfig:
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
-        """The effective strategy."""
         if self.data_parallel_sharding_strategy is not None:
             return self.data_parallel_sharding_strategy
         if self.use_torch_fsdp2:
@@ -88,8 +88,7 @@ class ParallelConfig:
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
     def data_parallel_replicas(self, data_parallel_size: int) -> int:
-        """Number of shard groups: one per rank without sharding, otherwise
-        ``--num-distributed-optimizer-instances``."""
+        """Number of shard groups."""
         return data_parallel_size if self.sharding_strategy == "no_shard" else self.num_distributed_optimizer_instances
 
     def bucket_size(self, data_parallel_size: int, num_elements: int) -> int | None:
@@ -120,17 +119,12 @@ class ParallelConfig:
         return world_size // self.model_parallel_size
 
     def check(self) -> None:
-        sizes = {
-            "--tensor-model-parallel-size": self.tensor_model_parallel_size,
-            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
-            "--context-parallel-size": self.context_parallel_size,
-            "--expert-model-parallel-size": self.expert_model_parallel_size,
-            "--num-distributed-optimizer-instances": self.num_distributed_optimizer_instances,
-        }
+        require_at_least(1, values_of(self, "tensor_model_parallel_size", "pipeline_model_parallel_size"))
+        require_at_least(1, values_of(self, "context_parallel_size", "expert_model_parallel_size"))
         require_at_least(
-            1, sizes | {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
+            1, values_of(self, "num_distributed_optimizer_instances", "ddp_bucket_size", "ddp_num_buckets")
         )
-        require_positive({"--distributed-timeout-minutes": self.distributed_timeout_minutes})
+        require_positive(values_of(self, "distributed_timeout_minutes"))
         if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
             raise ConfigError(
                 f"--rank-order {self.rank_order} must name each of {', '.join(RANK_AXES)} once: for example "
@@ -138,11 +132,11 @@ class ParallelConfig:
             )
         if self.use_tp_pp_dp_mapping and self.rank_order != "-".join(RANK_AXES):
             raise ConfigError(f"--use-tp-pp-dp-mapping contradicts --rank-order {self.rank_order}: remove one.")
-        for flag, size in sizes.items():
-            if flag.split("-")[2] == "expert" and size > 1:
-                raise ConfigError(
-                    f"{flag} {size} is not supported: use tensor, context, pipeline and data parallelism."
-                )
+        if self.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"--expert-model-parallel-size {self.expert_model_parallel_size} is not supported: use tensor, "
+                "context, pipeline and data parallelism."
+            )
         if self.overlap_param_gather and self.sharding_strategy == "no_shard":
             raise ConfigError(
                 "--overlap-param-gather needs a sharded strategy: add --use-distributed-optimizer, or remove "
@@ -158,7 +152,7 @@ class ParallelConfig:
         named = [name for name in self.cp_comm_type if name in of_several_levels]
         if sizes and not named:
             raise ConfigError(
-                f"{flag} belongs to --cp-comm-type {' or '.join(of_several_levels)}: add that, or remove the flag."
+                f"{flag} needs --cp-comm-type {' or '.join(of_several_levels)}: add it, or remove the flag."
             )
         for name in named if size > 1 or sizes else ():
             levels = len(CONTEXT_PARALLEL_TYPES[name].levels)
@@ -187,13 +181,9 @@ class ParallelConfig:
                 "optimizer state: remove the latter."
             )
         is_fully_sharded = self.sharding_strategy == "optim_grads_params"
-        for flag, is_given in (
-            ("--no-torch-fsdp2-reshard-after-forward", not self.torch_fsdp2_reshard_after_forward),
-            ("--defer-grad-reduce", self.defer_grad_reduce),
-        ):
-            if is_given and not is_fully_sharded:
-                raise ConfigError(f"{flag} needs --use-torch-fsdp2: add it, or remove {flag}.")
-        buckets = {"--ddp-bucket-size": self.ddp_bucket_size, "--ddp-num-buckets": self.ddp_num_buckets}
+        dependent = changed_flags(self, "torch_fsdp2_reshard_after_forward", "defer_grad_reduce")
+        require_flag("--use-torch-fsdp2", is_fully_sharded, dependent)
+        buckets = values_of(self, "ddp_bucket_size", "ddp_num_buckets")
         given = [f"{flag} {value}" for flag, value in buckets.items() if value is not None]
         if len(given) > 1:
             raise ConfigError(f"{given[0]} and {given[1]} exclude each other: remove one of them.")

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, flag_of, values_of
 from megatron.ranges import require_at_least
 from megatron.schedules.registry import SCHEDULES, ScheduleName
 from megatron.schedules.stages import (
@@ -21,7 +22,7 @@ _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipe
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _LAYOUT = ("pipeline_model_parallel_layout",)
-_GROUP_SIZE = ("microbatch_group_size_per_virtual_pipeline_stage",)
+_GROUP_SIZE = "microbatch_group_size_per_virtual_pipeline_stage"
 
 _EXCLUSIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (_LAYOUT, _CHUNKS + _ENDS + _ACCOUNT, "remove one of them"),
@@ -61,12 +62,11 @@ class PipelineConfig:
     """Overlap receives of activations and gradients with computation."""
 
     def check(self) -> None:
-        sizes = _CHUNKS + _ENDS + _GROUP_SIZE
-        require_at_least(1, {_flag(name): getattr(self, name) for name in sizes})
+        require_at_least(1, values_of(self, *_CHUNKS, *_ENDS, _GROUP_SIZE))
         for left, right, remedy in _EXCLUSIONS:
-            if (ours := self._given(left)) and (others := self._given(right)):
+            if (ours := changed_flags(self, *left)) and (others := changed_flags(self, *right)):
                 raise ConfigError(f"{ours[0]} and {others[0]} exclude each other: {remedy}.")
-        ends = self._given(_ENDS)
+        ends = changed_flags(self, *_ENDS)
         if ends and self.pipeline_schedule is not None and SCHEDULES[self.pipeline_schedule].placement == "v":
             raise ConfigError(
                 f"{ends[0]} is not supported with --pipeline-schedule {self.pipeline_schedule}, which places both ends "
@@ -75,23 +75,40 @@ class PipelineConfig:
             )
 
     def check_stages(self, num_layers: int, num_stages: int) -> None:
-        pipelined = self._given(_CHUNKS + _ENDS + _ACCOUNT + _LAYOUT + _GROUP_SIZE)
+        pipelined = changed_flags(self, *_CHUNKS, *_ENDS, *_ACCOUNT, *_LAYOUT, _GROUP_SIZE)
         if num_stages == 1 and pipelined:
             raise ConfigError(
                 f"{pipelined[0]} needs --pipeline-model-parallel-size of 2 or more: add it, or remove {pipelined[0]}."
             )
-        self._check_group_size(self.schedule(num_layers, num_stages), num_stages)
+        schedule, size = self.schedule(num_layers, num_stages), self.microbatch_group_size_per_virtual_pipeline_stage
+        if size is not None and not SCHEDULES[schedule].groups_microbatches:
+            grouped = " or ".join(name for name, spec in SCHEDULES.items() if spec.groups_microbatches)
+            raise ConfigError(
+                f"{flag_of(_GROUP_SIZE)} {size} needs --pipeline-schedule {grouped}, but the schedule is {schedule}: "
+                "remove it, or use that schedule with --num-virtual-stages-per-pipeline-rank."
+            )
+        if size is not None and size < num_stages:
+            raise ConfigError(
+                f"{flag_of(_GROUP_SIZE)} {size} is below --pipeline-model-parallel-size {num_stages}, which would "
+                f"deadlock: use {num_stages} or more."
+            )
         self.virtual_stages(num_layers, num_stages)
 
     def num_chunks(self, num_layers: int, num_stages: int) -> int:
-        """Model chunks on each of ``num_stages`` pipeline ranks; raises :class:`ConfigError` for contradicting
-        flags."""
+        """Model chunks on each of ``num_stages`` pipeline ranks."""
         if num_stages == 1:
             return 1
         if self.pipeline_model_parallel_layout is not None:
             return len(split_by_layout(self.pipeline_model_parallel_layout, num_layers, num_stages)) // num_stages
         if self.num_layers_per_virtual_pipeline_stage is not None:
-            return self._chunks_of_layers(self.num_layers_per_virtual_pipeline_stage, num_layers, num_stages)
+            layers, wanted = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
+            chunks = chunks_of_layers(num_layers, num_stages, layers, *self._account)
+            if wanted not in (None, chunks):
+                raise ConfigError(
+                    f"--num-layers-per-virtual-pipeline-stage {layers} means {chunks} chunks per pipeline rank, but "
+                    f"--num-virtual-stages-per-pipeline-rank is {wanted}: remove one of them."
+                )
+            return chunks
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
         needs_two = self.pipeline_schedule is not None and SCHEDULES[self.pipeline_schedule].chunks == "two chunks"
@@ -129,42 +146,10 @@ class PipelineConfig:
     def _account(self) -> tuple[bool, bool]:
         return self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
 
-    def _chunks_of_layers(self, layers_per_chunk: int, num_layers: int, num_stages: int) -> int:
-        chunks = chunks_of_layers(num_layers, num_stages, layers_per_chunk, *self._account)
-        wanted = self.num_virtual_stages_per_pipeline_rank
-        if wanted is not None and wanted != chunks:
-            raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {layers_per_chunk} means {chunks} chunks per pipeline rank, "
-                f"but --num-virtual-stages-per-pipeline-rank is {wanted}: remove one of them."
-            )
-        return chunks
-
-    def _check_group_size(self, schedule: str, num_stages: int) -> None:
-        size = self.microbatch_group_size_per_virtual_pipeline_stage
-        if size is not None and not SCHEDULES[schedule].groups_microbatches:
-            grouped = " or ".join(name for name, spec in SCHEDULES.items() if spec.groups_microbatches)
-            raise ConfigError(
-                f"{_flag(_GROUP_SIZE[0])} {size} needs --pipeline-schedule {grouped}, but the schedule is {schedule}: "
-                "remove it, or use that schedule with --num-virtual-stages-per-pipeline-rank."
-            )
-        if size is not None and size < num_stages:
-            raise ConfigError(
-                f"{_flag(_GROUP_SIZE[0])} {size} is below --pipeline-model-parallel-size {num_stages}, which would "
-                f"deadlock: use {num_stages} or more."
-            )
-
     def _way_to_other_chunks(self, name: str) -> str:
-        asked_by = self._given(_LAYOUT + _CHUNKS)
+        asked_by = changed_flags(self, *_LAYOUT, *_CHUNKS)
         if SCHEDULES[name].allows(1):
             return f"change {asked_by[0]}, or use --pipeline-schedule interleaved"
         if asked_by:
             return f"change {asked_by[0]}, or choose another --pipeline-schedule"
         return "add --num-virtual-stages-per-pipeline-rank 2, or more"
-
-    def _given(self, names: tuple[str, ...]) -> list[str]:
-        """The flags among ``names`` that are not at their default."""
-        return [_flag(name) for name in names if getattr(self, name) not in (None, False)]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

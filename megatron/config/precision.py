@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_positive
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -57,7 +58,7 @@ class PrecisionConfig:
 
     def check(self) -> None:
         self._check_loss_scale()
-        given = [flag for flag, on in (("--bf16", self.bf16), ("--fp16", self.fp16), ("--fp64", self.fp64)) if on]
+        given = changed_flags(self, "bf16", "fp16", "fp64")
         if len(given) > 1:
             raise ConfigError(f"{given[0]} and {given[1]} exclude each other: remove one of them.")
         if self.fp64 and self.grad_reduce_in_bf16:
@@ -65,26 +66,10 @@ class PrecisionConfig:
         self._check_fp8()
 
     def _check_loss_scale(self) -> None:
-        require_positive(
-            {
-                "--loss-scale": self.loss_scale,
-                "--initial-loss-scale": self.initial_loss_scale,
-                "--min-loss-scale": self.min_loss_scale,
-            }
-        )
-        require_at_least(1, {"--loss-scale-window": self.loss_scale_window, "--hysteresis": self.hysteresis})
-        defaults = PrecisionConfig()
-        rules = {
-            "--initial-loss-scale": self.initial_loss_scale != defaults.initial_loss_scale,
-            "--min-loss-scale": self.min_loss_scale != defaults.min_loss_scale,
-            "--loss-scale-window": self.loss_scale_window != defaults.loss_scale_window,
-            "--hysteresis": self.hysteresis != defaults.hysteresis,
-        }
-        changed = [flag for flag, is_changed in rules.items() if is_changed]
-        if changed and not self.fp16:
-            raise ConfigError(
-                f"{changed[0]} needs the dynamic loss scale of --fp16: add --fp16, or remove {changed[0]}."
-            )
+        require_positive(values_of(self, "loss_scale", "initial_loss_scale", "min_loss_scale"))
+        require_at_least(1, values_of(self, "loss_scale_window", "hysteresis"))
+        changed = changed_flags(self, "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        require_flag("--fp16 with its dynamic loss scale", self.fp16, changed)
         if changed and self.loss_scale is not None:
             raise ConfigError(
                 f"{changed[0]} needs a dynamic loss scale, but --loss-scale {self.loss_scale} is constant: remove one "
@@ -97,28 +82,14 @@ class PrecisionConfig:
             )
 
     def _check_fp8(self) -> None:
-        require_at_least(1, {"--fp8-amax-history-len": self.fp8_amax_history_len})
-        require_at_least(
-            0,
-            {
-                "--fp8-margin": self.fp8_margin,
-                "--num-layers-at-start-in-bf16": self.num_layers_at_start_in_bf16,
-                "--num-layers-at-end-in-bf16": self.num_layers_at_end_in_bf16,
-            },
-        )
-        default = PrecisionConfig()
-        delayed = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-        ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        for needed, is_there, names in (
-            ("--fp8-format", self.fp8_format is not None, ("fp8_recipe", *delayed, "first_last_layers_bf16", *ends)),
-            ("--fp8-recipe delayed", self.fp8_recipe == "delayed", delayed),
-            ("--first-last-layers-bf16", self.first_last_layers_bf16, ends),
-        ):
-            for name in names:
-                if not is_there and getattr(self, name) != getattr(default, name):
-                    raise ConfigError(
-                        f"--{name.replace('_', '-')} needs {needed}: add it, or remove --{name.replace('_', '-')}."
-                    )
+        require_at_least(1, values_of(self, "fp8_amax_history_len"))
+        require_at_least(0, values_of(self, "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"))
+        delayed = changed_flags(self, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+        ends = changed_flags(self, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        others = changed_flags(self, "fp8_recipe", "first_last_layers_bf16")
+        require_flag("--fp8-format", self.fp8_format is not None, [*others, *delayed, *ends])
+        require_flag("--fp8-recipe delayed", self.fp8_recipe == "delayed", delayed)
+        require_flag("--first-last-layers-bf16", self.first_last_layers_bf16, ends)
         if self.fp8_format is not None and not self.bf16:
             remedy = "add --bf16" if self.name == "fp32" else f"use --bf16 instead of --{self.name}"
             raise ConfigError(f"--fp8-format {self.fp8_format} needs bf16 outside of the linear layers: {remedy}.")

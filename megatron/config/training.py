@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_positive
 
 
@@ -58,26 +59,17 @@ class TrainingConfig:
     """Device: auto chooses GPUs if there are any, otherwise the CPU."""
 
     def check(self) -> None:
-        require_at_least(
-            1,
-            {
-                "--micro-batch-size": self.micro_batch_size,
-                "--global-batch-size": self.global_batch_size,
-                "--train-iters": self.train_iters,
-                "--train-samples": self.train_samples,
-                "--exit-interval": self.exit_interval,
-            },
-        )
-        require_at_least(0, {"--seed": self.seed, "--manual-gc-interval": self.manual_gc_interval})
-        require_positive({"--exit-duration-in-mins": self.exit_duration_in_mins})
+        sizes = ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval")
+        require_at_least(1, values_of(self, *sizes))
+        require_at_least(0, values_of(self, "seed", "manual_gc_interval"))
+        require_positive(values_of(self, "exit_duration_in_mins"))
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError("--train-iters and --train-samples exclude each other: remove one of them.")
         if any(iteration < 1 for iteration in self.iterations_to_skip):
             raise ConfigError(
                 f"--iterations-to-skip {min(self.iterations_to_skip)} must be at least 1: iterations count from 1."
             )
-        if self.manual_gc_interval and not self.manual_gc:
-            raise ConfigError("--manual-gc-interval needs --manual-gc: add it, or remove --manual-gc-interval.")
+        require_flag("--manual-gc", self.manual_gc, changed_flags(self, "manual_gc_interval"))
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,5 @@ class ValidationConfig:
     """Evaluate the loaded checkpoint once and exit."""
 
     def check(self) -> None:
-        require_at_least(
-            1, {"--eval-interval": self.eval_interval, "--eval-global-batch-size": self.eval_global_batch_size}
-        )
-        require_at_least(0, {"--eval-iters": self.eval_iters})
+        require_at_least(1, values_of(self, "eval_interval", "eval_global_batch_size"))
+        require_at_least(0, values_of(self, "eval_iters"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import ConfigError
+from megatron.flags import values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
@@ -21,7 +22,7 @@ class JsonlFlags(WriterFlags):
     """File that receives one JSON object per logged iteration and per evaluation."""
 
     def check(self) -> None:
-        refuse_urls({"--metrics-jsonl": self.metrics_jsonl}, "use a local file, and copy it afterwards")
+        refuse_urls(values_of(self, "metrics_jsonl"), "use a local file, and copy it afterwards")
 
     def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
         if self.metrics_jsonl is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.flags import values_of
 from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
@@ -25,7 +26,7 @@ class TensorBoardFlags(WriterFlags):
 
     def check(self) -> None:
         remedy = "use a local directory, because object stores cannot append to files"
-        refuse_urls({"--tensorboard-dir": self.tensorboard_dir}, remedy)
+        refuse_urls(values_of(self, "tensorboard_dir"), remedy)
 
     def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
         if self.tensorboard_dir is None:

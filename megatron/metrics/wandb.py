@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.metrics.plots import IntervalGate, evaluation_scalars, iteration_scalars
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags
@@ -35,15 +36,9 @@ class WandbFlags(WriterFlags):
 
     def check(self) -> None:
         remedy = "use a local directory, because object stores cannot append to files"
-        refuse_urls({"--wandb-save-dir": self.wandb_save_dir}, remedy)
-        wandb_flags = {
-            "--wandb-exp-name": self.wandb_exp_name,
-            "--wandb-entity": self.wandb_entity,
-            "--wandb-save-dir": self.wandb_save_dir,
-        }
-        for flag, value in wandb_flags.items():
-            if value is not None and self.wandb_project is None:
-                raise ConfigError(f"{flag} needs --wandb-project: add it, or remove {flag}.")
+        refuse_urls(values_of(self, "wandb_save_dir"), remedy)
+        dependent = changed_flags(self, "wandb_exp_name", "wandb_entity", "wandb_save_dir")
+        require_flag("--wandb-project", self.wandb_project is not None, dependent)
 
     def check_environment(self, environment: Mapping[str, str]) -> None:
         # wandb prompts for a missing API key on a terminal, where nobody may be looking, and fails elsewhere.

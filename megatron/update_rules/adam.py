@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_fraction
 from megatron.update_rules.rule import Flags, Group, Shard, UpdateContext, UpdateRule
 
@@ -36,19 +37,19 @@ class AdamFlags(Flags):
     """Format of adam's second moment."""
 
     def check(self, optimizer: str) -> None:
-        require_at_least(0, {"--adam-eps": self.adam_eps})
-        require_fraction({"--adam-beta1": self.adam_beta1, "--adam-beta2": self.adam_beta2})
+        require_at_least(0, values_of(self, "adam_eps"))
+        require_fraction(values_of(self, "adam_beta1", "adam_beta2"))
         if self.use_precision_aware_optimizer and optimizer != "adam":
             raise ConfigError(
                 f"--use-precision-aware-optimizer does not support --optimizer {optimizer}: use adam, or remove one of "
                 "them."
             )
+        formats = changed_flags(self, "exp_avg_dtype", "exp_avg_sq_dtype")
+        require_flag("--use-precision-aware-optimizer", self.use_precision_aware_optimizer, formats)
         for flag, name, beta_flag, beta in (
             ("--exp-avg-dtype", self.exp_avg_dtype, "--adam-beta1", self.adam_beta1),
             ("--exp-avg-sq-dtype", self.exp_avg_sq_dtype, "--adam-beta2", self.adam_beta2),
         ):
-            if name != "fp32" and not self.use_precision_aware_optimizer:
-                raise ConfigError(f"{flag} needs --use-precision-aware-optimizer: add it, or remove {flag}.")
             if name == "bf16" and 1.0 - beta < BF16_SPACING:
                 raise ConfigError(
                     f"{flag} bf16 is too coarse for {beta_flag} {beta}: the decay of one step is below the spacing of "

@@ -7,11 +7,11 @@ defaults and arithmetic are Megatron-LM's. docs/optimizer.md has the formulas an
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_fraction, require_positive
 from megatron.update_rules.adam import Adam
 from megatron.update_rules.rule import Flags, Group, UpdateContext, UpdateRule, take_flags
@@ -84,14 +84,11 @@ class MuonFlags(Flags):
     """Update rule of embedding, output layer and norm weights: AdamW, with the flags of adam."""
 
     def check(self, optimizer: str) -> None:
-        require_fraction({"--muon-momentum": self.muon_momentum})
-        require_at_least(1, {"--muon-num-ns-steps": self.muon_num_ns_steps})
-        require_positive({"--muon-extra-scale-factor": self.muon_extra_scale_factor})
-        given = take_flags(self, MuonFlags)
-        changed = [name for name, value in vars(given).items() if value != getattr(MuonFlags, name)]
-        if changed and optimizer != "muon":
-            flag = f"--{changed[0].replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect without --optimizer muon: add it, or remove the flag.")
+        require_fraction(values_of(self, "muon_momentum"))
+        require_at_least(1, values_of(self, "muon_num_ns_steps"))
+        require_positive(values_of(self, "muon_extra_scale_factor"))
+        names = [field.name for field in fields(MuonFlags)]
+        require_flag("--optimizer muon", optimizer == "muon", changed_flags(self, *names))
 
 
 class Muon(UpdateRule):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.flags import values_of
 from megatron.ranges import require_fraction
 from megatron.update_rules.rule import Flags, Group, UpdateContext, UpdateRule
 
@@ -19,7 +20,7 @@ class SgdFlags(Flags):
     """Momentum of --optimizer sgd."""
 
     def check(self, optimizer: str) -> None:
-        require_fraction({"--sgd-momentum": self.sgd_momentum})
+        require_fraction(values_of(self, "sgd_momentum"))
 
 
 class Sgd(UpdateRule):

@@ -847,7 +847,9 @@ def raised_at(traceback: TracebackType | None) -> tuple[Path, int]:
 
 def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     (package,) = megatron.__path__
-    modules = [Path(package, name) for name in ("urls.py", "intervals.py", "ranges.py", "schedules/stages.py")]
+    modules = [
+        Path(package, name) for name in ("urls.py", "flags.py", "intervals.py", "ranges.py", "schedules/stages.py")
+    ]
     modules += Path(package, "update_rules").glob("[!r]*.py")
     trees = {file: ast.parse(file.read_text()) for file in [*modules, *sorted(Path(package, "config").rglob("*.py"))]}
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.

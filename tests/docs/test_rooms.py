@@ -18,7 +18,7 @@ ROOMS = (
     ("core",),
     ("config",),
     ("architectures", "schedules", "metrics", "update_rules"),
-    ("console", "intervals", "ranges", "urls"),
+    ("console", "flags", "intervals", "ranges", "urls"),
     ("errors",),
 )
 """From the top to the ground."""

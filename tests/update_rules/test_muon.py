@@ -143,6 +143,6 @@ def test_fused_weights_are_split_as_the_flags_say(
 
 
 def test_refusals_name_the_flag_and_the_remedy() -> None:
-    with pytest.raises(ConfigError, match="--muon-nesterov has no effect without --optimizer muon: add it, or remove"):
+    with pytest.raises(ConfigError, match="--muon-nesterov needs --optimizer muon: add it, or remove"):
         OptimizerConfig(muon_nesterov=True).check()
     AS_TORCH.check()

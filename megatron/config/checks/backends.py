@@ -54,20 +54,16 @@ def check_transformer_engine(run: "RunConfig", world_size: int) -> None:
 def check_transformer_engine_overlap(run: "RunConfig", world_size: int) -> None:
     """Limits of Transformer Engine's overlap that it does not check itself."""
     parallel, precision = run.parallel, run.precision
-    if (
-        parallel.tensor_model_parallel_size == 1
-        or not parallel.tp_comm_overlap
-        or run.model.transformer_impl == "local"
-    ):
+    size = parallel.tensor_model_parallel_size
+    if size == 1 or not parallel.tp_comm_overlap or run.model.transformer_impl == "local":
         return
     overlap = "--tp-comm-overlap with --transformer-impl transformer_engine"
     remedy = "use --transformer-impl local, or remove --tp-comm-overlap"
     if not precision.bf16:
         raise ConfigError(f"{overlap} reduces only in bf16: add --bf16, {remedy}.")
-    if parallel.tensor_model_parallel_size not in (2, 4, 8):
+    if size not in (2, 4, 8):
         raise ConfigError(
-            f"{overlap} supports 2, 4 or 8 ranks, not --tensor-model-parallel-size "
-            f"{parallel.tensor_model_parallel_size}: use one of these, {remedy}."
+            f"{overlap} supports 2, 4 or 8 ranks, not --tensor-model-parallel-size {size}: use one of these, {remedy}."
         )
     if not parallel.rank_order.startswith("tp-"):
         raise ConfigError(
@@ -83,7 +79,7 @@ def check_transformer_engine_buffers(run: "RunConfig", world_size: int) -> None:
     if size == 1 or not parallel.tp_comm_overlap or run.model.transformer_impl == "local":
         return
     length = run.data.seq_length or 128 * size
-    # It sends a quarter of the hidden size at a time, in vectors of eight numbers.
+    # Transformer Engine sends a quarter of the hidden size at a time, in vectors of eight numbers.
     sizes = {"--hidden-size": (run.model.resolve(1, size, length).hidden_size, 32)}
     if run.precision.fp8_format is not None and run.precision.fp8_recipe == "mxfp8":
         rows = (run.training.micro_batch_size or 1) * length // parallel.context_parallel_size // size

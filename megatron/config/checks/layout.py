@@ -33,9 +33,7 @@ def check_tensor_parallel(run: "RunConfig", world_size: int) -> None:
 
 def check_tensor_parallel_overlap(run: "RunConfig", world_size: int) -> None:
     size = run.parallel.tensor_model_parallel_size
-    if size == 1 or not run.parallel.tp_comm_overlap:
-        return
-    if not run.parallel.sequence_parallel:
+    if size > 1 and run.parallel.tp_comm_overlap and not run.parallel.sequence_parallel:
         raise ConfigError(
             f"--tp-comm-overlap with --tensor-model-parallel-size {size} needs --sequence-parallel: add it, or remove "
             "--tp-comm-overlap."
@@ -124,19 +122,16 @@ def check_activations(run: "RunConfig", world_size: int) -> None:
     ):
         if count is not None and count > layers:
             raise ConfigError(f"{flag} {count} exceeds the {layers} layers of a pipeline chunk: lower it.")
-    if activations.distribute_saved_activations:
-        _check_distributed_activations(run, size, model.hidden_size)
-
-
-def _check_distributed_activations(run: "RunConfig", size: int, hidden_size: int) -> None:
+    if not activations.distribute_saved_activations:
+        return
     flag, sizes = "--distribute-saved-activations", f"--tensor-model-parallel-size {size}"
-    if run.parallel.sequence_parallel:
+    if parallel.sequence_parallel:
         raise ConfigError(f"{flag} has no effect with --sequence-parallel, which already shards the inputs: remove it.")
     if size == 1:
         raise ConfigError(
             f"{flag} needs more than one tensor-parallel rank, not {sizes}: remove it, or raise the latter."
         )
-    if hidden_size % size:
+    if model.hidden_size % size:
         raise ConfigError(
-            f"{flag} needs --hidden-size {hidden_size} to be divisible by {sizes}: change one, or remove {flag}."
+            f"{flag} needs --hidden-size {model.hidden_size} to be divisible by {sizes}: change one, or remove {flag}."
         )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags
 
 if TYPE_CHECKING:
     from megatron.config.run import RunConfig
@@ -42,22 +43,10 @@ def check_loader_timeout(run: "RunConfig", world_size: int) -> None:
 
 
 def check_length(run: "RunConfig", world_size: int) -> None:
-    in_samples = run.training.train_samples is not None
-    iteration_flags = {
-        "--lr-decay-iters": run.learning_rate.lr_decay_iters,
-        "--lr-warmup-iters": run.learning_rate.lr_warmup_iters or None,
-        "--lr-wsd-decay-iters": run.learning_rate.lr_wsd_decay_iters,
-    }
-    sample_flags = {
-        "--lr-decay-samples": run.learning_rate.lr_decay_samples,
-        "--lr-warmup-samples": run.learning_rate.lr_warmup_samples or None,
-        "--lr-wsd-decay-samples": run.learning_rate.lr_wsd_decay_samples,
-    }
-    length, wrong = ("--train-samples", iteration_flags) if in_samples else ("--train-iters", sample_flags)
-    for flag, value in wrong.items():
-        if value is not None:
-            unit = "samples" if in_samples else "iters"
-            raise ConfigError(f"{flag} cannot be combined with {length}: use {flag.rsplit('-', 1)[0]}-{unit}.")
+    unit, other = ("samples", "iters") if run.training.train_samples is not None else ("iters", "samples")
+    names = [f"lr_{phase}_{other}" for phase in ("decay", "warmup", "wsd_decay")]
+    for flag in changed_flags(run.learning_rate, *names):
+        raise ConfigError(f"{flag} cannot be combined with --train-{unit}: use {flag.removesuffix(other)}{unit}.")
 
 
 def check_profile(run: "RunConfig", world_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megatron.config.precision import FP8_UNITS, PrecisionConfig
+from megatron.config.precision import FP8_UNITS
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,13 +36,9 @@ def check_fp8(run: "RunConfig", world_size: int) -> None:
                 f"--fp8-format needs sizes that are multiples of {unit}, but {formula} is {value}: change one of them, "
                 "or remove --fp8-format."
             )
-    _check_layers_in_bf16(run.precision, model.num_layers)
-
-
-def _check_layers_in_bf16(precision: PrecisionConfig, num_layers: int) -> None:
-    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
-    if precision.first_last_layers_bf16 and start + end >= num_layers:
+    start, end = run.precision.num_layers_at_start_in_bf16, run.precision.num_layers_at_end_in_bf16
+    if run.precision.first_last_layers_bf16 and start + end >= model.num_layers:
         raise ConfigError(
-            f"--first-last-layers-bf16 keeps {start} + {end} of {num_layers} layers in bf16 and leaves none for "
+            f"--first-last-layers-bf16 keeps {start} + {end} of {model.num_layers} layers in bf16 and leaves none for "
             "--fp8-format: lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format."
         )

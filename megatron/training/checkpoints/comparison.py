@@ -7,6 +7,7 @@ from typing import Any
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
+from megatron.flags import flag_of
 
 
 def check_architecture(
@@ -19,7 +20,7 @@ def check_architecture(
     # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
-        f"--{name.replace('_', '-')} is {value} here and {saved[name]} there"
+        f"{flag_of(name)} is {value} here and {saved[name]} there"
         for name, value in wanted.items()
         if name not in free and saved[name] != value
     ]
