@@ -171,13 +171,18 @@ def assert_same_logits(exported: Path, model: Any) -> None:
 
 def test_our_logits_are_those_of_transformers(model: Any, hf: Path, tmp_path: Path) -> None:
     from_hf(hf, tmp_path / "ours")
+    assert_our_logits_are_theirs(tmp_path / "ours", model)
+
+
+def assert_our_logits_are_theirs(converted: Path, model: Any) -> None:
+    """The checkpoint in ``converted`` computes what ``model`` does, in fp64."""
     tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
     with torch.no_grad(), fp32_means_fp64():
         wide = type(model)(model.config).double()
         wide.load_state_dict(model.state_dict())
         wanted = wide(tokens).logits
     with torch.no_grad():
-        found = logits_of(our_model(tmp_path / "ours"), tokens).transpose(0, 1)
+        found = logits_of(our_model(converted), tokens).transpose(0, 1)
     assert relative_error(found, wanted) < 1e-9
 
 
