@@ -25,10 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem
 
-# The public save() and load() are these two behind a warning for every run of a single process.
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-
 from megatron.checkpoint.directory import iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import verify_file
 from megatron.checkpoint.manifest import JSON, read_checkpoint
@@ -37,6 +33,9 @@ from megatron.checkpoint.schema import SavedState, upgrade
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SafetensorsReader, SafetensorsWriter, SaveBackend, SyncSaveBackend
 from megatron.errors import CheckpointError
+
+# The public save() and load() are these two behind a warning for every run of a single process.
+from megatron.torch_compat import load_state_dict, save_state_dict
 
 # A replicated box is shared out among its holders in slices of about this size.
 SLICE_BYTES = 16 << 20
@@ -66,7 +65,7 @@ def save_checkpoint(
     saving = saving or SyncSaveBackend(root, iteration)
     try:
         with _same_error_on_all_ranks(process_group):
-            _save_state_dict(
+            save_state_dict(
                 dict(tensors),
                 SafetensorsWriter(state, saving),
                 process_group=process_group,
@@ -93,7 +92,7 @@ def load_checkpoint(
     """
     reader = SafetensorsReader(root, iteration)
     with _same_error_on_all_ranks(process_group):
-        _load_state_dict(
+        load_state_dict(
             dict(tensors),
             reader,
             process_group=process_group,

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from megatron.torch_compat import wrapper_subclass
 
 
 class BoxedTensor(Tensor):
@@ -32,9 +33,7 @@ class BoxedTensor(Tensor):
     ) -> "BoxedTensor":
         """Use the ``from_...`` constructors instead."""
         device = next((box.device for box in boxes.values()), torch.device("cpu"))
-        tensor: BoxedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(global_shape), dtype=dtype, device=device
-        )
+        tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
         tensor._boxes = boxes
         return tensor
 

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed the collectives on one contiguous tensor.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from megatron.torch_compat import all_gather_single, reduce_scatter_single, storage_id
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -146,11 +144,11 @@ class Transport:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
         """Concatenate into ``output``."""
-        return _all_gather_single(output, tensor, group=self._group, async_op=True)
+        return all_gather_single(output, tensor, group=self._group, async_op=True)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
         """Sum this rank's part into ``output``."""
-        return _reduce_scatter_single(output, tensor, group=self._group, async_op=True)
+        return reduce_scatter_single(output, tensor, group=self._group, async_op=True)
 
     def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
         """Exchange equal parts."""
@@ -445,5 +443,5 @@ class Communicator:
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape begin at the same place."""
-    is_same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    is_same_storage = storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
     return is_same_storage and one.storage_offset() == other.storage_offset()

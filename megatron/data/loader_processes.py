@@ -13,9 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch.utils.data._utils import signal_handling
-
 from megatron.errors import LoaderError
+from megatron.torch_compat import forget_workers
 
 T = TypeVar("T")
 
@@ -143,7 +142,7 @@ class LoaderProcesses(Iterator[T]):
         batches, self._batches._shutdown = self._batches, True
         if batches._worker_pids_set:
             # Else torch reports the death of a loader process as an error, in whatever the main thread does.
-            signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+            forget_workers(batches)
             batches._worker_pids_set = False
         for indices in batches._index_queues:
             indices.cancel_join_thread()

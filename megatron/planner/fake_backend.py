@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.communication import Communicator, Message, Observer, Reduction, Transport
 from megatron.core.topology import RankGrid, Topology
 from megatron.planner.memory import MemoryTracker
+from megatron.torch_compat import disable_dispatch_modes, local_scalar
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ class ShapeTracker(MemoryTracker):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``func``, or what is plausible."""
-        if func is aten._local_scalar_dense.default:
+        if func is local_scalar:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is aten.nonzero.default:
@@ -106,7 +106,7 @@ class FakeCommunicator(Communicator):
 
     def device_mesh(self, device_type: str, name: str) -> Any:
         """With real numbers in it, for it computes this rank's place from them."""
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             return super().device_mesh(device_type, name)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from megatron.torch_compat import FakeTensor, TorchDispatchMode, is_traceable_wrapper_subclass, storage_id
 
 Kind = Literal[
     "weights",
@@ -96,7 +96,7 @@ class MemoryTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        block = self._blocks.get(storage._cdata)
+        block = self._blocks.get(storage_id(storage))
         if block is not None:
             size = self._rounded(storage)
             self._change(block.kind, size - block.size)
@@ -124,7 +124,7 @@ class MemoryTracker(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) and (tensor.is_meta or is_traceable_wrapper_subclass(tensor)):
             return
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_id(storage)
         if address in self._blocks:
             return
         size = self._rounded(storage)
@@ -162,7 +162,7 @@ class MemoryTracker(TorchDispatchMode):
     def mark(self, tensor: Tensor, kind: Kind) -> None:
         """From now on the memory of ``tensor`` is of this ``kind``."""
         self.note(tensor)
-        block = self._blocks[tensor.untyped_storage()._cdata]
+        block = self._blocks[storage_id(tensor.untyped_storage())]
         self._change(block.kind, -block.size)
         block.kind = kind
         self._change(kind, block.size)
@@ -170,7 +170,7 @@ class MemoryTracker(TorchDispatchMode):
     def mark_if_passing(self, tensor: Tensor, kind: Kind) -> None:
         """As :meth:`mark`, unless ``tensor`` lies in memory of a lasting kind."""
         self.note(tensor)
-        if self._blocks[tensor.untyped_storage()._cdata].kind == "working memory":
+        if self._blocks[storage_id(tensor.untyped_storage())].kind == "working memory":
             self.mark(tensor, kind)
 
     def keep(self) -> None:

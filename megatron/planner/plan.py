@@ -12,7 +12,6 @@ from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
@@ -28,6 +27,7 @@ from megatron.schedules.registry import placement_of
 from megatron.schedules.schedule import Placement, Schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.schedules.stages import VirtualStage
+from megatron.torch_compat import FakeTensorMode, fake_store
 from megatron.training.build.plan import build_batches
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.initialize import rank_grid
@@ -280,9 +280,7 @@ def fake_processes(run: Run, rank: int) -> Iterator[None]:
     if run.config.parallel.sharding_strategy != "optim_grads_params" or grid.world_size == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=grid.world_size)
     try:
         yield
     finally:

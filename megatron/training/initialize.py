@@ -1,9 +1,7 @@
 """From a process started by torchrun (or alone) to a rank in the grid."""
 
 import ctypes
-import gc
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.topology import RankGrid, Topology
 from megatron.errors import ConfigError, RankError, UserError
 from megatron.operation.namespace import fresh_namespace
+from megatron.torch_compat import release_meshes
 
 T = TypeVar("T")
 
@@ -94,19 +93,8 @@ def init_distributed(parallel: ParallelConfig, process: Process, device: torch.d
 
 def _part() -> None:
     if dist.is_initialized():
-        _forget_meshes()
+        release_meshes()
         dist.destroy_process_group()
-
-
-def _forget_meshes() -> None:
-    """Let go of what still holds process groups, whose threads would outlive them: one that frees a tensor while the
-    interpreter ends aborts the process."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        # DTensor's cache of operations keeps the mesh of each.
-        _clear_sharding_prop_cache()
-    gc.collect()
 
 
 def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.core.ops.attention_kernels import AttentionKernel, Gradients, PartialAttention
 from megatron.core.ops.documents import Documents, attention_spans
+from megatron.torch_compat import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

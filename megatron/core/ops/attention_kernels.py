@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron import torch_compat
+
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Of query, key and value."""
 
@@ -121,7 +123,7 @@ class CpuFlashAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """Outputs and the log-sum-exp of the scores."""
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        attend = torch_compat.cpu_flash_attention
         if not self._goes_by_queries(query, is_causal):
             return PartialAttention(*attend(query, key, value, 0.0, is_causal))
         output = torch.empty_like(query)
@@ -139,7 +141,7 @@ class CpuFlashAttention:
         """Scores are computed again, block by block."""
         output, log_sum_exp = attended.output, attended.log_sum_exp
         assert log_sum_exp is not None
-        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        differentiate = torch_compat.cpu_flash_attention_backward
         if not self._goes_by_queries(query, is_causal):
             grads: Gradients = differentiate(grad, query, key, value, output, log_sum_exp, 0.0, is_causal)
             return grads
@@ -185,7 +187,7 @@ class CudaFlashAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """Outputs and the log-sum-exp of the scores."""
-        attend = torch.ops.aten._scaled_dot_product_flash_attention
+        attend = torch_compat.flash_attention
         output, log_sum_exp, *kept = attend(query, key, value, 0.0, is_causal)
         return PartialAttention(output, log_sum_exp, tuple(kept[:6]))
 
@@ -195,7 +197,7 @@ class CudaFlashAttention:
         """Scores are computed again, block by block."""
         starts_query, starts_key, longest_query, longest_key, seed, offset = attended.kept
         assert attended.log_sum_exp is not None
-        grads: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grads: Gradients = torch_compat.flash_attention_backward(
             grad,
             query,
             key,
@@ -226,7 +228,7 @@ class CudnnAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
         """Outputs and the log-sum-exp of the scores."""
-        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+        attend = torch_compat.cudnn_attention
         output, log_sum_exp, *kept = attend(query, key, value, None, True, 0.0, is_causal)
         return PartialAttention(output, log_sum_exp.view(query.shape[:3]), tuple(kept[:6]))
 
@@ -236,7 +238,7 @@ class CudnnAttention:
         """Scores are computed again, block by block."""
         starts_query, starts_key, longest_query, longest_key, seed, offset = attended.kept
         assert attended.log_sum_exp is not None
-        grads: Gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads: Gradients = torch_compat.cudnn_attention_backward(
             grad,
             query,
             key,

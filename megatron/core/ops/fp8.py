@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.quantized import QuantizedTensor
+from megatron.torch_compat import scaled_mm
 
 AmaxAlgorithm = Literal["most_recent", "max"]
 
@@ -85,10 +86,7 @@ def scaled_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, f
     """
     assert a.data.is_contiguous() and b.data.is_contiguous(), (a.data.stride(), b.data.stride())
     assert a.inverse_scale is not None and b.inverse_scale is not None
-    product: Tensor = torch._scaled_mm(
-        a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast
-    )
-    return product
+    return scaled_mm(a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def widened_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:

@@ -8,9 +8,8 @@ fp16 matrices CPUs multiply in fp32, and round the result: what GPUs do, too, wh
 7 to 30 times as long (measured on a Zen 5 core, which has no arithmetic in fp16).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +17,9 @@ from torch import Tensor
 
 from megatron.core.gradient import Gradient
 from megatron.core.ops.quantized import QuantizedTensor
+from megatron.torch_compat import onednn_linear
 
-
-def _onednn_linear() -> Callable[..., Any] | None:
-    if not torch.backends.mkldnn.is_available():
-        return None
-    operators = torch.ops.mkldnn
-    return operators._linear_pointwise if hasattr(operators, "_linear_pointwise") else None
-
-
-_ONEDNN_LINEAR = _onednn_linear()
+_ONEDNN_LINEAR = onednn_linear()
 
 
 def _uses_onednn(tensor: Tensor) -> bool:
@@ -44,8 +36,7 @@ def linear(inputs: Tensor, weight: Tensor) -> Tensor:
         return linear(inputs.float(), weight.float()).half()
     if _uses_onednn(inputs):
         assert _ONEDNN_LINEAR is not None
-        output: Tensor = _ONEDNN_LINEAR(inputs, weight, None, "none", [], "")
-        return output
+        return _ONEDNN_LINEAR(inputs, weight, None, "none", [], "")
     return F.linear(inputs, weight)
 
 

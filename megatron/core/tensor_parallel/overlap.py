@@ -9,7 +9,7 @@ parallelism, which does the same with copies between the memories of GPUs.
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator, Work, add_in_order
 from megatron.core.ops.quantized import QuantizedTensor
+from megatron.torch_compat import symmetric_memory_operators
 
 RowGemm = Callable[[QuantizedTensor], Tensor]
 """A GEMM of some rows with a fixed matrix, ``[..., k] -> [..., n]``; rows are independent."""
@@ -111,11 +112,8 @@ class SymmetricMemoryOverlap:
     name = "PyTorch's symmetric memory"
 
     def __init__(self, ranks: Communicator) -> None:
-        # Defines the operators.
-        import torch.distributed._symmetric_memory
-
         self._ranks, self._quantized = ranks, P2POverlap(ranks)
-        self._operators: Any = torch.ops.symm_mem
+        self._operators = symmetric_memory_operators()
 
     def gather_gemm(
         self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None

@@ -1,0 +1,203 @@
+"""Each private name of torch does what this code needs, and none is used outside of ``megatron/torch_compat.py``."""
+
+import ast
+import inspect
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron import torch_compat
+from megatron.checkpoint.sharded_tensor import BoxedTensor
+from tests.rank_pool import RankPool
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Names of torch with a leading underscore that a file imports or reads."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)] if re.fullmatch(r"[\w.]+", ast.unparse(node)) else []
+        for name in names:
+            root, *parts = name.split(".")
+            # torch documents its _foreach_ functions.
+            if root in ("torch", "dist", "F", "aten") and any(
+                part.startswith("_") and not part.startswith(("__", "_foreach_")) for part in parts
+            ):
+                yield name
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    found = {path: set(private_names(path)) for path in (REPOSITORY / "megatron").rglob("*.py")}
+    (here,) = [path for path in found if path.name == "torch_compat.py"]
+    assert len(found.pop(here)) >= 15
+    assert not {path: names for path, names in found.items() if names}
+
+
+def collect_and_scatter() -> tuple[list[float], list[float]]:
+    rank = dist.get_rank()
+    gathered, scattered = torch.empty(4), torch.empty(2)
+    torch_compat.all_gather_single(gathered, torch.tensor([1.0, 2.0]) + 10 * rank)
+    torch_compat.reduce_scatter_single(scattered, torch.arange(4.0) + rank)
+    return gathered.tolist(), scattered.tolist()
+
+
+def test_collectives_on_one_tensor(four_ranks: RankPool) -> None:
+    found = four_ranks.run(collect_and_scatter, world_size=2)
+    assert found == [([1, 2, 11, 12], [1, 3]), ([1, 2, 11, 12], [5, 7])]
+
+
+def test_scaled_mm() -> None:
+    a, b = (random(16, 16, seed=seed).to(torch.float8_e4m3fn) for seed in (0, 1))
+    scales = torch.tensor(0.5), torch.tensor(4.0)
+    found = torch_compat.scaled_mm(a, b.t(), *scales, out_dtype=torch.float32, use_fast_accum=False)
+    torch.testing.assert_close(found, 2 * a.float() @ b.float().t())
+
+
+def test_cpu_flash_attention() -> None:
+    query, key, value, grad = (random(2, 3, 70, 16, seed=seed, dtype=torch.float64) for seed in range(4))
+    output, log_sum_exp = torch_compat.cpu_flash_attention(query, key, value, 0.0, True)
+    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    scores = (inputs[0] @ inputs[1].transpose(2, 3) / 4).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ inputs[2]
+    expected.backward(grad)
+    torch.testing.assert_close(output, expected.detach())
+    torch.testing.assert_close(log_sum_exp, scores.logsumexp(-1).detach())
+    grads = torch_compat.cpu_flash_attention_backward(grad, query, key, value, output, log_sum_exp, 0.0, True)
+    for found, tensor in zip(grads, inputs, strict=True):
+        torch.testing.assert_close(found, tensor.grad)
+
+
+FLASH_KEPT = "cum_seq_q cum_seq_k max_q max_k"
+SIGNATURES = {
+    "flash_attention": "query key value dropout_p is_causal",
+    "flash_attention_backward": f"grad_out query key value out logsumexp {FLASH_KEPT} dropout_p is_causal philox_seed "
+    "philox_offset",
+    "cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal",
+    "cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias "
+    f"{FLASH_KEPT} dropout_p is_causal",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_attention_on_gpus_takes_what_we_pass(name: str) -> None:
+    wanted = SIGNATURES[name].split()
+    arguments = [argument.name for argument in getattr(torch_compat, name).default._schema.arguments]
+    assert arguments[: len(wanted)] == wanted
+    if not name.endswith("backward"):
+        returned = [value.name for value in getattr(torch_compat, name).default._schema.returns]
+        assert returned[:8] == f"output logsumexp {FLASH_KEPT}".split() + returned[6:8]
+
+
+def test_onednn_linear() -> None:
+    linear = torch_compat.onednn_linear()
+    if linear is None:
+        pytest.skip("torch is built without oneDNN")
+    inputs, weight = random(5, 3, 8), random(6, 8, seed=1)
+    torch.testing.assert_close(linear(inputs, weight, None, "none", [], ""), inputs @ weight.t())
+
+
+def test_symmetric_memory_operators() -> None:
+    operators = torch_compat.symmetric_memory_operators()
+    for name, wanted in (
+        ("fused_all_gather_matmul", ["A", "Bs", "gather_dim", "group_name"]),
+        ("fused_matmul_reduce_scatter", ["A", "B", "reduce_op", "scatter_dim", "group_name"]),
+    ):
+        assert [argument.name for argument in getattr(operators, name).default._schema.arguments][
+            : len(wanted)
+        ] == wanted
+
+
+def test_storage_id() -> None:
+    tensor = torch.zeros(4)
+    whole, part, other = (one.untyped_storage() for one in (tensor, tensor[2:], torch.zeros(4)))
+    assert torch_compat.storage_id(whole) == torch_compat.storage_id(part) != torch_compat.storage_id(other)
+
+
+def test_wrapper_subclass() -> None:
+    tensor = BoxedTensor.from_boxes((10**6, 10**6), torch.float32, [])
+    assert tensor.shape == (10**6, 10**6) and tensor.dtype == torch.float32 and isinstance(tensor, BoxedTensor)
+
+
+class Calls(torch_compat.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_operations_and_can_be_disabled() -> None:
+    with Calls() as calls:
+        torch.ones(2).sum().item()
+        assert calls.seen[-1] is torch_compat.local_scalar
+        count = len(calls.seen)
+        with torch_compat.disable_dispatch_modes():
+            torch.ones(2)
+        assert len(calls.seen) == count
+
+
+def test_fake_tensors_have_no_memory() -> None:
+    with torch_compat.FakeTensorMode():
+        product = torch.empty(10**6, 10**6) @ torch.empty(10**6, 10**6)
+    assert isinstance(product, torch_compat.FakeTensor) and product.shape == (10**6, 10**6)
+    assert not torch_compat.is_traceable_wrapper_subclass(torch.empty(1))
+
+
+def test_trees() -> None:
+    leaves, form = torch_compat.tree_flatten({"a": (1, 2), "b": [3]})
+    assert torch_compat.tree_unflatten([10 * leaf for leaf in leaves], form) == {"a": (10, 20), "b": [30]}
+
+
+def test_state_dicts_are_saved_and_loaded_with_our_planner() -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    for function in (state_dict_saver._save_state_dict, state_dict_loader._load_state_dict):
+        names = list(inspect.signature(function).parameters)
+        assert names[0] == "state_dict" and {"process_group", "no_dist", "planner"} < set(names)
+
+
+def test_a_fake_group_has_as_many_ranks_as_asked_for() -> None:
+    dist.init_process_group("fake", store=torch_compat.fake_store(), rank=7, world_size=1000)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (7, 1000)
+        dist.all_reduce(torch.ones(1))
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = DeviceMesh("cpu", list(range(1000)))
+        distribute_tensor(torch.ones(2), mesh, src_data_rank=None) + 1
+    finally:
+        torch_compat.release_meshes()
+        dist.destroy_process_group()
+
+
+def test_the_death_of_a_forgotten_worker_is_not_reported() -> None:
+    batches = iter(DataLoader(range(10), num_workers=1))  # type: ignore[arg-type]
+    torch_compat.forget_workers(batches)
+    batches._worker_pids_set = False  # type: ignore[attr-defined]
+    (worker,) = batches._workers  # type: ignore[attr-defined]
+    os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(0.5)  # torch's handler of SIGCHLD would raise here
+    worker.join()
