@@ -12,7 +12,7 @@ _THROUGHPUT = {
     "tokens_per_s_per_gpu": "tokens/s per GPU: {:.1f}",
     "mfu": "MFU: {:.2%}",
 }
-"""tokens/s and MFU, which Megatron-LM does not print, stand after its throughput."""
+"""Megatron-LM prints the first of them."""
 
 _FIELDS = {
     "iteration_time_ms": "elapsed time per iteration (ms): {:.1f}",
@@ -51,14 +51,11 @@ def format_console_line(record: IterationRecord, now: datetime, log_throughput: 
     for name in dict.fromkeys((*_FIELDS, *record.metrics)):
         value = record.metrics.get(name)
         if value is not None and name != _LAST_FIELD and (log_throughput or name not in _THROUGHPUT):
-            fields.append(_FIELDS.get(name, _default_format(name, value)).format(value))
+            default = name.replace("_", " ") + (": {:d}" if isinstance(value, int) else ": {:.6E}")
+            fields.append(_FIELDS.get(name, default).format(value))
     fields.append(f"number of skipped iterations: {record.metrics[_LAST_FIELD]:3d}")
     fields.append(f"number of nan iterations: {record.nan_iterations:3d}")
     return "".join(f" {text} |" for text in fields)
-
-
-def _default_format(name: str, value: float) -> str:
-    return name.replace("_", " ") + (": {:d}" if isinstance(value, int) else ": {:.6E}")
 
 
 def format_evaluation_lines(record: EvaluationRecord) -> str:
@@ -70,27 +67,20 @@ def format_evaluation_lines(record: EvaluationRecord) -> str:
     return f"{rule}\n{line}\n{rule}"
 
 
+@dataclass
 class ConsoleWriter:
-    """Prints Megatron-LM's lines to a stream, above the progress bar where there is one."""
+    """Prints Megatron-LM's lines above the progress bar, if there is one."""
 
-    def __init__(self, stream: TextIO, log_throughput: bool) -> None:
-        self._stream = stream
-        self._log_throughput = log_throughput
-
-    def write_text(self, text: str) -> None:
-        """Print lines above the progress bar."""
-        print_above_bar(self._stream, text)
+    stream: TextIO
+    log_throughput: bool
 
     def write_iteration(self, record: IterationRecord) -> None:
-        """Print the iteration's line, and the timers of all ranks below it."""
-        self.write_text(format_console_line(record, datetime.now(), self._log_throughput))
+        print_above_bar(self.stream, format_console_line(record, datetime.now(), self.log_throughput))
         if record.timer_report:
-            self.write_text(record.timer_report)
+            print_above_bar(self.stream, record.timer_report)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Print the evaluation between its rules."""
-        self.write_text(format_evaluation_lines(record))
+        print_above_bar(self.stream, format_evaluation_lines(record))
 
     def close(self) -> None:
-        """Flush; the stream belongs to the caller."""
-        self._stream.flush()
+        self.stream.flush()

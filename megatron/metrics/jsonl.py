@@ -30,18 +30,12 @@ class JsonlFlags(WriterFlags):
         return NeverFatal(JsonlWriter(self.metrics_jsonl, run.resume_iteration), "--metrics-jsonl", run.warn)
 
 
-def _json_line(values: Mapping[str, float | None]) -> str:
-    """Strict JSON at full precision: a number that JSON cannot hold (NaN, infinity) becomes null."""
-    strict = {key: value if value is None or math.isfinite(value) else None for key, value in values.items()}
-    return json.dumps(strict, allow_nan=False) + "\n"
-
-
 class JsonlWriter:
     """Appends one JSON object per record to a file, each line flushed as it is written.
 
-    On resume the file is first cut back to the iteration of the checkpoint, so that it holds the history of the weights
-    in memory. A run from the start (``resume_iteration`` 0) renames an existing file to ``PATH.previous``. Raises
-    :class:`ConfigError` when the file cannot be written, or is no metrics file.
+    On resume the file is first cut back to the iteration of the checkpoint. A run from the start (``resume_iteration``
+    0) renames an existing file to ``PATH.previous``. Raises :class:`ConfigError` if the file cannot be written, or is
+    not a metrics file.
     """
 
     def __init__(self, path: str | Path, resume_iteration: int) -> None:
@@ -56,43 +50,29 @@ class JsonlWriter:
             raise ConfigError(f"--metrics-jsonl {path} cannot be written: {reason}.") from error
 
     def write_iteration(self, record: IterationRecord) -> None:
-        self._append(
-            {
-                "iteration": record.iteration,
-                "consumed_samples": record.consumed_samples,
-                **record.metrics,
-                "time": record.time,
-                "elapsed_s": record.elapsed_s,
-            }
-        )
+        self._append(record, {"consumed_samples": record.consumed_samples, **record.metrics})
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Append the evaluation as ``validation_loss`` or ``test_loss``."""
-        self._append(
-            {
-                "iteration": record.iteration,
-                f"{record.split}_loss": record.loss,
-                "time": record.time,
-                "elapsed_s": record.elapsed_s,
-            }
-        )
+        self._append(record, {f"{record.split}_loss": record.loss})
 
-    def _append(self, values: Mapping[str, float | None]) -> None:
-        self._file.write(_json_line(values))
+    def _append(self, record: IterationRecord | EvaluationRecord, values: Mapping[str, float | None]) -> None:
+        line = {"iteration": record.iteration, **values, "time": record.time, "elapsed_s": record.elapsed_s}
+        # Strict JSON has no NaN and no infinity.
+        strict = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
+        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
-    """Put a metrics file back to ``resume_iteration``; either all of it happens or nothing."""
+    """Cut a metrics file back to ``resume_iteration``, atomically."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as old:
         iterations = [_iteration_of(line) for line in old]
-    # One damaged line may be all that a crash left; several and nothing else are somebody's other file.
+    # A crash may leave a single damaged line; several lines without a record are another kind of file.
     if len(iterations) > 1 and all(iteration is None for iteration in iterations):
         raise ConfigError(f"--metrics-jsonl {path} is not a metrics file: use another one.")
     if resume_iteration == 0:
@@ -110,7 +90,7 @@ def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
 
 
 def _iteration_of(line: str) -> int | None:
-    """Iteration of a record; None for a line that is no whole record, such as one torn by a crash."""
+    """Iteration of a record; None for a line that is not a whole record."""
     try:
         record = json.loads(line)
     except ValueError:

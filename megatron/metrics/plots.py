@@ -44,16 +44,12 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    """The points of one evaluation."""
     key = f"lm loss {record.split}"
     return {key: record.loss, f"{key} ppl": record.perplexity}
 
 
 class IntervalGate:
-    """Lets a record pass once a further multiple of ``interval`` iterations has been reached.
-
-    ``resume_iteration`` is the number of iterations before the loaded checkpoint.
-    """
+    """Selects the first record at or after each multiple of ``interval`` iterations."""
 
     def __init__(self, interval: int, resume_iteration: int) -> None:
         self._interval = interval

@@ -22,7 +22,7 @@ class ProgressBarFlags(WriterFlags):
 
 
 class ProgressBar:
-    """A calm bar over iterations with the last loss and tokens/s, for a person at a terminal."""
+    """A bar over iterations with the last loss and tokens/s, drawn at most twice a second."""
 
     def __init__(self, stream: TextIO, train_iters: int, resume_iteration: int) -> None:
         self._bar = tqdm(
@@ -35,20 +35,14 @@ class ProgressBar:
             bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 
-    def advance(self, iteration: int) -> None:
-        """Move to ``iteration``; cheap enough for every iteration, drawn at most twice a second."""
-        self._bar.update(iteration - self._bar.n)
-
     def write_iteration(self, record: IterationRecord) -> None:
-        """Move to the record's iteration and show its loss and rate."""
         loss = record.metrics["lm_loss"]
         rate = f"{record.metrics['tokens_per_s_per_gpu']:,.0f}/GPU"
         self._bar.set_postfix({"loss": "skipped" if loss is None else f"{loss:.4f}", "tokens/s": rate}, refresh=False)
-        self.advance(record.iteration)
+        self._bar.update(record.iteration - self._bar.n)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Nothing: the console shows evaluations."""
+        pass  # The console writer prints it.
 
     def close(self) -> None:
-        """Leave the bar where it stands and move on to the next line."""
         self._bar.close()

@@ -19,7 +19,7 @@ class IterationRecord:
     """Training sequences consumed since the start of the run."""
     metrics: Mapping[str, float | None]
     """Values by their names in the JSONL file, in its order; None where this iteration has no value. Every writer shows
-    all of them, so whoever produces a value only adds it here."""
+    all of them."""
     train_iters: int
     """Length of the run in iterations."""
     skipped_samples: int = 0

@@ -38,12 +38,11 @@ class TensorBoardFlags(WriterFlags):
 class TensorBoardWriter:
     """Writes Megatron-LM's TensorBoard keys, many also over samples (``lm loss vs samples``).
 
-    On resume, points beyond the checkpoint are cut from the event files of the earlier runs. TensorBoard's
-    own ``purge_step`` cannot do it: it drops every tag from that step on, and so the whole history of the
-    twins over samples, whose steps are much larger than the iteration.
+    On resume, points beyond the checkpoint are cut from the event files of earlier processes. TensorBoard's own
+    ``purge_step`` drops every tag from that step on, and so all points over samples, whose steps are larger.
 
     There is at most one point per ``interval`` iterations. A run from the start (``resume_iteration`` 0) hides the
-    points of an earlier run in the same directory. Raises :class:`ConfigError` when the tensorboard package is missing,
+    points of an earlier run in the same directory. Raises :class:`ConfigError` if the tensorboard package is missing,
     or the directory cannot be written to.
     """
 
@@ -69,31 +68,28 @@ class TensorBoardWriter:
             ) from error
 
     def write_iteration(self, record: IterationRecord) -> None:
-        """Write a point of every metric, unless the interval passes over it."""
         if self._gate.passes(record.iteration):
             self._write(iteration_scalars(record), record.iteration, record.consumed_samples)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Write the loss and perplexity of the split."""
         self._write(evaluation_scalars(record), record.iteration, record.consumed_samples)
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         for key, value in scalars.items():
             self._writer.add_scalar(key, value, iteration)
-        # The twins come last: _rewind_events recognises a stale iteration by its first point.
+        # Points over samples come last: _rewind_events recognises a stale iteration by its first point.
         for key in METRICS_WITH_SAMPLE_AXIS.intersection(scalars):
             self._writer.add_scalar(key + _VS_SAMPLES, scalars[key], consumed_samples)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
 def _rewind_events(path: Path, resume_iteration: int) -> None:
     """Cut an event file before its first point beyond ``resume_iteration``, or before a torn record.
 
-    The file is a sequence of records: length (8 bytes, little endian), its checksum (4), payload, checksum
-    (4). Points are in the order of time, so that everything after the first stale one is stale.
+    The file is a sequence of records: length (8 bytes, little endian), its checksum (4), payload, checksum (4). All
+    records after the first stale point are stale.
     """
     with path.open("r+b") as file:
         while True:

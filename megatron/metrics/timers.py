@@ -1,13 +1,8 @@
-"""Wall-clock timers of the phases of an iteration, and their report over ranks.
-
-Nothing here communicates: the caller gathers ``elapsed()`` of every rank's :class:`Timers`, and :func:`combine` and
-:func:`format_timer_report` turn the list into numbers and text.
-"""
+"""Wall-clock timers of the phases of an iteration, and their report over ranks, without communication."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 TimingOption = Literal["max", "minmax", "all"]
@@ -16,78 +11,53 @@ _OFF: AbstractContextManager[None] = nullcontext()
 _NAME_WIDTH = 48
 
 
-class _Timer:
-    """Accumulates the wall time of one named phase; entered and left many times, never nested in itself."""
+class Timers:
+    """Named timers up to a level of detail: ``with timers("forward-backward", level=1): ...``.
 
-    def __init__(self, name: str, synchronize: Callable[[], None] | None) -> None:
-        self._name = name
+    A timer above ``level`` costs one comparison. ``synchronize`` waits for the GPU before each reading of the clock,
+    which slows training (None on the CPU).
+    """
+
+    def __init__(self, level: int, synchronize: Callable[[], None] | None = None) -> None:
+        self._level = level
         self._synchronize = synchronize
-        self._start: float | None = None
-        self.seconds = 0.0
-        self.spans = 0
+        self._spans: dict[str, list[float]] = {}
+        """Seconds of every finished span since the last :meth:`elapsed`, by name."""
+        self._running: set[str] = set()
+
+    def __call__(self, name: str, level: int = 1) -> AbstractContextManager[None]:
+        """A context that adds its wall time to ``name``, or does nothing above the level."""
+        return _OFF if level > self._level else self._measure(name)
+
+    @contextmanager
+    def _measure(self, name: str) -> Iterator[None]:
+        if name in self._running:
+            raise RuntimeError(f"Timer {name!r} is already running: it cannot be nested in itself.")
+        self._running.add(name)
+        spans = self._spans.setdefault(name, [])
+        try:
+            start = self._now()
+            yield
+            # Not after an error: the GPU may not answer any more, and the span means nothing.
+            spans.append(self._now() - start)
+        finally:
+            self._running.remove(name)
 
     def _now(self) -> float:
         if self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()
 
-    def __enter__(self) -> None:
-        if self._start is not None:
-            raise RuntimeError(f"Timer {self._name!r} is already running: it cannot be nested in itself.")
-        self._start = self._now()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._start is not None
-        start, self._start = self._start, None
-        # After an error the accelerator may not answer any more, and the span means nothing.
-        if kind is None:
-            self.seconds += self._now() - start
-            self.spans += 1
-
-    def reset(self) -> None:
-        self.seconds = 0.0
-        self.spans = 0
-
-
-class Timers:
-    """Named timers up to a level of detail: ``with timers("forward-backward", level=1): ...``.
-
-    A timer above ``level`` costs one comparison. ``synchronize`` is called before each reading of the clock, to wait
-    for an accelerator that runs behind the host (None where the host computes); it slows training, so it depends on
-    the level.
-    """
-
-    def __init__(self, level: int, synchronize: Callable[[], None] | None = None) -> None:
-        self._level = level
-        self._synchronize = synchronize
-        self._timers: dict[str, _Timer] = {}
-
-    def __call__(self, name: str, level: int = 1) -> AbstractContextManager[None]:
-        """A context that adds its wall time to ``name``, or does nothing above the level."""
-        if level > self._level:
-            return _OFF
-        timer = self._timers.get(name)
-        if timer is None:
-            timer = self._timers[name] = _Timer(name, self._synchronize)
-        return timer
-
-    def elapsed(self, reset: bool = True, iterations: int = 1) -> dict[str, float]:
-        """Milliseconds by name of all finished spans since the last reset, divided by ``iterations``.
-
-        A span still running counts in full when it ends.
-        """
-        finished = {name: timer for name, timer in self._timers.items() if timer.spans}
-        measured = {name: timer.seconds * 1e3 / iterations for name, timer in finished.items()}
-        if reset:
-            for timer in self._timers.values():
-                timer.reset()
+    def elapsed(self, iterations: int = 1) -> dict[str, float]:
+        """Milliseconds by name of all spans that finished since the last call, divided by ``iterations``."""
+        measured = {name: sum(spans) * 1e3 / iterations for name, spans in self._spans.items() if spans}
+        for spans in self._spans.values():
+            spans.clear()
         return measured
 
 
 def _by_name(local: list[dict[str, float]]) -> dict[str, dict[int, float]]:
-    """Turn one dict per rank into rank → milliseconds by name; a rank without the phase is left out."""
+    """Milliseconds by phase and rank; a rank that did not run the phase is left out."""
     table: dict[str, dict[int, float]] = {}
     for rank, measured in enumerate(local):
         for name, milliseconds in measured.items():
@@ -107,10 +77,9 @@ def combine(local: list[dict[str, float]], option: TimingOption) -> dict[str, tu
 
 
 def format_timer_report(local: list[dict[str, float]], option: TimingOption) -> str:
-    """Text of the timers of all ranks, in Megatron-LM's form; empty when nothing was measured.
+    """Megatron-LM's text on the timers of all ranks (``local`` as in :func:`combine`); empty without timers.
 
-    ``local`` is ``elapsed()`` of every rank, in rank order. ``max`` shows the slowest rank, ``minmax`` both ends,
-    ``all`` a line per rank.
+    ``max`` shows the slowest rank, ``minmax`` the fastest and the slowest, ``all`` a line per rank.
     """
     table = _by_name(local)
     if not table:

@@ -1,4 +1,4 @@
-"""wandb, which can neither stop nor hold up a run."""
+"""The wandb writer."""
 
 import os
 import queue
@@ -41,7 +41,7 @@ class WandbFlags(WriterFlags):
         require_flag("--wandb-project", self.wandb_project is not None, dependent)
 
     def check_environment(self, environment: Mapping[str, str]) -> None:
-        # wandb prompts for a missing API key on a terminal, where nobody may be looking, and fails elsewhere.
+        # wandb prompts for a missing API key on a terminal, and fails elsewhere.
         if self.wandb_project is None or environment.get("WANDB_MODE") in _MODES_WITHOUT_KEY:
             return
         if not environment.get("WANDB_API_KEY") and not environment.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -66,12 +66,11 @@ class WandbFlags(WriterFlags):
 
 
 class WandbWriter:
-    """Sends records to wandb from a thread of its own, so that no network or service can hold up training.
+    """Sends records to wandb from a separate thread, so that neither network nor service delays training.
 
     Points have Megatron-LM's keys and the iteration as their step; a run whose id exists is continued, and points that
-    it already has keep their first value. wandb itself takes its API key from the environment. A run that has not been
-    sent within a minute after the end stays on disk for ``wandb sync``. Raises :class:`ConfigError` when the wandb
-    package is missing.
+    it already has keep their first value. A run that is not sent within a minute after the end stays on disk for
+    ``wandb sync``. Raises :class:`ConfigError` if the wandb package is missing.
     """
 
     def __init__(self, flags: WandbFlags, run: ReportedRun, directory: Path, run_id: str) -> None:
@@ -97,20 +96,16 @@ class WandbWriter:
         self._thread.start()
 
     def write_iteration(self, record: IterationRecord) -> None:
-        """Hand over a point of every metric, unless the interval passes over it."""
         if self._gate.passes(record.iteration):
             self._put((record.iteration, iteration_scalars(record)))
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        """Hand over the loss and perplexity of the split."""
         self._put((record.iteration, evaluation_scalars(record)))
 
     def close(self) -> None:
-        """Wait for what is on its way, for a bounded time."""
         self._put(None)
-        if self._failed:
-            return
-        self._thread.join(_FINISH_SECONDS + 30)
+        if not self._failed:
+            self._thread.join(_FINISH_SECONDS + 30)
         if self._thread.is_alive():
             self._fail("it did not finish in time")
 
@@ -129,8 +124,7 @@ class WandbWriter:
 
     def _serve(self) -> None:
         try:
-            # wandb sends Ctrl-C to the process when someone presses "stop" on its page; on one rank of many that would
-            # not end the run, so the request is only reported.
+            # "Stop" on wandb's page sends Ctrl-C to this rank alone, which would not end the run: only report it.
             settings = self._wandb.Settings(
                 console="off",
                 finish_timeout=_FINISH_SECONDS,
@@ -145,7 +139,7 @@ class WandbWriter:
 
 
 def wandb_run_id(save_directory: str | None, resume_iteration: int, environment: Mapping[str, str]) -> str:
-    """The id of the run that is resumed, or a new one; remembered beside the checkpoints."""
+    """The id of the run that is resumed, or a new one, written to a file beside the checkpoints."""
     path = None if save_directory is None else Path(save_directory) / "wandb_run_id.txt"
     if path is not None and resume_iteration > 0 and path.exists():
         return path.read_text(encoding="utf-8").strip()

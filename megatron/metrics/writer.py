@@ -1,7 +1,6 @@
-"""What a metrics writer is, and how the writers of a run are opened.
+"""The protocol of metrics writers, and how a run opens them, on one rank.
 
-All writers are on one rank. An error of a file, of TensorBoard or of wandb must not end the run: it becomes one warning
-on the console, and the writer is off from then on.
+An error of a file, of TensorBoard or of wandb does not end the run: it prints one warning and disables the writer.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ class MetricsWriter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedRun:
-    """The facts of a run that writers need."""
+    """What writers need to know of a run."""
 
     stream: TextIO
     """The console."""
@@ -45,12 +44,11 @@ class ReportedRun:
     """The process environment, for wandb's key and mode."""
 
     def warn(self, sentence: str) -> None:
-        """Print a sentence on the console."""
         print_above_bar(self.stream, sentence)
 
 
 def print_above_bar(stream: TextIO, text: str) -> None:
-    """Print lines above the progress bar, where there is one."""
+    """Print lines above the progress bar, if there is one."""
     tqdm.write(text, file=stream)
     stream.flush()
 
@@ -85,7 +83,7 @@ def build_writers(flags: WriterFlags, run: ReportedRun) -> list[MetricsWriter]:
 
 
 class NeverFatal:
-    """Turns the first error of ``writer`` into a warning that names ``flag``, and writes nothing from then on."""
+    """Turns the first error of ``writer`` into a warning that names ``flag``, and writes nothing afterwards."""
 
     def __init__(self, writer: MetricsWriter, flag: str, warn: Callable[[str], None]) -> None:
         self._writer: MetricsWriter | None = writer

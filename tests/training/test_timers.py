@@ -12,9 +12,7 @@ def test_a_span_is_measured_in_milliseconds_and_accumulates() -> None:
     for _ in range(2):
         with timers("forward-backward"):
             time.sleep(0.02)
-    per_iteration = timers.elapsed(reset=False, iterations=2)["forward-backward"]
-    assert 20 <= per_iteration < 200
-    assert timers.elapsed()["forward-backward"] == pytest.approx(2 * per_iteration)
+    assert 20 <= timers.elapsed(iterations=2)["forward-backward"] < 200
 
 
 def test_reset_starts_the_next_interval_and_forgets_what_did_not_happen_in_it() -> None:

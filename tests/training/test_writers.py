@@ -22,7 +22,7 @@ from megatron.metrics.progress_bar import ProgressBar
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.tensorboard import TensorBoardWriter
 from megatron.metrics.wandb import WandbWriter
-from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
+from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers, print_above_bar
 
 NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
 
@@ -142,11 +142,11 @@ def test_timers_follow_the_line() -> None:
 
 def test_lines_print_above_the_progress_bar() -> None:
     stream = _Terminal()
-    bar, console = ProgressBar(stream, train_iters=10, resume_iteration=4), ConsoleWriter(stream, True)
+    bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
     bar.write_iteration(_record(5))
     stream.truncate(0)
     stream.seek(0)
-    console.write_text("a line of its own")
+    print_above_bar(stream, "a line of its own")
     shown = stream.getvalue()
     bar.close()
     before, after = shown.split("a line of its own\n")
