@@ -1,13 +1,13 @@
-"""Files of the PyPI package megatron-core are read here and ours there, in an environment that has the package.
+"""Files of the PyPI package megatron-core are read here and ours there.
 
-    MEGATRON_CORE_PYTHON=/path/to/venv/bin/python python -m pytest tests/data/test_megatron_core.py
-
-It needs an environment of its own because its package is called ``megatron``, too.
+The package is called ``megatron``, too, so it is installed into a directory of its own, from which only child processes
+import.
 """
 
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import blend_targets, normalize
 from tests.data.test_indexed_dataset import md5, write
 
-PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
-pytestmark = [
-    pytest.mark.skipif(PYTHON is None, reason="MEGATRON_CORE_PYTHON names no python that has megatron-core"),
-    pytest.mark.processes,
-]
+PACKAGE = "megatron-core==0.16.1"
+pytestmark = pytest.mark.slow(reason="installs megatron-core, and imports it in other processes")
 
 LENGTHS = np.random.default_rng(7).integers(1, 60, size=200).tolist()
 DOCUMENTS = [np.random.default_rng(place).integers(0, 999, size=n).tolist() for place, n in enumerate(LENGTHS)]
@@ -68,6 +65,16 @@ for name, source in {
 """
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with megatron-core; what it needs is in this environment."""
+    target = tmp_path_factory.mktemp("megatron_core")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    result = subprocess.run([*pip, "--target", str(target), PACKAGE], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return target
+
+
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with our corpus and the documents."""
@@ -77,17 +84,17 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_there(script: str, *arguments: str) -> None:
-    assert PYTHON is not None
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [PYTHON, "-c", script, *arguments]
+def run_there(package: Path, script: str, *arguments: str) -> None:
+    """Run ``script`` in a process that finds megatron-core's ``megatron``, and not this repository's."""
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    command = [sys.executable, "-c", script, *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_both_write_the_same_bytes_and_read_each_other() -> None:
-    run_there(WRITE)
-    run_there(READ)
+def test_both_write_the_same_bytes_and_read_each_other(package: Path) -> None:
+    run_there(package, WRITE)
+    run_there(package, READ)
     assert [md5(f"theirs{kind}") for kind in (".bin", ".idx")] == [md5(f"ours{kind}") for kind in (".bin", ".idx")]
     theirs = IndexedDataset("theirs")
     assert [theirs.get(i).tolist() for i in range(len(theirs))] == DOCUMENTS
@@ -98,9 +105,9 @@ def samples(dataset: GPTDataset | BlendedDataset, count: int) -> list[list[int]]
     return [dataset[index]["tokens"].tolist() for index in range(count)]
 
 
-def test_orders_are_the_same_over_epochs_blends_and_splits(directory: Path) -> None:
-    run_there(WRITE)
-    run_there(ORDER, str(directory / "rendezvous"))
+def test_orders_are_the_same_over_epochs_blends_and_splits(directory: Path, package: Path) -> None:
+    run_there(package, WRITE)
+    run_there(package, ORDER, str(directory / "rendezvous"))
     corpora = [IndexedDataset("ours"), IndexedDataset("theirs")]
 
     def single(settings: SampleSettings, split: int, count: int) -> list[list[int]]:
