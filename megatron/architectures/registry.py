@@ -7,16 +7,12 @@ from megatron.architectures.catalog import llama, qwen2, qwen3
 from megatron.architectures.spec import ArchitectureSpec
 from megatron.architectures.transformer_config import TransformerConfig
 
-ARCHITECTURES: dict[str, ArchitectureSpec] = {
-    architecture.name: architecture for architecture in (llama.ARCHITECTURE, qwen2.ARCHITECTURE, qwen3.ARCHITECTURE)
-}
-
-PRESETS: dict[str, Mapping[str, Any]] = {
-    name: flags for architecture in ARCHITECTURES.values() for name, flags in architecture.presets.items()
-}
-PRESET_VOCABULARIES: dict[str, int] = {
-    name: size for architecture in ARCHITECTURES.values() for name, size in architecture.vocab_sizes.items()
-}
+ARCHITECTURES = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (llama, qwen2, qwen3)}
+PRESETS: dict[str, Mapping[str, Any]] = {}
+PRESET_VOCABULARIES: dict[str, int] = {}
+for _architecture in ARCHITECTURES.values():
+    PRESETS |= _architecture.presets
+    PRESET_VOCABULARIES |= _architecture.vocab_sizes
 
 if TYPE_CHECKING:
     ModelName = str
@@ -26,5 +22,5 @@ else:
 
 
 def architecture_of(config: TransformerConfig) -> ArchitectureSpec | None:
-    """The family whose features ``config`` has; None for a combination that no family has."""
+    """The architecture whose features ``config`` has; None for an unknown combination."""
     return next((architecture for architecture in ARCHITECTURES.values() if architecture.describes(config)), None)

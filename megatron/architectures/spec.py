@@ -1,4 +1,4 @@
-"""What a file of the catalog says about an architecture, and helpers to write one."""
+"""The description of an architecture of the catalog, and helpers to write one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ LayerWeights = Callable[[TransformerConfig], tuple[WeightMapping, ...]]
 
 @dataclass(frozen=True)
 class ArchitectureSpec:
-    """A family of models: what distinguishes it, its presets, and its files at Hugging Face."""
+    """A family of models: its features, its presets, and its files at Hugging Face."""
 
     name: str
     """``model_type`` at Hugging Face."""
@@ -42,7 +42,7 @@ class ArchitectureSpec:
     """For messages."""
     layer_weights: LayerWeights
     features: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of :class:`TransformerConfig` that every model of the family has, where they are not the default."""
+    """Fields of :class:`TransformerConfig` in which the family differs from the default."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Flags that ``--model NAME`` stands for."""
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -52,11 +52,10 @@ class ArchitectureSpec:
     field_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for absent fields of ``config.json``, where they are not Llama's."""
     required_fields: Mapping[str, tuple[object, str]] = field(default_factory=dict)
-    """Values that fields of ``config.json`` must have if they are there, and why another cannot be converted."""
+    """Required values of fields of ``config.json`` (if present), and the reason."""
 
     @property
     def hugging_face_class(self) -> str:
-        """The class of transformers that runs it."""
         return f"{self.title}ForCausalLM"
 
     def describes(self, config: TransformerConfig) -> bool:
@@ -99,7 +98,7 @@ def dense_layer(config: TransformerConfig) -> tuple[WeightMapping, ...]:
 def preset(
     layers: int, hidden: int, ffn: int, heads: int, groups: int, max_position_embeddings: int, **more: Any
 ) -> dict[str, Any]:
-    """The flags of a model of these sizes."""
+    """The flags of a preset."""
     sizes = {
         "num_layers": layers,
         "hidden_size": hidden,

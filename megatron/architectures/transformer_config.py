@@ -1,11 +1,11 @@
-"""A decoder-only transformer with every size settled."""
+"""The sizes of a decoder-only transformer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What the core builds a model from, whatever its architecture."""
+    """The configuration from which the core builds a model of any architecture."""
 
     num_layers: int
     hidden_size: int
@@ -15,7 +15,7 @@ class TransformerConfig:
     kv_channels: int
     vocab_size: int
     padded_vocab_size: int
-    """Vocabulary with ids that no token has, so that tensor-parallel ranks divide it; no result depends on it."""
+    """Vocabulary padded to a multiple of the tensor-parallel size; no result depends on the padding."""
     max_position_embeddings: int
     rotary_base: float = 500000.0
     use_rope_scaling: bool = False
@@ -45,7 +45,7 @@ class TransformerConfig:
         return self.query_size + 2 * self.key_value_size
 
     def layer_gemm_parameters(self) -> int:
-        """Weights of one layer that multiply activations."""
+        """Number of weights of one layer that are GEMM operands."""
         attention = self.hidden_size * (self.qkv_size + self.query_size)
         return attention + 3 * self.hidden_size * self.ffn_hidden_size
 

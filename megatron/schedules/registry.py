@@ -25,7 +25,7 @@ else:
 
 
 def placement_of(name: str, num_stages: int, num_chunks: int | None = None) -> Placement:
-    """The placement of the schedule's chunks; raises :class:`ScheduleError` for a number that it does not run."""
+    """The placement of the schedule's chunks; raises :class:`ScheduleError` for an unsupported number of chunks."""
     spec = SCHEDULES[name]
     num_chunks = spec.resolve_chunks(num_chunks)
     if not spec.allows(num_chunks):
@@ -40,10 +40,9 @@ def build_schedule(
     num_chunks: int | None = None,
     microbatch_group_size: int | None = None,
 ) -> Schedule:
-    """The schedule ``name`` of a batch; raises :class:`ScheduleError` with what to change where it cannot be.
+    """The schedule ``name`` of a batch; raises :class:`ScheduleError` for unsupported sizes.
 
-    ``num_chunks`` and ``microbatch_group_size`` (by default the number of stages) matter to schedules of several
-    chunks alone.
+    ``num_chunks`` and ``microbatch_group_size`` (default: ``num_stages``) are for schedules of several chunks.
     """
     spec = SCHEDULES[name]
     placement = placement_of(name, num_stages, num_chunks)
@@ -56,10 +55,5 @@ def build_schedule(
             f"{num_stages} or more"
         )
     shape = Shape(num_stages, num_microbatches, placement.num_chunks, group_size)
-    return Schedule(
-        name,
-        placement,
-        num_microbatches,
-        spec.kinds,
-        tuple(tuple(spec.actions(stage, shape)) for stage in range(num_stages)),
-    )
+    actions = tuple(tuple(spec.actions(stage, shape)) for stage in range(num_stages))
+    return Schedule(name, placement, num_microbatches, spec.kinds, actions)

@@ -1,7 +1,7 @@
-"""What a pipeline schedule is: for every stage a list of actions, and where the chunks lie.
+"""A pipeline schedule: a list of actions for every stage, and the placement of the chunks.
 
-``F`` is the forward pass of a microbatch through a chunk. ``B`` is its backward pass: all of it, or, where the
-schedule splits the backward pass, the gradient of the input alone, which leaves the weight gradients to ``W``.
+``F`` is the forward pass of a microbatch through a chunk. ``B`` is its backward pass; where the schedule splits it,
+``B`` computes the gradient of the input and ``W`` the weight gradients.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ Kind = Literal["F", "B", "W"]
 
 
 class ScheduleError(ValueError):
-    """A schedule that is incomplete, out of order, cannot run, or is asked for what it cannot do."""
+    """A schedule that is incomplete, out of order, deadlocks, or does not support the requested sizes."""
 
 
 class Action(NamedTuple):
-    """One thing that a stage does: a pass of a microbatch through one of its chunks."""
+    """A pass of a microbatch through one chunk of a stage."""
 
     kind: Kind
     microbatch: int
@@ -28,7 +28,7 @@ class Action(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an action yields, wherever it runs."""
+    """The result of an action, by virtual stage."""
 
     kind: Kind
     microbatch: int
@@ -36,7 +36,7 @@ class Result(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A result on its way from one stage to another."""
+    """A result that one stage sends to another."""
 
     result: Result
     source: int
@@ -49,24 +49,24 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action as the stage that runs it sees it."""
+    """An action with its input and its messages."""
 
     action: Action
     result: Result
     source: Result | None
-    """The tensor that it takes, wherever that comes from; None for tokens, for the loss and for weight gradients."""
+    """The result that is its input; None for tokens, the loss and weight gradients."""
     incoming: Message | None
-    """The message that brings it, if another stage does."""
+    """The message with the input, if another stage sends it."""
     outgoing: Message | None
-    """The message that carries the result to another stage."""
+    """The message with the result, if another stage needs it."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stage holds which part of the model.
+    """Which stage holds which virtual stages.
 
-    ``loop``: virtual stages go round the stages, V times. ``v``: they go down the stages and come back, so that the
-    first stage holds the two ends of the model.
+    ``loop``: stage p holds p, p + P, p + 2P and so on. ``v``: stage p holds p and 2P - 1 - p, so that the first stage
+    holds both ends of the model.
     """
 
     num_stages: int
@@ -78,11 +78,10 @@ class Placement:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Chunks on all stages together."""
         return self.num_stages * self.num_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """The place of a stage's ``chunk`` in the order of the layers."""
+        """The virtual stage of a stage's ``chunk``."""
         if self.shape == "v" and chunk == 1:
             return 2 * self.num_stages - 1 - stage
         return chunk * self.num_stages + stage
@@ -100,9 +99,9 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     kinds: tuple[Kind, ...]
-    """What it does with every microbatch on every chunk."""
+    """The actions of every microbatch on every chunk."""
     actions: tuple[tuple[Action, ...], ...]
-    """By stage, in the order in which the stage runs them."""
+    """By stage, in order."""
 
     @property
     def splits_backward(self) -> bool:
@@ -110,11 +109,10 @@ class Schedule:
         return "W" in self.kinds
 
     def result(self, stage: int, action: Action) -> Result:
-        """What ``action`` of ``stage`` yields."""
         return Result(action.kind, action.microbatch, self.placement.virtual_stage(stage, action.chunk))
 
     def requirements(self, stage: int, action: Action) -> tuple[Result, ...]:
-        """What must be there before ``action`` can run on ``stage``."""
+        """The results that must exist before ``action`` can run on ``stage``."""
         kind, microbatch, virtual_stage = self.result(stage, action)
         source = self.source(stage, action)
         needed = () if source is None else (source,)
@@ -123,14 +121,14 @@ class Schedule:
         return (Result("B", microbatch, virtual_stage),) if kind == "W" else needed
 
     def source(self, stage: int, action: Action) -> Result | None:
-        """The requirement whose tensor is the input of ``action``: an activation or a gradient of another chunk."""
+        """The requirement that is the input of ``action``: an activation or a gradient of another chunk."""
         kind, microbatch, virtual_stage = self.result(stage, action)
         neighbour = virtual_stage + {"F": -1, "B": 1, "W": 0}[kind]
         is_there = neighbour != virtual_stage and 0 <= neighbour < self.placement.num_virtual_stages
         return Result(kind, microbatch, neighbour) if is_there else None
 
     def incoming(self, stage: int, action: Action) -> Message | None:
-        """What another stage must send before ``action`` can run on ``stage``."""
+        """The message that ``stage`` receives before ``action``."""
         source = self.source(stage, action)
         if source is None:
             return None
@@ -138,7 +136,7 @@ class Schedule:
         return Message(source, sender, stage) if sender != stage else None
 
     def outgoing(self, stage: int, action: Action) -> Message | None:
-        """What ``stage`` sends to another after ``action``."""
+        """The message that ``stage`` sends after ``action``."""
         result = self.result(stage, action)
         next_virtual_stage = result.virtual_stage + {"F": 1, "B": -1, "W": 0}[action.kind]
         if not 0 <= next_virtual_stage < self.placement.num_virtual_stages:
@@ -147,7 +145,7 @@ class Schedule:
         return Message(result, stage, target) if target != stage else None
 
     def steps(self, stage: int) -> tuple[Step, ...]:
-        """The actions of ``stage`` with what they take and give."""
+        """The actions of ``stage`` with their inputs and messages."""
         return tuple(
             Step(
                 action,

@@ -1,14 +1,15 @@
-"""What a schedule costs: when each action runs, how long stages idle, how many activations live at once."""
+"""Simulation of a schedule: when each action runs, how long stages idle, how many activations live at once."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedule, ScheduleError
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Times in any one unit: of each pass through each virtual stage, and of a message between two stages."""
+    """Times of each pass by virtual stage, and of a message between two stages, in any unit."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -17,13 +18,13 @@ class Durations:
 
     @staticmethod
     def uniform(placement: Placement, forward: float, backward: float, weight: float, send: float = 0.0) -> "Durations":
-        """From the times of a whole stage, of which each of its chunks takes its share."""
+        """Durations from the times of a whole stage, divided evenly among its chunks."""
         count = placement.num_virtual_stages
         forwards, backwards, weights = ((time / placement.num_chunks,) * count for time in (forward, backward, weight))
         return Durations(forwards, backwards, weights, send)
 
     def of(self, kind: Kind, virtual_stage: int, splits_backward: bool) -> float:
-        """How long an action takes; a backward pass that is not split takes B and W."""
+        """Duration of an action; a backward pass that is not split takes B and W."""
         if kind == "F":
             return self.forward[virtual_stage]
         if kind == "W":
@@ -33,7 +34,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it ran."""
+    """An action with its start and end."""
 
     stage: int
     action: Action
@@ -43,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything ran; simulated or measured."""
+    """All spans of a schedule, simulated or measured."""
 
     num_stages: int
     spans: tuple[Span, ...]
@@ -60,15 +61,12 @@ class Timeline:
         return 1.0 - busy / (self.num_stages * self.makespan)
 
     def stage_spans(self, stage: int) -> list[Span]:
-        """What ``stage`` did, in order."""
+        """The spans of ``stage``, in order."""
         return sorted((span for span in self.spans if span.stage == stage), key=lambda span: span.start)
 
     @property
     def stage_idle_fractions(self) -> tuple[float, ...]:
-        """The idle share of each stage between its own first start and last end.
-
-        Stages start one after the other; where nothing makes them meet, that costs a run nothing.
-        """
+        """The idle share of each stage between its own first start and last end."""
         idle = []
         for stage in range(self.num_stages):
             spans = self.stage_spans(stage)
@@ -78,10 +76,10 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Run ``schedule`` on paper: a stage runs its list in order, each action as soon as all that it needs is there.
+    """Simulate ``schedule``: a stage runs its actions in order, each as soon as its requirements are met.
 
-    A message arrives ``durations.send`` after the end of the action that sent it, and keeps no stage busy.
-    Raises :class:`ScheduleError` when stages wait for each other in a circle.
+    A message arrives ``durations.send`` after the end of the action that sent it; sending and receiving take no time of
+    a stage. Raises :class:`ScheduleError` for a deadlock.
     """
     ended: dict[Result, float] = {}
     free = [0.0] * schedule.placement.num_stages
@@ -99,10 +97,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """(stage, action) of all stages in an order in which they can run, each stage's own order kept.
-
-    Raises :class:`ScheduleError` when there is none.
-    """
+    """(stage, action) in an order in which all stages can run; raises :class:`ScheduleError` for a deadlock."""
     done: set[Result] = set()
     position = [0] * schedule.placement.num_stages
     is_moving = True
@@ -117,27 +112,17 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 position[stage] += 1
                 is_moving = True
                 yield stage, action
-    stuck = {
-        stage: actions[reached]
+    waiting = [
+        f"stage {stage} before {actions[reached]}"
         for stage, (actions, reached) in enumerate(zip(schedule.actions, position))
         if reached < len(actions)
-    }
-    if stuck:
-        waiting = ", ".join(f"stage {stage} before {action}" for stage, action in stuck.items())
-        raise ScheduleError(f"{schedule.name} deadlocks: {waiting}")
+    ]
+    if waiting:
+        raise ScheduleError(f"{schedule.name} deadlocks: {', '.join(waiting)}")
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """By stage: most (microbatch, chunk) pairs between their F and the end of their backward pass.
-
-    A chunk's activations are 1/V of those of its stage.
-    """
+    """By stage: most (microbatch, chunk) pairs between their F and the end of their backward pass."""
     last: Kind = "W" if schedule.splits_backward else "B"
-    return tuple(max(_live(actions, last), default=0) for actions in schedule.actions)
-
-
-def _live(actions: Iterable[Action], last: Kind) -> Iterator[int]:
-    live = 0
-    for action in actions:
-        live += (action.kind == "F") - (action.kind == last)
-        yield live
+    changes = ([(action.kind == "F") - (action.kind == last) for action in actions] for actions in schedule.actions)
+    return tuple(max(accumulate(change), default=0) for change in changes)

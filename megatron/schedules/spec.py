@@ -1,4 +1,4 @@
-"""What a schedule of the catalog defines, and helpers to write one."""
+"""The description of a schedule of the catalog, and helpers to write one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """One schedule: its order of actions, and the traits on which the rest of a run depends."""
+    """One schedule: its order of actions, and its properties."""
 
     name: str
     """Value of --pipeline-schedule."""
@@ -42,17 +42,15 @@ class ScheduleSpec:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of action: forward, backward, and weight gradients where they are split off."""
         return ("F", "B", "W") if self.splits_backward else ("F", "B")
 
     def resolve_chunks(self, wanted: int | None) -> int:
         """``wanted``, or the default number of chunks."""
-        if wanted is not None:
-            return wanted
-        return 1 if self.chunks == "one chunk" else 2
+        default = 1 if self.chunks == "one chunk" else 2
+        return default if wanted is None else wanted
 
     def allows(self, chunks: int) -> bool:
-        """Whether the schedule runs that many chunks."""
+        """Whether the schedule supports this number of chunks per stage."""
         return {"one chunk": chunks == 1, "several chunks": chunks > 1, "two chunks": chunks == 2}[self.chunks]
 
 
@@ -83,7 +81,7 @@ W0, W1 = ChunkPass("W", 0), ChunkPass("W", 1)
 
 
 class PassCounter:
-    """Numbers the microbatches of each kind and chunk, and leaves out those that the batch does not have."""
+    """Numbers the microbatches of each kind and chunk, and omits numbers beyond the batch."""
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches

@@ -1,11 +1,12 @@
-"""Which layers each virtual stage of the pipeline holds: arithmetic on numbers of layers, pipeline ranks and chunks.
+"""Division of the layers among the virtual stages of the pipeline.
 
-P pipeline ranks with V chunks each make P x V virtual stages, numbered in the order of the layers.
+P pipeline ranks with V chunks each have P x V virtual stages, numbered in the order of the layers.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from megatron.errors import ConfigError
@@ -13,12 +14,12 @@ from megatron.errors import ConfigError
 PlacementShape = Literal["loop", "v"]
 
 LONGEST_LAYOUT = 100_000
-"""Letters of a layout when written out: far more than any model, and little enough to write out."""
+"""Limit of the letters of a layout with its repetitions expanded."""
 
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """What one of the P x V chunks of the model holds."""
+    """Content of one of the P x V chunks of the model."""
 
     layers: range
     """Global layer numbers."""
@@ -28,13 +29,12 @@ class VirtualStage:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it only hands activations on."""
         return not (self.layers or self.has_embedding or self.has_head)
 
 
 @dataclass(frozen=True)
 class _Units:
-    """What an even split shares out: the layers, and the ends of the model that count as one each."""
+    """The units of an even split: the layers, and the embedding and the loss where they count as a layer."""
 
     num_layers: int
     with_embedding: bool
@@ -49,7 +49,7 @@ class _Units:
         return f"--num-layers {self.num_layers}" + (f" (with {counted}: {self.total})" if counted else "")
 
     def ways_to_divide_by(self, divisor: int, is_one_chunk: bool) -> str:
-        """What to do where ``divisor`` does not divide the units."""
+        """Remedies if ``divisor`` does not divide the units."""
         uncounted = ["--account-for-embedding-in-pipeline-split"] * (not self.with_embedding)
         uncounted += ["--account-for-loss-in-pipeline-split"] * (not self.with_loss)
         missing = -self.total % divisor
@@ -66,7 +66,7 @@ class _Units:
 
 
 def pipeline_rank(virtual_stage: int, num_stages: int, shape: PlacementShape) -> int:
-    """The pipeline rank that holds ``virtual_stage``: they go round the ranks, or down and back up (``v``)."""
+    """The pipeline rank that holds ``virtual_stage``."""
     chunk, rank = divmod(virtual_stage, num_stages)
     return num_stages - 1 - rank if shape == "v" and chunk % 2 else rank
 
@@ -78,9 +78,9 @@ def split_evenly(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> tuple[VirtualStage, ...]:
-    """The same number of layers everywhere, where embedding and head may count as a layer each.
+    """The same number of layers on every virtual stage; embedding and loss may count as a layer each.
 
-    Raises :class:`ConfigError` where that does not come out even.
+    Raises :class:`ConfigError` if the division has a remainder.
     """
     units = _Units(num_layers, account_for_embedding, account_for_loss)
     num_virtual_stages = num_stages * num_chunks
@@ -101,7 +101,7 @@ def split_evenly(
 
 
 def split_nearly_evenly(num_layers: int, num_stages: int) -> tuple[VirtualStage, ...]:
-    """As even a split as there is, whatever the numbers; the first stages have a layer more than the last."""
+    """The most even split; the first stages have one layer more if there is a remainder."""
     fewest, rest = divmod(num_layers, num_stages)
     return _in_order([fewest + (stage < rest) for stage in range(num_stages)])
 
@@ -113,10 +113,7 @@ def chunks_of_layers(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> int:
-    """Chunks on each pipeline rank when each has so many layers.
-
-    Raises :class:`ConfigError` where that does not come out even.
-    """
+    """Chunks on each pipeline rank; raises :class:`ConfigError` if the division has a remainder."""
     units = _Units(num_layers, account_for_embedding, account_for_loss)
     if units.total % (num_stages * layers_per_chunk):
         raise ConfigError(
@@ -132,9 +129,9 @@ def split_around_ends(
 ) -> tuple[VirtualStage, ...]:
     """``first`` and ``last`` layers on the first and last pipeline rank, the rest evenly on the others.
 
-    The chunks of a rank are equal. Raises :class:`ConfigError` where the numbers do not come out even.
+    The chunks of a rank are equal. Raises :class:`ConfigError` if the division has a remainder.
     """
-    assert num_stages > 1, "one rank has no two ends"
+    assert num_stages > 1
     given = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     spelling = " and ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
     others = num_stages - sum(value is not None for value in given.values())
@@ -164,9 +161,9 @@ def split_around_ends(
 
 
 def split_by_layout(layout: str, num_layers: int, num_stages: int) -> tuple[VirtualStage, ...]:
-    """The virtual stages that a layout string of Megatron-LM such as ``Et*3|(tt|)*2tL`` spells.
+    """The virtual stages of a layout string of Megatron-LM, such as ``Et*3|(tt|)*2tL``.
 
-    Raises :class:`ConfigError` where it is not well formed, or not of this model on ``num_stages`` pipeline ranks.
+    Raises :class:`ConfigError` if it is not well-formed, or does not fit the model or ``num_stages`` pipeline ranks.
     """
     letters = _write_out(layout)
     if not (letters.startswith("E") and letters.endswith("L") and letters.count("E") == letters.count("L") == 1):
@@ -190,7 +187,7 @@ def split_by_layout(layout: str, num_layers: int, num_stages: int) -> tuple[Virt
 def check_that_no_rank_idles(
     layout: str, stages: Sequence[VirtualStage], num_stages: int, shape: PlacementShape
 ) -> None:
-    """Raise :class:`ConfigError` where a pipeline rank holds neither a layer nor an end of the model."""
+    """Raise :class:`ConfigError` if a pipeline rank holds neither a layer nor an end of the model."""
     busy = {pipeline_rank(number, num_stages, shape) for number, stage in enumerate(stages) if not stage.is_empty}
     idle = sorted(set(range(num_stages)) - busy)
     if idle:
@@ -204,11 +201,11 @@ def check_that_no_rank_idles(
 
 
 def _in_order(counts: Sequence[int]) -> tuple[VirtualStage, ...]:
-    """Virtual stages of so many layers each, between the embedding and the head."""
-    starts = [sum(counts[:number]) for number in range(len(counts))]
+    """Virtual stages with these numbers of layers, the first with the embedding, the last with the head."""
+    ends = list(accumulate(counts))
     return tuple(
-        VirtualStage(range(start, start + count), has_embedding=number == 0, has_head=number == len(counts) - 1)
-        for number, (start, count) in enumerate(zip(starts, counts))
+        VirtualStage(range(end - count, end), has_embedding=number == 0, has_head=number == len(counts) - 1)
+        for number, (end, count) in enumerate(zip(ends, counts))
     )
 
 
@@ -223,7 +220,7 @@ def _layout_error(layout: str, problem: str) -> ConfigError:
 
 
 def _write_out(layout: str) -> str:
-    """The layout with its repetitions written out and without commas and spaces: E, t, L and |."""
+    """The layout with its repetitions expanded and without commas and spaces: E, t, L and |."""
     groups: list[list[str]] = [[]]
     for token in re.findall(r"\*[0-9]{0,6}|.", re.sub(r"[,\s]", "", layout)):
         if token == "(":
@@ -232,7 +229,11 @@ def _write_out(layout: str) -> str:
             group = "".join(groups.pop())
             groups[-1].append(group)
         elif token[0] == "*" and len(token) > 1 and groups[-1]:
-            groups[-1][-1] = _repeat(layout, groups[-1][-1], int(token[1:]))
+            if len(groups[-1][-1]) * int(token[1:]) > LONGEST_LAYOUT:
+                raise _layout_error(
+                    layout, f"it has more than {LONGEST_LAYOUT} letters when expanded: lower a repetition"
+                )
+            groups[-1][-1] *= int(token[1:])
         elif token in ("E", "t", "L", "|"):
             groups[-1].append(token)
         elif token == "m":
@@ -246,9 +247,3 @@ def _write_out(layout: str) -> str:
     if len(groups) > 1:
         raise _layout_error(layout, "a parenthesis is not closed: add ')'")
     return "".join(groups[0])
-
-
-def _repeat(layout: str, letters: str, times: int) -> str:
-    if len(letters) * times > LONGEST_LAYOUT:
-        raise _layout_error(layout, f"it has more than {LONGEST_LAYOUT} letters when written out: lower a repetition")
-    return letters * times

@@ -1,4 +1,4 @@
-"""Proof that a schedule can be run, before any process runs it."""
+"""Verification of a schedule before any process runs it."""
 
 from collections import Counter, defaultdict
 
@@ -7,38 +7,35 @@ from megatron.schedules.simulator import execution_order, peak_live_activations
 
 
 def verify(schedule: Schedule, live_activations: tuple[int, ...] | None = None) -> None:
-    """Raise :class:`ScheduleError` unless ``schedule`` is complete, in order, free of deadlock and within its memory.
+    """Raise :class:`ScheduleError` unless ``schedule`` is complete, ordered, free of deadlock and within its memory.
 
     ``live_activations`` bounds :func:`~megatron.schedules.simulator.peak_live_activations` by stage.
     """
-    for stage in range(schedule.placement.num_stages):
-        _verify_complete(schedule, stage)
-    # Raises where stages wait for each other, or a stage runs an action before its own results that it needs.
-    for _ in execution_order(schedule):
-        pass
-    _verify_messages(schedule)
-    if live_activations is not None:
-        _verify_memory(schedule, live_activations)
-
-
-def _verify_complete(schedule: Schedule, stage: int) -> None:
     wanted = Counter(
         Action(kind, microbatch, chunk)
         for kind in schedule.kinds
         for microbatch in range(schedule.num_microbatches)
         for chunk in range(schedule.placement.num_chunks)
     )
-    found = Counter(schedule.actions[stage])
-    if found != wanted:
-        missing, extra = wanted - found, found - wanted
-        raise ScheduleError(
-            f"{schedule.name}, stage {stage}: missing {', '.join(map(str, missing)) or 'nothing'}; "
-            f"too many {', '.join(map(str, extra)) or 'nothing'}"
-        )
+    for stage in range(schedule.placement.num_stages):
+        found = Counter(schedule.actions[stage])
+        if found != wanted:
+            missing, extra = wanted - found, found - wanted
+            raise ScheduleError(
+                f"{schedule.name}, stage {stage}: missing {', '.join(map(str, missing)) or 'nothing'}; "
+                f"too many {', '.join(map(str, extra)) or 'nothing'}"
+            )
+    for _ in execution_order(schedule):
+        pass  # It raises for a deadlock.
+    _verify_messages(schedule)
+    if live_activations is not None:
+        for stage, (live, bound) in enumerate(zip(peak_live_activations(schedule), live_activations, strict=True)):
+            if live > bound:
+                raise ScheduleError(f"{schedule.name}, stage {stage}: holds activations of {live} passes, not {bound}")
 
 
 def _verify_messages(schedule: Schedule) -> None:
-    """On every channel the receiver takes messages in the order in which the sender sends them."""
+    """On every channel, messages are received in the order in which they are sent."""
     sent: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
     received: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
     for stage, actions in enumerate(schedule.actions):
@@ -56,9 +53,3 @@ def _verify_messages(schedule: Schedule) -> None:
                 f"{schedule.name}: stage {target} does not receive the {kind} messages of stage {source} in the order "
                 "in which they are sent"
             )
-
-
-def _verify_memory(schedule: Schedule, live_activations: tuple[int, ...]) -> None:
-    for stage, (found, bound) in enumerate(zip(peak_live_activations(schedule), live_activations, strict=True)):
-        if found > bound:
-            raise ScheduleError(f"{schedule.name}, stage {stage}: holds activations of {found} passes, not {bound}")

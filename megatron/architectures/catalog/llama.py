@@ -1,10 +1,9 @@
 """Llama 2 (arXiv 2307.09288) and Llama 3 (The Llama 3 Herd of Models, arXiv 2407.21783, table 3), and the published
-configurations of Llama 3.2. ``tiny`` is ours, for tests and first runs."""
+configurations of Llama 3.2. ``tiny`` is for tests and first runs."""
 
 from typing import Any
 
 from megatron.architectures.spec import ArchitectureSpec, dense_layer, preset
-from megatron.architectures.transformer_config import TransformerConfig
 
 
 def _llama2(layers: int, hidden: int, ffn: int, heads: int, groups: int) -> dict[str, Any]:
@@ -34,16 +33,12 @@ _PRESETS = {
 }
 
 
-def _config_fields(config: TransformerConfig) -> dict[str, Any]:
-    return {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
-
-
 ARCHITECTURE = ArchitectureSpec(
     name="llama",
     title="Llama",
     layer_weights=dense_layer,
     presets=_PRESETS,
     vocab_sizes={name: 32000 if name.startswith("llama2") else 128256 for name in _PRESETS if name != "tiny"},
-    config_fields=_config_fields,
+    config_fields=lambda config: {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
     required_fields={"attention_bias": (False, "its linear layers have no bias")},
 )

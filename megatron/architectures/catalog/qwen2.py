@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5, dense (arXiv 2412.15115): Llama with a bias in the query, key and value projections."""
 
-from typing import Any
-
 from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping, dense_layer
 from megatron.architectures.transformer_config import TransformerConfig
 
@@ -18,16 +16,12 @@ def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     return (*dense_layer(config), bias)
 
 
-def _config_fields(config: TransformerConfig) -> dict[str, Any]:
-    return {"use_sliding_window": False, "max_window_layers": config.num_layers}
-
-
 ARCHITECTURE = ArchitectureSpec(
     name="qwen2",
     title="Qwen2",
     layer_weights=_layer_weights,
     features={"add_qkv_bias": True},
-    config_fields=_config_fields,
+    config_fields=lambda config: {"use_sliding_window": False, "max_window_layers": config.num_layers},
     field_defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
     required_fields={"use_sliding_window": (False, "attention has no sliding window here")},
 )

@@ -7,20 +7,13 @@ from megatron.architectures.transformer_config import TransformerConfig
 
 
 def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
-    head = config.kv_channels
+    query_norm = HFTensor("self_attn.q_norm.weight", config.kv_channels, is_rotary=True)
+    key_norm = HFTensor("self_attn.k_norm.weight", config.kv_channels, is_rotary=True)
     return (
         *dense_layer(config),
-        WeightMapping(
-            "self_attention.q_layernorm.weight", (HFTensor("self_attn.q_norm.weight", head, is_rotary=True),)
-        ),
-        WeightMapping(
-            "self_attention.k_layernorm.weight", (HFTensor("self_attn.k_norm.weight", head, is_rotary=True),)
-        ),
+        WeightMapping("self_attention.q_layernorm.weight", (query_norm,)),
+        WeightMapping("self_attention.k_layernorm.weight", (key_norm,)),
     )
-
-
-def _config_fields(config: TransformerConfig) -> dict[str, Any]:
-    return {"attention_bias": False, "use_sliding_window": False, "max_window_layers": config.num_layers}
 
 
 def _qwen3(layers: int, hidden: int, ffn: int, heads: int, untied: bool = True) -> dict[str, Any]:
@@ -55,7 +48,11 @@ ARCHITECTURE = ArchitectureSpec(
     features={"qk_layernorm": True},
     presets=_PRESETS,
     vocab_sizes=dict.fromkeys(_PRESETS, 151936),
-    config_fields=_config_fields,
+    config_fields=lambda config: {
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "max_window_layers": config.num_layers,
+    },
     field_defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
     required_fields={
         "attention_bias": (False, "its linear layers have no bias"),

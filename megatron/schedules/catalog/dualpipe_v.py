@@ -1,8 +1,8 @@
-"""DualPipe-V: V-shaped, forward passes of one microbatch beside backward passes of another.
+"""DualPipe-V: V-shaped, forward passes of one microbatch paired with backward passes of another.
 
-DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) cut in half. DeepSeek runs each pair at the same time to hide
-expert communication; here the two passes run one after the other. With few microbatches it is the schedule of 2P
-microbatches without the missing ones.
+Half of DualPipe (DeepSeek-V3, arXiv 2412.19437, section 3.2.1). DeepSeek runs the two passes of a pair at the same time
+to hide expert communication; here they run one after the other. Fewer than 2P microbatches use the schedule of 2P
+without the missing ones.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ def dualpipe_v(stage: int, shape: Shape) -> Iterator[Action]:
         yield from do(F0, B1, W1, F1, B0, W0)
     for _ in range(after):
         yield from do(B1, W1, F1, B0, W0)
-    # In the second half of the last backward passes, and in all that follow, the weight gradients wait.
+    # From the second half of the last backward passes on, weight gradients are delayed.
     for number in range(2 * (stage + 1)):
         backward, weight = (B1, W1) if number % 2 == 0 else (B0, W0)
         yield from do(backward)

@@ -17,11 +17,11 @@ def interleaved(stage: int, shape: Shape) -> Iterator[Action]:
 
 
 def microbatch_groups(shape: Shape) -> list[range]:
-    """Microbatches in groups of ``group_size``; those left over make groups longer by one, or a group of their own.
+    """Microbatches in groups of ``group_size``; a remainder makes groups longer by one, or is an additional group.
 
-    A group shorter than the pipeline would reach the next chunk before the pipeline has delivered its input, and lock
-    up; it is filled up to ``stages`` with microbatches that the batch does not have. Longer groups hold more
-    activations, so no group gets more than one of those left over.
+    A group with fewer microbatches than stages would deadlock: its first microbatch would need the next chunk before
+    the pipeline has produced its input. It is padded to ``stages`` with numbers beyond the batch. Longer groups hold
+    more activations, so every group gets at most one microbatch of the remainder.
     """
     full, rest = divmod(shape.microbatches, shape.group_size)
     sizes = [shape.group_size] * full

@@ -1,6 +1,6 @@
 """ZB-H1: 1F1B with delayed weight gradients (Qi et al., arXiv 2401.10241, section 2.2).
 
-Stage p computes them p microbatches late, so that all stages hold the same number of activations.
+Stage p delays them by p microbatches, so that all stages hold the same number of activations.
 """
 
 from collections.abc import Iterator
