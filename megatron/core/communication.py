@@ -297,12 +297,7 @@ class Communicator:
     def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Work[Tensor]:
         """Every rank sends its part to every other: measured several times faster than gloo's own all-gather."""
         parts = output.chunk(self.size)
-        messages: list[Message] = []
-        for step in range(1, self.size):
-            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            messages.append(("send", tensor, self.ranks[target]))
-            messages.append(("receive", parts[source], self.ranks[source]))
-        works = self.transport.exchange(messages)
+        works = self._start_pairwise([tensor] * self.size, parts)
         if not _is_same_memory(parts[self.rank], tensor):
             parts[self.rank].copy_(tensor)
         return Work(works, lambda: output)
@@ -330,20 +325,21 @@ class Communicator:
         """Every rank receives its part from every other and adds them up in rank order, so that the sum does not
         depend on arrival; gloo's own reduce-scatter reduces the whole tensor everywhere."""
         parts = tensor.chunk(self.size)
-        received: dict[int, Tensor] = {}
+        own = parts[self.rank]
+        received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
+        works = self._start_pairwise(parts, received)
+        return Work(works, lambda: add_in_order(received, output))
+
+    def _start_pairwise(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Any]:
+        """Send ``sent[i]`` to every other rank i and receive from it into ``received[i]``; empty parts are not sent."""
         messages: list[Message] = []
         for step in range(1, self.size):
             source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            received[source] = torch.empty_like(parts[self.rank])
-            messages.append(("send", parts[target], self.ranks[target]))
-            messages.append(("receive", received[source], self.ranks[source]))
-        works = self.transport.exchange(messages)
-
-        def add_up() -> Tensor:
-            received[self.rank] = parts[self.rank]
-            return add_in_order([received[rank] for rank in range(self.size)], output)
-
-        return Work(works, add_up)
+            if sent[target].numel():
+                messages.append(("send", sent[target], self.ranks[target]))
+            if received[source].numel():
+                messages.append(("receive", received[source], self.ranks[source]))
+        return self.transport.exchange(messages) if messages else ()
 
     def start_shift(self, tensor: Tensor) -> Work[Tensor]:
         """Send ``tensor``, which must stay as it is until then, to the next rank of the ring, and receive the like from
@@ -380,12 +376,7 @@ class Communicator:
             self.transport.all_to_all(output, tensor).wait()
             return output
         sent, received = tensor.chunk(self.size), output.chunk(self.size)
-        messages: list[Message] = []
-        for step in range(1, self.size):
-            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            messages.append(("send", sent[target], self.ranks[target]))
-            messages.append(("receive", received[source], self.ranks[source]))
-        works = self.transport.exchange(messages)
+        works = self._start_pairwise(sent, received)
         received[self.rank].copy_(sent[self.rank])
         for work in works:
             work.wait()
@@ -395,15 +386,8 @@ class Communicator:
         """Send ``sent[i]`` to rank i and receive its part for this rank into ``received[i]``; parts differ in size, and
         both ends of an empty one know that it is empty."""
         received[self.rank].copy_(sent[self.rank])
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        self.record("exchange", sum(sent[other].nbytes for other in others))
-        messages: list[Message] = []
-        for source, target in zip(reversed(others), others):
-            if sent[target].numel():
-                messages.append(("send", sent[target], self.ranks[target]))
-            if received[source].numel():
-                messages.append(("receive", received[source], self.ranks[source]))
-        for work in self.transport.exchange(messages) if messages else ():
+        self.record("exchange", sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank))
+        for work in self._start_pairwise(sent, received):
             work.wait()
 
     def start_send(self, tensor: Tensor, target: int) -> Work[Tensor]:

@@ -21,7 +21,7 @@ from megatron.core.context_parallel.attention import (
     UlyssesAttention,
 )
 from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.ops.attention import LocalAttention, Tile, TiledAttention, TiledGradients
+from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
 from megatron.core.ops.attention_kernels import (
     AttentionKernel,
     CpuFlashAttention,
@@ -144,9 +144,9 @@ def test_documents_do_not_see_each_other(kernel: AttentionKernel, shape: Shape, 
     expected, expected_grads = definition(shape, starts, dtype)
     query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
     attention = LocalAttention(kernel)
-    output, kept = attention.forward(query, key, value, marked(starts))
+    output, kept = attention.forward(AttentionInputs(query, key, value, marked(starts)))
     assert_close(output, expected, dtype)
-    grads = attention.backward(grad, query, key, value, output, marked(starts), kept)
+    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), output, kept)
     for found, wanted in zip(grads, expected_grads):
         assert_close(found, wanted, dtype)
 
@@ -164,9 +164,9 @@ def on_ranks(
     positions = ContextSplit(ranks.rank, size).positions(shape[3])
     query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(shape))
     attention = ContextParallel(ranks, (kind,), levels).attention(0, CpuFlashAttention())
-    output, kept = attention.forward(query, key, value, marked(starts))
+    output, kept = attention.forward(AttentionInputs(query, key, value, marked(starts)))
     assert output.dtype == dtype
-    grads = attention.backward(grad, query, key, value, output, marked(starts), kept)
+    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), output, kept)
     return output, grads, [record.kind for record in records]
 
 
@@ -229,7 +229,7 @@ def order_of_events(kind: ContextParallelType) -> list[str]:
 
     kernel.forward = noted  # type: ignore[method-assign]
     query, key, value, _ = (tensor[:, :, :4] for tensor in inputs((1, 4, 4, 16, 2)))
-    ContextParallel(ranks, (kind,)).attention(0, kernel).forward(query, key, value, None)
+    ContextParallel(ranks, (kind,)).attention(0, kernel).forward(AttentionInputs(query, key, value))
     return events
 
 

@@ -19,64 +19,52 @@ from torch import Tensor
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
 from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
-from megatron.core.ops.attention import Attention, LocalAttention, TiledAttention, TiledGradients
+from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention, TiledAttention, TiledGradients
 from megatron.core.ops.attention_kernels import AttentionKernel, Gradients
-from megatron.core.ops.documents import Documents, Span, attention_spans
+from megatron.core.ops.documents import Span
 
 
 class _AttentionOverRanks:
-    """What the ways have in common in which a rank's queries attend to all keys."""
+    """Attention of a rank's queries to the keys of all ranks."""
 
     def __init__(self, kernel: AttentionKernel, ranks: Communicator) -> None:
         self._kernel, self._ranks = kernel, ranks
         self._split = ContextSplit(ranks.rank, ranks.size)
 
-    def _whole(self, query: Tensor, documents: Documents | None) -> tuple[list[Span], int]:
-        """What attention goes over, and the length of the whole sequence."""
-        length = query.shape[2] * self._ranks.size
-        return attention_spans(documents, length), length
+    def _whole(self, inputs: AttentionInputs) -> tuple[list[Span], int]:
+        """The spans within which attention is causal, and the length of the whole sequence."""
+        length = inputs.query.shape[2] * self._ranks.size
+        return inputs.spans(length), length
 
 
 class RingAttention(_AttentionOverRanks):
-    """Keys and values move on while the rank attends to those that it has; in backward their gradients follow them."""
+    """Keys and values move around the ring while each rank attends to those that it has."""
 
     def _sources(self) -> list[int]:
-        """Whose keys are here, step after step."""
+        """The rank whose keys are here, by step."""
         return [(self._ranks.rank - step) % self._ranks.size for step in range(self._ranks.size)]
 
     def _pass_on(self, key_value: Tensor, step: int) -> Work[Tensor] | None:
         return self._ranks.start_shift(key_value) if step < self._ranks.size - 1 else None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """One step for each rank of the ring."""
-        spans, length = self._whole(query, documents)
-        tiled = TiledAttention(self._kernel, query)
-        key_value = torch.stack((key, value))
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+        spans, length = self._whole(inputs)
+        tiled = TiledAttention(self._kernel, inputs.query)
+        key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         for step, source in enumerate(self._sources()):
             arriving = self._pass_on(key_value, step)
             key, value = key_value
             tiled.add(ring_tiles(self._split, source, spans, length), key, value, is_first=step == 0)
             if arriving is not None:
                 key_value = arriving.wait()
-        return tiled.output.to(query.dtype), (tiled.log_sum_exp, tiled.kept)
+        return tiled.output.to(inputs.query.dtype), (tiled.log_sum_exp, tiled.kept)
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        documents: Documents | None,
-        kept: tuple[Any, ...],
-    ) -> Gradients:
-        """The same steps; what a rank contributes to the gradients of keys is added when they come by."""
+    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
+        # Each rank adds its part to the gradients of keys and values, which follow these around the ring.
         log_sum_exp, rest = kept
-        spans, length = self._whole(query, documents)
-        gradients = TiledGradients(self._kernel, grad, query, output, log_sum_exp, rest)
-        key_value = torch.stack((key, value))
+        spans, length = self._whole(inputs)
+        gradients = TiledGradients(self._kernel, grad, inputs.query, output, log_sum_exp, rest)
+        key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         following: Work[Tensor] | None = None
         for step, source in enumerate(self._sources()):
             arriving = self._pass_on(key_value, step)
@@ -95,40 +83,29 @@ class RingAttention(_AttentionOverRanks):
 class AllGatherAttention(_AttentionOverRanks):
     """All keys and values on every rank, gathered while it attends to its own chunks."""
 
-    def _start_gather(self, key: Tensor, value: Tensor) -> Work[Tensor]:
-        """``[b, groups, s, d]`` of this rank to ``[ranks * s, 2, b, groups, d]``."""
-        return self._ranks.start_all_gather(torch.stack((key, value)).movedim(3, 0).contiguous())
+    def _start_gather(self, inputs: AttentionInputs) -> Work[Tensor]:
+        """Gather the keys and values of all ranks: ``[ranks * s, 2, b, groups, d]``."""
+        return self._ranks.start_all_gather(torch.stack((inputs.key, inputs.value)).movedim(3, 0).contiguous())
 
     def _natural(self, gathered: Tensor) -> Tensor:
         """Keys and values in the order of the sequence, ``[2, b, groups, s, d]``."""
         return self._split.natural(gathered.unflatten(0, (self._ranks.size, -1))).movedim(0, 3)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """The diagonal, then all that lies before it."""
-        spans, length = self._whole(query, documents)
-        tiled = TiledAttention(self._kernel, query)
-        gathering = self._start_gather(key, value)
-        tiled.add(diagonal_tiles(self._split, spans, length), key, value, is_first=True)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+        spans, length = self._whole(inputs)
+        tiled = TiledAttention(self._kernel, inputs.query)
+        gathering = self._start_gather(inputs)
+        tiled.add(diagonal_tiles(self._split, spans, length), inputs.key, inputs.value, is_first=True)
         tiled.add(earlier_tiles(self._split, spans, length), *self._natural(gathering.wait()))
-        return tiled.output.to(query.dtype), (tiled.log_sum_exp, tiled.kept)
+        return tiled.output.to(inputs.query.dtype), (tiled.log_sum_exp, tiled.kept)
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        documents: Documents | None,
-        kept: tuple[Any, ...],
-    ) -> Gradients:
-        """Gathers again, and adds up every rank's gradients of all keys and values."""
+    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
+        # Keys and values are gathered again; a reduce-scatter sums their gradients over the ranks.
         log_sum_exp, rest = kept
-        spans, length = self._whole(query, documents)
-        gradients = TiledGradients(self._kernel, grad, query, output, log_sum_exp, rest)
-        gathering = self._start_gather(key, value)
+        spans, length = self._whole(inputs)
+        gradients = TiledGradients(self._kernel, grad, inputs.query, output, log_sum_exp, rest)
+        gathering = self._start_gather(inputs)
+        key, value = inputs.key, inputs.value
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))
         gradients.add(diagonal_tiles(self._split, spans, length), key, value, grad_key, grad_value)
         natural = self._natural(gathering.wait())
@@ -169,30 +146,17 @@ class UlyssesAttention:
         # [ranks, s, heads of that rank, b, d] each.
         return [part.permute(3, 0, 2, 1, 4).flatten(1, 2) for part in received.split(heads, dim=2)]
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Exchange, attend, exchange back."""
-        whole = self._to_heads(query, key, value)
-        output, kept = self._inner.forward(whole[0], whole[1], whole[2], documents)
-        return self._to_positions(output)[0], (whole, output, kept)
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+        query, key, value = self._to_heads(inputs.query, inputs.key, inputs.value)
+        output, kept = self._inner.forward(AttentionInputs(query, key, value, inputs.documents))
+        return self._to_positions(output)[0], ((query, key, value), output, kept)
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        documents: Documents | None,
-        kept: tuple[Any, ...],
-    ) -> Gradients:
-        """The same with the gradients."""
-        whole, whole_output, rest = kept
+    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
+        (query, key, value), whole_output, rest = kept
         (whole_grad,) = self._to_heads(grad)
-        whole_query, whole_key, whole_value = whole
-        grads = self._inner.backward(whole_grad, whole_query, whole_key, whole_value, whole_output, documents, rest)
-        # Complete: the exchange adds nothing up, so that they need not travel in a wider format.
+        whole = AttentionInputs(query, key, value, inputs.documents)
+        grads = self._inner.backward(whole_grad, whole, whole_output, rest)
+        # The exchange adds nothing up, so gradients need no wider format.
         grad_query, grad_key, grad_value = self._to_positions(*(part.to(grad.dtype) for part in grads))
         return grad_query, grad_key, grad_value
 

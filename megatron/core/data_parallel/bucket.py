@@ -1,12 +1,12 @@
 """Buckets: the parameters whose gradients are reduced, or whose weights are gathered, at once.
 
-A bucket of gradients counts what is delivered to it, so it knows when the last one is there, in whatever order a
-schedule runs the backward passes.
+A bucket counts its gradients, so that its reduction starts with the last one in any order of backward passes.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -17,36 +17,41 @@ from megatron.core.data_parallel.buffer import GradientView
 
 
 class WeightBucket:
-    """Weights of which every rank of the shard group updates a part of the same size, in rank order."""
+    """Weights that the shard group updates in equal parts, in rank order."""
 
     def __init__(self, weights: Tensor, shards: Communicator) -> None:
         self._weights, self._shards = weights, shards
         self._gathering: Work[Tensor] | None = None
 
     def start_gather(self) -> None:
-        """Start to give every rank of the shard group the others' weights."""
-        mine = self._weights.chunk(self._shards.size)[self._shards.rank]
-        self._gathering = self._shards.start_all_gather(mine, self._weights)
+        """Start the all-gather of the updated weights."""
+        own = self._weights.chunk(self._shards.size)[self._shards.rank]
+        self._gathering = self._shards.start_all_gather(own, self._weights)
 
     def finish_gather(self) -> None:
-        """Wait for the weights, if they are under way."""
+        """Wait for the all-gather, if one is under way."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
 
+@dataclass(frozen=True)
+class GradientReduction:
+    """How gradients are summed over the data-parallel ranks."""
+
+    shards: Communicator
+    """Ranks that divide a bucket."""
+    replicas: Communicator
+    """Ranks with the same shard."""
+    dtype: torch.dtype
+
+
 class GradientBucket(ABC):
-    """What all buckets of gradients do; subclasses differ in what they keep and when they are reduced.
+    """The gradients of some parameters; subclasses differ in what they keep and when they are reduced."""
 
-    ``shards`` are the ranks that divide the bucket, ``replicas`` those with the same shard; both add up in
-    ``reduce_dtype``.
-    """
-
-    def __init__(
-        self, view: GradientView, shards: Communicator, replicas: Communicator, reduce_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, view: GradientView, reduction: GradientReduction) -> None:
         self.view = view
-        self._shards, self._replicas, self._reduce_dtype = shards, replicas, reduce_dtype
+        self._shards, self._replicas, self._reduce_dtype = reduction.shards, reduction.replicas, reduction.dtype
         self._uses = sum(info.uses for info, _, _ in view.main_grads)
 
     @abstractmethod
@@ -55,13 +60,13 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start to reduce what is not yet under way; no more gradients will come in this step."""
+        """Start the reduction if it has not started; no more gradients come in this step."""
 
     @abstractmethod
     def finish(self) -> None:
         """Wait until the shard holds the sum over all data-parallel ranks."""
 
-    def _complete_slots(self) -> None:
+    def _complete_main_grads(self) -> None:
         for _, main_grad, _ in self.view.main_grads:
             main_grad.complete()
 
@@ -77,15 +82,8 @@ class WholeGradientBucket(GradientBucket):
     Where the shard group is one rank (``no_shard``), the reduction is one over the replicas.
     """
 
-    def __init__(
-        self,
-        view: GradientView,
-        shards: Communicator,
-        replicas: Communicator,
-        reduce_dtype: torch.dtype,
-        overlap: bool,
-    ) -> None:
-        super().__init__(view, shards, replicas, reduce_dtype)
+    def __init__(self, view: GradientView, reduction: GradientReduction, overlap: bool) -> None:
+        super().__init__(view, reduction)
         self._missing = 0
         self._pending: Work[Tensor] | None = None
         if overlap:
@@ -93,7 +91,6 @@ class WholeGradientBucket(GradientBucket):
                 main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
-        """Know how many gradients are the last."""
         self._missing = self._uses * num_microbatches
 
     def _count(self) -> None:
@@ -103,10 +100,10 @@ class WholeGradientBucket(GradientBucket):
             self.start()
 
     def start(self) -> None:
-        """Start the reduction, in place unless it takes another format."""
+        """Start the reduction, in place unless it has another dtype."""
         if self._pending is not None:
             return
-        self._complete_slots()
+        self._complete_main_grads()
         whole = self.view.whole
         assert whole is not None
         gradients = whole.to(self._reduce_dtype)
@@ -117,7 +114,7 @@ class WholeGradientBucket(GradientBucket):
             self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard if in_place else None)
 
     def finish(self) -> None:
-        """Wait for the shard's sum, then add up the replicas'."""
+        """Wait for the shard's sum, then sum over the replicas."""
         assert self._pending is not None
         summed = self._pending.wait()
         self._pending = None
@@ -128,41 +125,35 @@ class WholeGradientBucket(GradientBucket):
 
 
 class InFlight:
-    """Reductions under way, of which the oldest is waited for when there are more than a few, to bound the memory."""
+    """Reductions under way. More than ``limit`` of them wait for the oldest, which bounds the memory."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._buckets: deque[ShardedGradientBucket] = deque()
 
     def add(self, bucket: "ShardedGradientBucket") -> None:
-        """Count in ``bucket``, whose reduction has just started."""
+        """Add ``bucket``, whose reduction has just started."""
         self._buckets.append(bucket)
         while len(self._buckets) > self._limit:
             self._buckets[0].collect()
 
     def remove(self, bucket: "ShardedGradientBucket") -> None:
-        """Count out ``bucket``, whose reduction is over."""
+        """Remove ``bucket``, whose reduction is complete."""
         self._buckets.remove(bucket)
 
 
 class ShardedGradientBucket(GradientBucket):
-    """Keeps the rank's shard of the gradients alone (ZeRO-2).
+    """Keeps only the rank's shard of the gradients (ZeRO-2).
 
-    Whole gradients live from the first delivery of a microbatch until the reduce-scatter that follows its last; the
-    shard accumulates. With ``defer`` they live, and accumulate, until the last microbatch's. ``in_flight`` bounds how
-    many reduce-scatters go on behind the backward pass. Every parameter must take part in every microbatch.
+    Whole gradients are allocated by the first gradient of a microbatch and freed by the reduce-scatter after its last;
+    the shard accumulates. With ``defer`` whole gradients accumulate until the last microbatch. ``in_flight`` bounds the
+    reduce-scatters that overlap with the backward pass. Every microbatch must use every parameter.
     """
 
     def __init__(
-        self,
-        view: GradientView,
-        shards: Communicator,
-        replicas: Communicator,
-        reduce_dtype: torch.dtype,
-        in_flight: InFlight,
-        defer: bool = False,
+        self, view: GradientView, reduction: GradientReduction, in_flight: InFlight, defer: bool = False
     ) -> None:
-        super().__init__(view, shards, replicas, reduce_dtype)
+        super().__init__(view, reduction)
         self._in_flight, self._defer = in_flight, defer
         self._missing = 0
         self._is_filled = False
@@ -173,13 +164,12 @@ class ShardedGradientBucket(GradientBucket):
             main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
-        """The shard holds nothing of this step yet."""
         self._is_filled = False
         self._deliveries = self._uses * (num_microbatches if self._defer else 1)
         self._missing = self._deliveries
 
     def _provide(self) -> None:
-        """Make room for whole gradients."""
+        """Allocate whole gradients."""
         self.collect()
         shard = self.view.shard
         self._whole = whole = torch.empty(self.view.size, dtype=shard.dtype, device=shard.device)
@@ -192,17 +182,17 @@ class ShardedGradientBucket(GradientBucket):
             self.start()
 
     def start(self) -> None:
-        """Start to reduce the whole gradients that are there."""
+        """Start to reduce the whole gradients, if there are any."""
         if self._whole is None:
             return
-        assert self._missing == 0, "a parameter of this bucket took no part, or lost its main_grad"
-        self._complete_slots()
+        assert self._missing == 0, "a parameter of this bucket was not used, or lost its main_grad"
+        self._complete_main_grads()
         self._missing = self._deliveries
         for _, main_grad, _ in self.view.main_grads:
             main_grad.release_buffer()
         gradients = self._arranged(self._whole).to(self._reduce_dtype)
         self._whole = None
-        # The first microbatch's sum goes to its place without a copy.
+        # The first microbatch's sum needs no copy.
         in_place = not self._is_filled and gradients.dtype == self.view.shard.dtype
         self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard if in_place else None)
         self._in_flight.add(self)
@@ -225,14 +215,14 @@ class ShardedGradientBucket(GradientBucket):
         self._is_filled = True
 
     def finish(self) -> None:
-        """Wait for the shard's sum, then add up the replicas'."""
+        """Wait for the shard's sum, then sum over the replicas."""
         self.collect()
-        assert self._is_filled, "no gradient was delivered to this bucket"
+        assert self._is_filled, "this bucket got no gradient"
         self._add_replicas()
 
 
 class RowShardedGradientBucket(ShardedGradientBucket):
-    """A bucket of which a rank's shard is its part of the rows of every parameter, as FSDP2 divides them.
+    """A bucket whose shards are rows of every parameter, as FSDP2 divides them.
 
     ``part_sizes`` are the elements of a rank's part of each parameter, padding included.
     """
@@ -240,15 +230,13 @@ class RowShardedGradientBucket(ShardedGradientBucket):
     def __init__(
         self,
         view: GradientView,
-        shards: Communicator,
-        replicas: Communicator,
-        reduce_dtype: torch.dtype,
+        reduction: GradientReduction,
         in_flight: InFlight,
         defer: bool,
         part_sizes: Sequence[int],
     ) -> None:
-        super().__init__(view, shards, replicas, reduce_dtype, in_flight, defer)
-        self._sizes = [size * shards.size for size in part_sizes]
+        super().__init__(view, reduction, in_flight, defer)
+        self._sizes = [size * reduction.shards.size for size in part_sizes]
 
     def _arranged(self, whole: Tensor) -> Tensor:
         if len(self._sizes) == 1:

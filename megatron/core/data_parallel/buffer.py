@@ -1,7 +1,7 @@
 """Contiguous buffers that hold all parameters, and all gradients, of a rank as views.
 
-A buffer is cut in buckets, the unit of communication, and every bucket evenly among the ranks of the shard
-group; a rank's shard is that part of every bucket. Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
+A buffer is divided into buckets, the unit of communication, and every bucket evenly among the ranks of the shard group.
+Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +19,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Where parameters and buckets lie: ``[start, stop)`` ranges in elements."""
+    """``[start, stop)`` of parameters and buckets, in elements."""
 
     parameters: tuple[tuple[int, int], ...]
     buckets: tuple[tuple[int, int], ...]
@@ -113,10 +113,10 @@ class BucketView:
 
 
 class ParameterBuffer:
-    """Moves ``parameters`` (of one dtype) into one buffer and gives each a main_grad for its gradient.
+    """Moves ``parameters`` (of one dtype) into one buffer and attaches main gradients.
 
-    Gradients are kept in a buffer of the same layout, or with ``shard_gradients`` only one rank's shard of them; then
-    somebody must provide the main_grads with buffers when gradients come.
+    Gradients have a buffer of the same layout; with ``shard_gradients`` only for this rank's shard, and the buckets
+    allocate whole gradients.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class ParameterBuffer:
         bucket_size: int | None = None,
         shard_gradients: bool = False,
     ) -> None:
-        # Backward produces gradients from the last layer to the first; so do the buckets fill.
+        # The backward pass fills the buckets from the last layer to the first.
         self.parameters = tuple(reversed(parameters))
-        # A tied weight is cut in the same shards on both stages that hold it, whatever else they hold.
+        # A tied weight has a bucket of its own, so that both stages that hold it divide it in the same way.
         tied = [number for number, parameter in enumerate(self.parameters) if info_of(parameter).tied_end]
         self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size, tied)
         self._shards, self._shards_gradients = shards, shard_gradients
@@ -169,7 +169,7 @@ class ParameterBuffer:
         ``shard_start`` of the bucket that begins at ``bucket_start``."""
         if not self._shards_gradients:
             return self.gradients[start:stop]
-        # The shards of the buckets before lie before it.
+        # The shards of earlier buckets lie before it.
         offset = bucket_start // self._shards - shard_start
         return self.gradients[start + offset : stop + offset]
 
@@ -179,7 +179,7 @@ class ParameterBuffer:
             yield ParameterSplit(info_of(parameter), tuple(self.layout.ranges(number, self._shards)))
 
     def param_shards(self, rank: int) -> Iterator[ParamShard]:
-        """What ``rank`` of the shard group updates."""
+        """The shards that ``rank`` of the shard group updates."""
         shards = list(zip(self.layout.buckets, self.layout.shard(rank, self._shards)))
         for split, (first, _) in zip(self.splits(), self.layout.parameters):
             start, stop = split.ranges[rank]

@@ -1,9 +1,9 @@
 """``optim_grads_params`` (ZeRO-3, FSDP; with replicas HSDP) on PyTorch's FSDP2.
 
 FSDP2 (``fully_shard``) keeps a rank's rows of every weight, gathers a layer before it runs and frees it afterwards.
-Gradients take the way of all strategies, through main_grads into buckets, one for each layer: that accumulates them in
-their own format, reduces them behind the backward pass on any backend, and lets a pipeline schedule compute weight
-gradients later. Sources: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277).
+Gradients go into buckets as in all strategies, one bucket for each layer: they accumulate in their own dtype, the
+reduction overlaps on any backend, and a pipeline schedule can defer weight gradients. Sources: ZeRO (arXiv 1910.02054),
+PyTorch FSDP (arXiv 2304.11277).
 """
 
 import warnings
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
-from megatron.core.data_parallel.bucket import InFlight, RowShardedGradientBucket
+from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard
 from megatron.core.data_parallel.strategy import DataParallel, LocalParam, Sharing
 from megatron.core.gradient import MainGrad, attach_main_grad
@@ -33,17 +33,17 @@ from megatron.core.topology import Topology
 
 @dataclass(frozen=True)
 class RowPart:
-    """The rows of one parameter that a rank of the shard group keeps: FSDP2's division of dim 0."""
+    """The rows of a parameter that a rank of the shard group keeps; FSDP2 divides dim 0."""
 
     info: ParameterInfo
     first: int
     rows: int
     padded_rows: int
-    """As many on every rank."""
+    """Equal on all ranks."""
 
     @classmethod
     def of(cls, info: ParameterInfo, rank: int, shards: int) -> "RowPart":
-        """The part of ``rank`` among ``shards``: an even division, rounded up, so that the last ranks may have none."""
+        """The part of ``rank``: an even division, rounded up, so that the last ranks may have no rows."""
         padded = -(-info.local_shape[0] // shards)
         first = min(rank * padded, info.local_shape[0])
         return cls(info, first, min(padded, info.local_shape[0] - first), padded)
@@ -60,7 +60,7 @@ class RowPart:
 
 
 class _Unit:
-    """A module whose weights are gathered at once: those in ``infos``, by their name in the chunk."""
+    """A module whose weights are gathered at once; ``infos`` are by the weights' names in the chunk."""
 
     def __init__(self, chunk: nn.Module, module: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
         self._chunk, self._names = chunk, list(infos)
@@ -73,8 +73,8 @@ class _Unit:
         """The parameters: sharded, or whole while they are gathered."""
         return (self._chunk.get_parameter(name) for name in self._names)
 
-    def attach_slots(self) -> None:
-        """Give the whole parameters, which are made by the first gathering and kept, their main_grads."""
+    def attach_main_grads(self) -> None:
+        """Attach main gradients to the whole parameters, which FSDP2 makes in its first all-gather and keeps."""
         self.fsdp.unshard()
         for info, main_grad, parameter in zip(self.infos, self.main_grads, self.parameters):
             attach_main_grad(attach_info(parameter, info), main_grad)
@@ -86,10 +86,10 @@ class _Unit:
 
 
 class FullyShardedDataParallel(DataParallel):
-    """Shards weights, gradients and optimizer state over a group of ranks, and replicates over the groups.
+    """Shards weights, gradients and optimizer state over a group of ranks, and replicates them over the groups.
 
-    ``chunk_units`` are the modules that the run calls, each with the modules in it that are gathered one at a time.
-    The sharded weights are the master weights; what is gathered has the model's format.
+    ``chunk_units`` are the chunks, each with its modules that are gathered one at a time. The sharded weights are the
+    master weights; gathered weights have the model's dtype.
     """
 
     needs_master_weights = False
@@ -111,30 +111,29 @@ class FullyShardedDataParallel(DataParallel):
         sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in parts]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
+        reduction = GradientReduction(shards, replicas, formats.reduction)
         param_shards: list[ParamShard] = []
         buckets: list[RowShardedGradientBucket] = []
         for unit, unit_parts, gradients in zip(self._units, parts, self._gradients.split(sizes)):
-            unit.attach_slots()
+            unit.attach_main_grads()
             param_shards += _param_shards(unit, unit_parts, gradients)
             part_sizes = [part.padded_size for part in unit_parts]
             view = _gradient_view(unit, part_sizes, gradients, shards.size)
-            common = view, shards, replicas, formats.reduction, in_flight
-            buckets.append(RowShardedGradientBucket(*common, config.defer_grad_reduce, part_sizes))
+            buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
         self.local_params = [LocalParam(shard.info, shard.start, shard.weight) for shard in param_shards]
-        # Backward comes to the last unit first.
+        # The backward pass runs the last unit first.
         splits = [_split(info, shards.size) for unit in self._units for info in unit.infos]
         super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)
 
     def start_param_all_gather(self) -> None:
-        """Let go of weights that are still gathered; updated ones are gathered when they are used."""
+        """Free gathered weights; the updated ones are gathered when they are used."""
         for unit in self._units:
             unit.fsdp.reshard()
 
     def finish_param_all_gather(self) -> None:
-        """Nothing: what this rank stores, it has updated itself."""
+        """Nothing to wait for: this rank updated all that it stores."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the shards."""
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)
         return {"weights": weights, "gradients": self._gradients.untyped_storage().nbytes()}
 
@@ -147,16 +146,16 @@ def _shard_chunk(
     device: torch.device,
     config: ParallelConfig,
 ) -> list[_Unit]:
-    """Put one chunk under FSDP2, and give its weights memory if they have none."""
+    """Apply FSDP2 to a chunk, and allocate its shards if the weights are on the meta device."""
     if device.type == "cpu":
-        # There logits are a view of what the product returned. Nobody writes into it.
+        # On CPUs the logits are a view of the GEMM's output, into which nothing writes.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .*(Head|Chunk).* returned a view tensor")
     for parameter in chunk.parameters():
-        # Not chunk.to(), which makes other parameters where tensors are fake ones.
+        # Not chunk.to(), which replaces parameters that are fake tensors.
         parameter.data = parameter.data.to(formats.master)
     infos = {name: info_of(parameter) for name, parameter in chunk.named_parameters()}
     uses = Counter(parameter for module in modules for parameter in module.parameters())
-    # Modules that share a weight are gathered together, with the chunk, from the first's turn to the last's.
+    # Modules that share a weight are gathered with the chunk.
     alone = [module for module in modules if all(uses[parameter] == 1 for parameter in module.parameters())]
     mesh = shards.device_mesh(device.type, "dp_shard")
     for module in (*alone, chunk):
@@ -185,7 +184,7 @@ def _shard_chunk(
 
 
 def _plan_gathers(units: Sequence[FSDPModule], root: FSDPModule, shards: Communicator, ahead: bool) -> None:
-    """Say when each unit is gathered: when it is used, or ``ahead``, while the one before it runs."""
+    """Set when each unit is gathered: when it is used, or ``ahead``, while the unit before it runs."""
     for unit in (*units, root):
         unit.set_custom_all_gather(cast(Any, _AllGather(shards)))
         unit.set_unshard_in_backward(getattr(unit, "backward_reads_weights", True))
@@ -193,27 +192,25 @@ def _plan_gathers(units: Sequence[FSDPModule], root: FSDPModule, shards: Communi
         if ahead and number + 1 < len(units):
             unit.set_modules_to_forward_prefetch([units[number + 1]])
     for unit, before in zip((*units, root), (None, *units)):
-        # Itself, which is there already, means none. Left to itself, FSDP2 would take the one before in the order of
-        # all forward passes so far, which is of no use with several microbatches in flight.
+        # Prefetching the unit itself is a no-op. It disables FSDP2's default, which follows the order of all forward
+        # passes so far and is useless with several microbatches in flight.
         unit.set_modules_to_backward_prefetch([before if ahead and before is not None else unit])
 
 
 class _AllGather:
-    """Lets FSDP2 gather through a communicator, like everybody else."""
+    """FSDP2's all-gather through a communicator, which counts and times it."""
 
     def __init__(self, shards: Communicator) -> None:
         self._shards = shards
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for what is gathered."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather; a result is to be waited for."""
         pending = self._shards.start_all_gather(input_tensor, output_tensor)
-        # FSDP2 overlaps what is not asynchronous by streams, which CPUs do not have.
+        # FSDP2 overlaps synchronous collectives by streams, which CPUs do not have.
         if async_op or output_tensor.device.type == "cpu":
             return _Work(pending)
         pending.wait()
@@ -221,14 +218,13 @@ class _AllGather:
 
 
 class _Work(dist.Work):
-    """A pending result in the form that FSDP2 waits for."""
+    """:class:`~megatron.core.communication.Work` as FSDP2 waits for it."""
 
     def __init__(self, pending: Work[Tensor]) -> None:
         super().__init__()
         self._pending = pending
 
     def wait(self, *_: object) -> bool:
-        """Wait until it is there."""
         self._pending.wait()
         return True
 
@@ -241,7 +237,7 @@ def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
 
 
 def _param_shards(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> Iterator[ParamShard]:
-    """What this rank updates of a unit, whose gradients it keeps in ``gradients``, one padded part after another."""
+    """This rank's shards of a unit, with gradients in ``gradients``, one padded part after another."""
     start = 0
     for part, weight in zip(parts, unit.local_weights()):
         first, size = part.first * part.width, part.rows * part.width
@@ -252,6 +248,6 @@ def _param_shards(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> I
 
 
 def _gradient_view(unit: _Unit, part_sizes: Sequence[int], shard: Tensor, shards: int) -> GradientView:
-    """A unit's bucket: whole parameters one after another, each padded to a part for every rank."""
+    """A unit's bucket: its parameters, each padded so that all ranks have equal parts."""
     starts = accumulate((size * shards for size in part_sizes), initial=0)
     return GradientView(sum(part_sizes) * shards, None, shard, list(zip(unit.infos, unit.main_grads, starts)))

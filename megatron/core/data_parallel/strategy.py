@@ -1,8 +1,8 @@
-"""The interface of data parallelism, and the strategies that live in contiguous buffers.
+"""The interface of data parallelism, and the strategies with contiguous buffers.
 
-The training loop does not know which strategy runs: it calls :meth:`DataParallel.start_grad_accumulation`, accumulates
-gradients over the microbatches, calls :meth:`DataParallel.finish_grad_sync`, lets the optimizer update the strategy's
-param_shards, and calls :meth:`DataParallel.start_param_all_gather`.
+A step is the same for every strategy: :meth:`DataParallel.start_grad_accumulation`, backward passes that accumulate
+gradients, :meth:`DataParallel.finish_grad_sync`, the optimizer's update of the parameter shards, and
+:meth:`DataParallel.start_param_all_gather`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.bucket import (
     GradientBucket,
+    GradientReduction,
     InFlight,
     ShardedGradientBucket,
     WeightBucket,
@@ -39,13 +40,14 @@ class LocalParam:
 
 
 def whole_params(parameters: Iterable[nn.Parameter]) -> list[LocalParam]:
-    """The weights of a model that is stored whole."""
+    """The weights of a model without sharding."""
     return [LocalParam(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who shares what. Context-parallel ranks see other parts of the samples, to gradients as good as other samples."""
+    """The groups of data parallelism. Context-parallel ranks are part of them: their parts of a sample add to the
+    gradient like other samples."""
 
     shards: Communicator
     """Ranks that divide weights, gradients or optimizer state; one without sharding."""
@@ -56,7 +58,7 @@ class Sharing:
 
     @classmethod
     def of(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
-        """As the strategy of ``config`` has it."""
+        """The groups of ``config``'s strategy."""
         shards: tuple[str, ...] = ("cp", "dp_shard")
         replicas: tuple[str, ...] = ("dp_replicate",)
         if config.sharding_strategy == "no_shard":
@@ -66,20 +68,19 @@ class Sharing:
 
 
 class DataParallel(ABC):
-    """What a strategy does for the loop, the optimizer and checkpoints."""
+    """A sharding strategy, as the loop, the optimizer and checkpoints see it."""
 
     formats: NumberFormats
     param_shards: Sequence[ParamShard]
-    """What this rank updates."""
+    """The parts of parameters that this rank updates."""
     splits: Sequence[ParameterSplit]
-    """How ``shard_ranks`` divide every parameter of this rank's part of the model."""
+    """How ``shard_ranks`` divide every local parameter."""
     local_params: Sequence[LocalParam]
-    """Every weight that this rank stores."""
-
+    """The weights that this rank stores."""
     shard_ranks: Communicator
-    """Ranks that divide what they update; one without sharding."""
+    """Ranks that divide the update; one without sharding."""
     model_group: Communicator
-    """Ranks that hold different param_shards of the whole model; a norm over all param_shards is summed over them."""
+    """Ranks whose parameter shards together are the model; norms are summed over them."""
 
     def __init__(
         self,
@@ -99,42 +100,39 @@ class DataParallel(ABC):
     @property
     @abstractmethod
     def needs_master_weights(self) -> bool:
-        """Whether master weights are wider than those stored here, so that the optimizer keeps weights of its own."""
+        """Whether the optimizer keeps master weights, because those stored here are narrower."""
 
     @abstractmethod
     def start_param_all_gather(self) -> None:
-        """Give every rank the weights that the param_shards' owners updated, or start to."""
+        """Start the all-gather of the updated weights."""
 
     @abstractmethod
     def finish_param_all_gather(self) -> None:
-        """Wait until every weight is there; a forward pass waits by itself for those that it comes to."""
+        """Wait for all weights; a forward pass waits by itself for those that it uses."""
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes of weights and gradients that stay on this rank, measured from the tensors."""
+        """Bytes of weights and gradients on this rank, measured from the tensors."""
 
     def initialize(self, seed: int) -> None:
-        """Give the model its initial weights, of which each rank computes its own param_shards."""
+        """Initialise the weights; each rank computes its own shards."""
         for shard in self.param_shards:
-            # In the model's own format, so that wider weights start from the same numbers as narrow ones.
+            # In the model's dtype, so that wider weights start from the same values.
             initial = torch.empty(shard.weight.shape, dtype=self.formats.weight, device=shard.weight.device)
             initialize_range(initial, shard.info, shard.start, seed)
             shard.weight.copy_(initial)
         self.start_param_all_gather()
-        # A checkpoint may be loaded next, into the same memory.
+        # A checkpoint may be loaded into the same memory next.
         self.finish_param_all_gather()
 
     def start_grad_accumulation(self, num_microbatches: int) -> None:
-        """Begin a step: every parameter will be delivered the gradients of ``num_microbatches``."""
+        """Begin a step of ``num_microbatches``."""
         for bucket in self._buckets:
             bucket.expect(num_microbatches)
 
     def finish_grad_sync(self) -> None:
-        """Sum gradients over all ranks that contributed; afterwards every shard's gradient is complete.
-
-        What is not reduced yet is reduced over the data-parallel ranks; then what other ranks' parts of the same
-        parameters contribute is added, by then to the rank's own shard alone.
-        """
+        """Finish the sum over the data-parallel ranks. Then, for this rank's shards only, sum gradients that are
+        partial over the tensor-parallel ranks, and those of a tied weight over the first and last stage."""
         for bucket in self._buckets:
             bucket.start()
         for bucket in self._buckets:
@@ -173,15 +171,15 @@ class BufferedDataParallel(DataParallel):
         buckets: list[GradientBucket] = []
         holders: dict[str, WeightBucket] = {}
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
+        reduction = GradientReduction(shards, replicas, formats.reduction)
         for view in buffer.buckets(shards.rank):
             gathered = WeightBucket(view.weights, shards)
             self._weights.append(gathered)
             holders |= {info.name: gathered for info, _, _ in view.gradients.main_grads}
-            common = view.gradients, shards, replicas, formats.reduction
             if shard_gradients:
-                buckets.append(ShardedGradientBucket(*common, in_flight))
+                buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
             else:
-                buckets.append(WholeGradientBucket(*common, config.overlap_grad_reduce))
+                buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
         param_shards = list(buffer.param_shards(shards.rank))
         super().__init__(formats, topology, sharing, param_shards, buckets, list(buffer.splits()))
         self._gathers_behind = config.overlap_param_gather
@@ -194,7 +192,7 @@ class BufferedDataParallel(DataParallel):
         return self.formats.weight != self.formats.master
 
     def start_param_all_gather(self) -> None:
-        """All-gather the shards of every bucket, in the order in which the forward pass needs them."""
+        """All-gather every bucket, in the order of the forward pass."""
         if self._shards.size == 1:
             return
         for bucket in reversed(self._weights):
@@ -203,17 +201,15 @@ class BufferedDataParallel(DataParallel):
             self.finish_param_all_gather()
 
     def finish_param_all_gather(self) -> None:
-        """Wait for every bucket."""
         for bucket in reversed(self._weights):
             bucket.finish_gather()
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the buffers."""
         return {kind: buffer.untyped_storage().nbytes() for kind, buffer in self._kept.items()}
 
 
 def _wait_before_use(modules: Sequence[nn.Module], holders: Mapping[str, WeightBucket]) -> None:
-    """Have each of ``modules`` wait, before its forward pass, for the buckets that hold its weights by name."""
+    """Let each of ``modules`` wait, before its forward pass, for the buckets with its weights."""
     for module in modules:
         mine = {holders[info_of(parameter).name]: None for parameter in module.parameters()}
 
@@ -234,10 +230,10 @@ def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None
 
 
 def _add_other_end(shard: ParamShard, topology: Topology) -> None:
-    """Add the gradient that the stage at the other end of the model has of the same shard of a tied weight.
+    """Add the gradient of a tied weight's shard from the stage at the other end of the model.
 
-    Over the pipeline's own channels, whose process groups exist on all its stages. One end sends first and the other
-    receives first: the first message between two ranks makes their connection, for which NCCL holds up both.
+    It uses the pipeline's channels, whose process groups exist on all stages. One end sends first and the other
+    receives first, because the first message between two ranks makes their connection, for which NCCL blocks both.
     """
     first, last = 0, topology.pipeline_parallel.size - 1
     down, up = topology.pipeline_channel("F", first, last), topology.pipeline_channel("B", last, first)

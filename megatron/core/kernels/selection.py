@@ -1,8 +1,7 @@
-"""The implementations of every operation in the order in which they are preferred, and the choice among them.
+"""The implementations of every operation in order of preference, and the choice among them.
 
-On a GPU a kernel that torch or a package leaves to the hardware is tried once, on a few numbers against the reference,
-before it is chosen, and so is the compiler: what does not run, or is wrong, is told at the start and not at the first
-step.
+On a GPU each kernel that depends on the hardware, and the compiler, is tried once against the reference before it is
+chosen. So a kernel that fails or is wrong is reported at the start and not at the first step.
 """
 
 import importlib.util
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """What computes the parts of a layer that are neither products nor attention, and the loss."""
+    """The elementwise kernels of a layer, and the loss."""
 
     rms_norm: RMSNormKernel = field(default_factory=EagerRMSNorm)
     swiglu: SwiGLUKernel = field(default_factory=EagerSwiGLU)
@@ -53,7 +52,7 @@ class LayerKernels:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes each operation of a run."""
+    """The kernel of each operation of a run."""
 
     attention: AttentionKernel
     weight_gradient: WeightGradientKernel
@@ -61,26 +60,25 @@ class Kernels:
     optimizer: OptimizerKernels
     fp8_product: ScaledProduct
     engine: "TransformerEngine | None"
-    """Whose modules are the linear layers with the norms before them, where they are not ours."""
+    """Provides the norms and linear layers under ``--transformer-impl transformer_engine``."""
     choices: tuple[Choice, ...]
-    """In the order of the table that is printed."""
+    """In the order of the printed table."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where kernels are to run, and on what."""
+    """The device and dtypes that kernels must support."""
 
     device: torch.device
     weight: torch.dtype
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     gradient: torch.dtype
-    """Of gradient buffers."""
+    """Dtype of gradient buffers."""
     attention: AttentionShape
     needs_log_sum_exp: bool = False
-    """Whether partial results of attention will be merged, or what it keeps must be plain tensors."""
+    """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
     attention_backend: str = "auto"
     engine: "TransformerEngine | None" = None
-    """Asked for as the implementation of the layers."""
 
     @property
     def on_gpu(self) -> bool:
@@ -89,25 +87,22 @@ class Setting:
 
     @property
     def can_try(self) -> bool:
-        """Whether it is there, too, to try a kernel on."""
+        """Whether this process can run kernels on the GPU."""
         return self.on_gpu and torch.cuda.is_available()
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it is a GPU like the H100."""
+        """Whether the device is a Hopper GPU."""
         return self.can_try and torch.cuda.get_device_capability(self.device)[0] == 9
 
     @cached_property
     def compiler_failure(self) -> str | None:
-        """Why ``torch.compile`` does not serve on the device, if it does not; tried once for all operations."""
+        """Why ``torch.compile`` fails on the device; None if it works. Tried once for all operations."""
         return try_compiler(self.device)
 
 
 def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
-    """The kernels of a run.
-
-    Raises :class:`~megatron.errors.ConfigError` where one that is wanted is not there.
-    """
+    """The kernels of a run. Raises :class:`~megatron.errors.ConfigError` if a required one is not available."""
     choices = [_linear(setting)]
 
     def chosen(operation: str, candidates: Sequence[Candidate[T]]) -> T:
@@ -115,19 +110,28 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         choices.append(choice)
         return kernel
 
+    rms_norm: list[Candidate[RMSNormKernel]] = [
+        *_elementwise(setting, EagerRMSNorm, CompiledRMSNorm),
+        *_optional(setting, "RMSNorm"),
+    ]
+    adam: list[Candidate[AdamBuilder]] = [
+        Candidate("torch", lambda: torch_adam, "torch's fused AdamW"),
+        *_optional(setting, "adam"),
+    ]
+    l2_norm: list[Candidate[SquaredNorm]] = [
+        Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"),
+        *_optional(setting, "squared_norm"),
+    ]
     return Kernels(
         attention=chosen("attention", _attention(setting, config.wanted("attention"))),
         weight_gradient=chosen("weight_gradient", _weight_gradient(setting)),
         layers=LayerKernels(
-            rms_norm=chosen("rms_norm", _rms_norm(setting)),
-            swiglu=chosen("swiglu", _swiglu(setting)),
-            rotate=chosen("rope", _rope(setting)),
-            cross_entropy=chosen("cross_entropy", _cross_entropy(setting)),
+            rms_norm=chosen("rms_norm", rms_norm),
+            swiglu=chosen("swiglu", _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)),
+            rotate=chosen("rope", _elementwise(setting, lambda: rotate_, CompiledRotation)),
+            cross_entropy=chosen("cross_entropy", _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)),
         ),
-        optimizer=OptimizerKernels(
-            adam=chosen("adam", _adam(setting)),
-            squared_norm=chosen("l2_norm", _l2_norm(setting)),
-        ),
+        optimizer=OptimizerKernels(adam=chosen("adam", adam), squared_norm=chosen("l2_norm", l2_norm)),
         fp8_product=product_for(setting.device),
         engine=setting.engine,
         choices=tuple(choices),
@@ -135,7 +139,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
 
 
 def _linear(setting: Setting) -> Choice:
-    """Who multiplies: --transformer-impl says it."""
+    """The linear layers, by ``--transformer-impl``."""
     if setting.engine is None:
         return Choice("linear", "local", "the layers of this project")
     asked = f"version {setting.engine.version}, by --transformer-impl; with the norms before linear layers"
@@ -195,7 +199,7 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
     if setting.needs_log_sum_exp and not kernel.returns_log_sum_exp:
         raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
     if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
-        # Called as it is, it does not refuse that itself.
+        # The operator itself does not refuse that.
         raise Unavailable("its backward pass is not deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
         _try(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
@@ -203,7 +207,7 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
 
 
 def try_attention(kernel: AttentionKernel, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a kernel with the reference on some heads of ``shape``, which lie in memory as a model's do; raises
+    """Compare a kernel with the reference on some heads of ``shape``, in a model's memory layout; raises
     :class:`Unavailable`."""
     batch, groups, length, generator = 2, 2, 192, torch.Generator().manual_seed(0)
     heads = groups * (shape.query_heads // shape.key_value_heads)
@@ -218,7 +222,7 @@ def try_attention(kernel: AttentionKernel, shape: AttentionShape, device: torch.
     pairs = [(found.output, expected.output)]
     if found.log_sum_exp is not None and expected.log_sum_exp is not None:
         pairs.append((found.log_sum_exp, expected.log_sum_exp))
-    # Kept as the input of the next layer, [s, b, n d].
+    # Saved as the input of the next layer, [s, b, n d].
     joined = replace(found, output=some.query_heads_of(found.output.permute(2, 0, 1, 3).flatten(2)))
     grads, expected_grads = (
         one.backward(grad, query, key, value, part, is_causal=True)
@@ -249,7 +253,7 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
             "in_place",
             in_place,
             "the product adds to the gradient buffer",
-            # On CPUs oneDNN multiplies fp32 matrices faster than what can add in place (docs/performance.md).
+            # On CPUs oneDNN's fp32 GEMM, which cannot add in place, is faster (docs/performance.md).
             is_automatic=setting.on_gpu or setting.weight == torch.float64,
         ),
         Candidate("separate", SeparateWeightGradient, "a product, then a sum"),
@@ -277,23 +281,6 @@ def try_weight_gradient(
     _compare(buffer, 2 * (grad_outputs.double().t() @ inputs.double()))
 
 
-def _rms_norm(setting: Setting) -> list[Candidate[RMSNormKernel]]:
-    ours: list[Candidate[RMSNormKernel]] = _elementwise(setting, EagerRMSNorm, CompiledRMSNorm)
-    return [*ours, *_optional(setting, "RMSNorm")]
-
-
-def _swiglu(setting: Setting) -> list[Candidate[SwiGLUKernel]]:
-    return _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)
-
-
-def _rope(setting: Setting) -> list[Candidate[Rotation]]:
-    return _elementwise(setting, lambda: rotate_, CompiledRotation)
-
-
-def _cross_entropy(setting: Setting) -> list[Candidate[CrossEntropyKernel]]:
-    return _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)
-
-
 def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[], T]) -> list[Candidate[T]]:
     def compilable() -> T:
         obstacle = compiler_obstacle(setting)
@@ -308,7 +295,7 @@ def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[]
 
 
 def compiler_obstacle(setting: Setting) -> str | None:
-    """What is missing for ``torch.compile``, if anything."""
+    """What ``torch.compile`` lacks; None if nothing."""
     # Triton compiles its launchers, and inductor its CPU kernels.
     compilers = ("gcc", "clang", "cc") if setting.on_gpu else ("g++", "clang++", "c++")
     if not any(shutil.which(compiler) for compiler in compilers):
@@ -319,9 +306,9 @@ def compiler_obstacle(setting: Setting) -> str | None:
 
 
 def try_compiler(device: torch.device) -> str | None:
-    """Why a small function does not compile, or not to what it says; None where it does."""
+    """Why a small function does not compile, or gives a wrong result; None if it compiles."""
 
-    # Of its own: what is compiled for a second shape is compiled for any.
+    # A function of its own: one that is compiled for a second shape is compiled for all shapes.
     def gated(numbers: Tensor) -> Tensor:
         return numbers * torch.sigmoid(numbers)
 
@@ -331,17 +318,6 @@ def try_compiler(device: torch.device) -> str | None:
     except Unavailable as error:
         return f"torch.compile does not work: {error}"
     return None
-
-
-# Optimizer
-
-
-def _adam(setting: Setting) -> list[Candidate[AdamBuilder]]:
-    return [Candidate("torch", lambda: torch_adam, "torch's fused AdamW"), *_optional(setting, "adam")]
-
-
-def _l2_norm(setting: Setting) -> list[Candidate[SquaredNorm]]:
-    return [Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"), *_optional(setting, "squared_norm")]
 
 
 # Optional packages
@@ -375,7 +351,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _try(trial: Callable[[], None]) -> None:
-    """Run a trial whose errors, of whatever kind, are reasons not to use the kernel."""
+    """Run a trial; any error is a reason not to use the kernel."""
     try:
         trial()
     except Unavailable:
@@ -386,7 +362,7 @@ def _try(trial: Callable[[], None]) -> None:
 
 
 def _compare(found: Tensor, expected: Tensor) -> None:
-    """Within a twentieth of the largest element: wrong masks and heads are further off, roundings never."""
+    """Accept a twentieth of the largest element: a wrong mask or head exceeds it, rounding never does."""
     if found.shape != expected.shape:
         raise Unavailable(f"a trial returned shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.ops.attention_kernels import AttentionKernel, Gradients, PartialAttention
-from megatron.core.ops.documents import Documents, attention_spans
+from megatron.core.ops.documents import Documents, Span, attention_spans
 from megatron.torch_compat import tree_flatten, tree_unflatten
 
 
@@ -104,25 +104,28 @@ class TiledGradients:
             grad_value[keys].add_(parts[2])
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Queries ``[b, n, s, d]``, keys and values ``[b, groups, s, d]`` of this rank's positions."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    documents: Documents | None = None
+    """Of the whole sequences."""
+
+    def spans(self, length: int) -> list[Span]:
+        """The ranges within which attention is causal, in sequences of ``length``."""
+        return attention_spans(self.documents, length)
+
+
 class Attention(Protocol):
-    """Causal attention over whole sequences, of which this rank has some positions: queries ``[b, n, s, d]``, keys and
-    values ``[b, groups, s, d]``."""
+    """Causal attention over whole sequences, of which this rank has some positions."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """Outputs ``[b, n, s, d]`` and what backward needs beside inputs and outputs."""
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+        """Outputs ``[b, n, s, d]``, and the tensors that backward needs in addition to inputs and outputs."""
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        documents: Documents | None,
-        kept: tuple[Any, ...],
-    ) -> Gradients:
+    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
         """Gradients of query, key and value."""
 
 
@@ -132,40 +135,29 @@ class LocalAttention:
     def __init__(self, kernel: AttentionKernel) -> None:
         self.kernel = kernel
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
-    ) -> tuple[Tensor, tuple[Any, ...]]:
-        """One causal tile, or one for each document."""
-        if documents is None or not documents.masks_attention:
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+        query, key, value = inputs.query, inputs.key, inputs.value
+        if inputs.documents is None or not inputs.documents.masks_attention:
             whole = self.kernel.forward(query, key, value, is_causal=True)
             return whole.output, (whole.log_sum_exp, whole.kept)
         tiled = TiledAttention(self.kernel, query)
-        tiled.add(_document_tiles(documents, query.shape[2]), key, value, is_first=True)
+        tiled.add(_document_tiles(inputs), key, value, is_first=True)
         return tiled.output.to(query.dtype), (tiled.log_sum_exp, tiled.kept)
 
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        documents: Documents | None,
-        kept: tuple[Any, ...],
-    ) -> Gradients:
-        """The same tiles."""
+    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
+        query, key, value = inputs.query, inputs.key, inputs.value
         log_sum_exp, rest = kept
-        if documents is None or not documents.masks_attention:
+        if inputs.documents is None or not inputs.documents.masks_attention:
             whole = PartialAttention(output, log_sum_exp, rest)
             return self.kernel.backward(grad, query, key, value, whole, is_causal=True)
         gradients = TiledGradients(self.kernel, grad, query, output, log_sum_exp, rest)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))
-        gradients.add(_document_tiles(documents, query.shape[2]), key, value, grad_key, grad_value)
+        gradients.add(_document_tiles(inputs), key, value, grad_key, grad_value)
         return gradients.query, grad_key, grad_value
 
 
-def _document_tiles(documents: Documents, length: int) -> Iterable[Tile]:
-    for span in attention_spans(documents, length):
+def _document_tiles(inputs: AttentionInputs) -> Iterable[Tile]:
+    for span in inputs.spans(inputs.query.shape[2]):
         positions = slice(span.start, span.stop)
         yield Tile(span.rows, positions, positions, is_causal=True)
 
@@ -215,8 +207,8 @@ class _FusedAttention(Function):
         ctx: Any, qkv: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None
     ) -> Tensor:
         qkv = qkv.detach()
-        output, kept = attention.forward(*shape.split(qkv), documents)
-        # What the next layer keeps, too: [s, b, n d].
+        output, kept = attention.forward(AttentionInputs(*shape.split(qkv), documents))
+        # [s, b, n d], which the next layer saves as well.
         joined = output.permute(2, 0, 1, 3).flatten(2)
         tensors, ctx.restore = _take_tensors(kept)
         ctx.save_for_backward(qkv, joined, *tensors)
@@ -228,7 +220,8 @@ class _FusedAttention(Function):
         qkv, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
-        parts = ctx.attention.backward(grad, *shape.split(qkv), output, ctx.documents, ctx.restore(tensors))
+        inputs = AttentionInputs(*shape.split(qkv), ctx.documents)
+        parts = ctx.attention.backward(grad, inputs, output, ctx.restore(tensors))
         # Side by side, as the backward pass of the projection reads them.
         grad_qkv = torch.empty_like(qkv)
         for whole, part in zip(shape.split(grad_qkv), parts, strict=True):
