@@ -1,1 +1,1 @@
-"""What a run will need, found out before it runs."""
+"""The dry run: memory, communication and layout of a run, computed before it starts."""

@@ -1,4 +1,4 @@
-"""A rank without the others, and tensors without numbers: everything runs, nothing is computed or sent."""
+"""A fake network and fake values for fake tensors: the code of a rank runs, but nothing is computed or sent."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +15,12 @@ aten = torch.ops.aten
 
 
 class ShapeTracker(MemoryTracker):
-    """Also answers, for tensors without numbers, what the code asks of a number.
+    """Also returns values where the code reads a fake tensor, which has none.
 
-    Losses and norms are 1, conditions hold, and of all tokens none begins a document but the first of a sample.
+    Losses and norms are 1, conditions are true, and no document starts inside a sample.
     """
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of ``func``, or what is plausible."""
         if func is local_scalar:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -30,9 +29,7 @@ class ShapeTracker(MemoryTracker):
         return super().run(func, args, kwargs)
 
 
-class _Done:
-    """A piece of work that is complete."""
-
+class _CompletedWork:
     def is_completed(self) -> bool:
         return True
 
@@ -41,9 +38,10 @@ class _Done:
 
 
 class FakeTransport(Transport):
-    """A network on which everything has arrived at once: results keep whatever their memory holds.
+    """A network on which every operation completes immediately and leaves its buffers as they are.
 
-    ``on_buffer`` hears of the tensors that a collective fills. ``as_gloo`` makes collectives of messages, as on CPUs.
+    ``on_buffer`` is called with the output buffers of collectives. ``as_gloo`` replaces collectives by messages, as on
+    CPUs.
     """
 
     hides_completion = False
@@ -53,67 +51,51 @@ class FakeTransport(Transport):
         self.prefers_messages = as_gloo
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
-        """Nothing."""
-        return _Done()
+        return _CompletedWork()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
-        """Nothing."""
         self._on_buffer(output)
-        return _Done()
+        return _CompletedWork()
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
-        """Nothing."""
-        self._on_buffer(output)
-        return _Done()
-
-    def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
-        """Nothing."""
-        self._on_buffer(output)
-        return _Done()
+    reduce_scatter = all_to_all = all_gather
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Nothing."""
+        pass
 
     def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
-        """Nothing."""
         for kind, tensor, _ in messages:
             if kind == "receive":
                 self._on_buffer(tensor)
-        return (_Done(),)
+        return (_CompletedWork(),)
 
     def send(self, tensor: Tensor, target: int) -> Any:
-        """Nothing."""
-        return _Done()
+        return _CompletedWork()
 
     def receive(self, tensor: Tensor, source: int) -> Any:
-        """Nothing."""
-        return _Done()
+        return _CompletedWork()
 
     def all_gather_object(self, values: list[Any], value: Any) -> None:
-        """The others would say the same."""
         values[:] = [value] * len(values)
 
     def broadcast_object(self, values: list[Any], source: int) -> None:
-        """The others would say the same."""
+        pass
 
 
 class FakeCommunicator(Communicator):
-    """A group whose other ranks do not exist."""
-
     def __init__(self, ranks: Sequence[int], rank: int, name: str, transport: Transport) -> None:
         super().__init__(ranks, rank, name)
         self.transport = transport
 
     def device_mesh(self, device_type: str, name: str) -> Any:
-        """With real numbers in it, for it computes this rank's place from them."""
+        # With real tensors: the mesh computes this rank's coordinates from their values.
         with disable_dispatch_modes():
             return super().device_mesh(device_type, name)
 
 
 class SimulatedTopology(Topology):
-    """The place of a rank that is alone; collectives are told to the observer that ``observer`` makes for a group.
+    """The topology of a rank without the other ranks; ``observer`` makes the observer of each group's collectives.
 
-    ``device`` is that of the real run; tensors pretend to be on the CPU.
+    ``device`` is the device of the real run; fake tensors are on the CPU.
     """
 
     has_memory = False
@@ -129,7 +111,7 @@ class SimulatedTopology(Topology):
         super().__init__(grid, rank, torch.device("cpu"))
         self._observer = observer
         self._transport = FakeTransport(
-            lambda tensor: tracker.mark_if_passing(tensor, "communication buffers"), device.type == "cpu"
+            lambda tensor: tracker.mark_if_temporary(tensor, "communication buffers"), device.type == "cpu"
         )
 
     def _connect(

@@ -1,4 +1,4 @@
-"""What lies in memory at every moment, by kind: counted from the allocations that the code makes."""
+"""Allocated memory by kind, tracked from the allocations of the code."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ Kind = Literal[
     "working memory",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""``activations`` are kept for a backward pass; ``working memory`` is what an action makes and lets go of."""
+"""``activations`` are saved for a backward pass; ``working memory`` is temporary."""
 _LASTING: frozenset[Kind] = frozenset(("weights", "gradients", "master weights", "moments", "logits and loss"))
 
 CUDA_BLOCK = 512
@@ -36,20 +36,20 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is in memory at one moment."""
+class MemoryUse:
+    """Allocated bytes at one moment."""
 
     total: int = 0
     by_kind: Mapping[Kind, int] = field(default_factory=dict)
     during: str = ""
-    """What ran."""
+    """The pass that ran."""
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Follows the memory of every tensor that is made meanwhile, real or not, until it is let go of.
+    """Tracks the memory of every tensor that is allocated inside the mode, real or fake, until it is freed.
 
-    ``block`` is the number of bytes to which each is rounded up. What is made belongs to the kind that is open
-    (:meth:`making`), by default to the working memory of the action that runs.
+    ``block`` is the number of bytes to which each allocation is rounded up. An allocation has the kind that is set by
+    :meth:`allocating`, by default working memory.
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -59,31 +59,34 @@ class MemoryTracker(TorchDispatchMode):
         self._kind: Kind = "working memory"
         self._by_kind: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         self._total = 0
-        self._is_watching = True
+        self._is_tracking = True
         self.during = ""
-        """What runs, in words."""
-        self.peak = Moment()
+        """The pass that runs."""
+        self.peak = MemoryUse()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and note what it makes."""
         result = self.run(func, args, kwargs or {})
-        if not self._is_watching:
-            return result
-        if isinstance(result, Tensor):
-            self.note(result)
-        elif isinstance(result, (tuple, list)):
-            for one in result:
+        if self._is_tracking:
+            for one in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(one, Tensor):
-                    self.note(one)
+                    self.track(one)
         return result
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation; a subclass may return a fake value instead."""
+        return func(*args, **kwargs)
+
     def __enter__(self) -> "MemoryTracker":
-        """Begin; storages that change their size, as FSDP2's do, are watched as well."""
+        # FSDP2 resizes storages.
         self._resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
-            self._resized(storage)
+            block = self._blocks.get(storage_id(storage))
+            if block is not None:
+                size = self._rounded(storage)
+                self._add(block.kind, size - block.size)
+                block.size = size
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -91,59 +94,46 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """End."""
         super().__exit__(*exception)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        block = self._blocks.get(storage_id(storage))
-        if block is not None:
-            size = self._rounded(storage)
-            self._change(block.kind, size - block.size)
-            block.size = size
-            self._look()
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self._block) * self._block
 
-    def _look(self) -> None:
-        if self._total > self.peak.total:
-            self.peak = self.now
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of ``func``."""
-        return func(*args, **kwargs)
-
     @property
-    def now(self) -> Moment:
-        """What is in memory."""
-        return Moment(self._total, dict(self._by_kind), self.during)
+    def now(self) -> MemoryUse:
+        return MemoryUse(self._total, dict(self._by_kind), self.during)
 
-    def note(self, tensor: Tensor) -> None:
-        """Count the memory of ``tensor``, if it has any, unless it is known."""
+    def track(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor``, if it has one that is not counted yet."""
         if not isinstance(tensor, FakeTensor) and (tensor.is_meta or is_traceable_wrapper_subclass(tensor)):
             return
         storage = tensor.untyped_storage()
         address = storage_id(storage)
-        if address in self._blocks:
-            return
-        size = self._rounded(storage)
-        self._blocks[address] = _Block(size, self._kind)
-        weakref.finalize(storage, self._forget, address).atexit = False
-        self._change(self._kind, size)
-        self._look()
+        if address not in self._blocks:
+            size = self._rounded(storage)
+            self._blocks[address] = _Block(size, self._kind)
+            weakref.finalize(storage, self._free, address).atexit = False
+            self._add(self._kind, size)
 
-    def _forget(self, address: int) -> None:
+    def _free(self, address: int) -> None:
         block = self._blocks.pop(address)
-        self._change(block.kind, -block.size)
+        self._add(block.kind, -block.size)
 
-    def _change(self, kind: Kind, size: int) -> None:
+    def _add(self, kind: Kind, size: int) -> None:
         self._by_kind[kind] += size
         self._total += size
+        if self._total > self.peak.total:
+            self.peak = self.now
+
+    def _move(self, block: _Block, kind: Kind) -> None:
+        self._by_kind[block.kind] -= block.size
+        self._by_kind[kind] += block.size
+        block.kind = kind
 
     @contextmanager
-    def making(self, kind: Kind) -> Iterator[None]:
-        """What is made inside is of this ``kind``."""
+    def allocating(self, kind: Kind) -> Iterator[None]:
+        """Allocations inside are of this ``kind``."""
         before, self._kind = self._kind, kind
         try:
             yield
@@ -151,32 +141,27 @@ class MemoryTracker(TorchDispatchMode):
             self._kind = before
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """What is made inside is not counted, unless it is noted afterwards."""
-        self._is_watching = False
+    def untracked(self) -> Iterator[None]:
+        """Allocations inside are not counted."""
+        self._is_tracking = False
         try:
             yield
         finally:
-            self._is_watching = True
+            self._is_tracking = True
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:
-        """From now on the memory of ``tensor`` is of this ``kind``."""
-        self.note(tensor)
-        block = self._blocks[storage_id(tensor.untyped_storage())]
-        self._change(block.kind, -block.size)
-        block.kind = kind
-        self._change(kind, block.size)
+        """Change the kind of the memory of ``tensor``."""
+        self.track(tensor)
+        self._move(self._blocks[storage_id(tensor.untyped_storage())], kind)
 
-    def mark_if_passing(self, tensor: Tensor, kind: Kind) -> None:
-        """As :meth:`mark`, unless ``tensor`` lies in memory of a lasting kind."""
-        self.note(tensor)
+    def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
+        """As :meth:`mark`, if ``tensor`` is in working memory."""
+        self.track(tensor)
         if self._blocks[storage_id(tensor.untyped_storage())].kind == "working memory":
             self.mark(tensor, kind)
 
-    def keep(self) -> None:
-        """What is passing and still there is kept for a backward pass: count it as activations."""
+    def mark_activations(self) -> None:
+        """Count temporary memory that is still allocated as activations: it is saved for a backward pass."""
         for block in self._blocks.values():
-            if block.kind not in _LASTING and block.kind != "activations":
-                self._change(block.kind, -block.size)
-                block.kind = "activations"
-                self._change(block.kind, block.size)
+            if block.kind not in _LASTING:
+                self._move(block, "activations")

@@ -28,7 +28,7 @@ _AXES = ("tp", "cp", "pp", "dp")
 
 
 def groups(plan: Plan) -> dict[str, dict[str, Any]]:
-    """By axis: size, number of groups, the first simulated rank's group, and whether all of them stay in a node."""
+    """By axis: size, number of groups, the group of the first simulated rank, and whether every group is in a node."""
     grid, rank = plan.run.grid, plan.stages[0].rank
     described = {}
     for axis in _AXES:
@@ -47,17 +47,21 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
 def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> dict[str, Any]:
     """The report; docs/dry_run.md explains its fields."""
     run = plan.run
+
+    def by_stage(value: Callable[[StagePlan], Any]) -> dict[str, Any]:
+        return {str(stage.stage): value(stage) for stage in plan.stages}
+
     return {
         "num_gpus": run.grid.world_size,
         "total_parameters": run.architecture.num_parameters(),
-        "parameters_per_rank": {str(stage.stage): stage.num_parameters for stage in plan.stages},
+        "parameters_per_rank": by_stage(lambda stage: stage.num_parameters),
         "layout": groups(plan),
         "layers": [list(layers) for layers in run.layers],
-        "ranks": {str(stage.stage): stage.rank for stage in plan.stages},
-        "rehearsed_ranks": {str(stage.stage): stage.simulated_rank for stage in plan.stages},
-        "memory_bytes": {str(stage.stage): _memory(stage) for stage in plan.stages},
-        "peak_during": {str(stage.stage): stage.peak.during for stage in plan.stages},
-        "steady_bytes": {str(stage.stage): stage.steady.total for stage in plan.stages},
+        "ranks": by_stage(lambda stage: stage.rank),
+        "rehearsed_ranks": by_stage(lambda stage: stage.simulated_rank),
+        "memory_bytes": by_stage(lambda stage: {**stage.peak.by_kind, "allowance": ALLOWANCE, "total": stage.needed}),
+        "peak_during": by_stage(lambda stage: stage.peak.during),
+        "steady_bytes": by_stage(lambda stage: stage.steady.total),
         "gpu_memory_bytes": plan.limit,
         "fits": plan.fits,
         "tightest_stage": plan.tightest.stage,
@@ -65,32 +69,19 @@ def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> di
         "remedies": [vars(suggestion) for suggestion in suggestions],
         "global_batch_size": run.global_batch_size,
         "num_microbatches": run.num_microbatches,
-        "rehearsed_microbatches": {str(stage.stage): stage.simulated_microbatches for stage in plan.stages},
+        "rehearsed_microbatches": by_stage(lambda stage: stage.simulated_microbatches),
         "bubble_fraction": run.bubble_fraction(),
         "model_flops_per_step": run.flops_per_step,
         "model_flops_per_token": run.flops_per_token,
-        "bytes_sent": {str(stage.stage): stage.sent_by_axis for stage in plan.stages},
-        "bytes_sent_by_link": {str(stage.stage): dict(stage.sent_by_link) for stage in plan.stages},
+        "bytes_sent": by_stage(lambda stage: stage.sent_by_axis),
+        "bytes_sent_by_link": by_stage(lambda stage: dict(stage.sent_by_link)),
         "seconds": seconds,
     }
 
 
-def _memory(stage: StagePlan) -> dict[str, int]:
-    return {str(kind): size for kind, size in stage.by_kind.items()} | {"allowance": ALLOWANCE, "total": stage.needed}
-
-
 def print_report(plan: Plan, suggestions: Sequence[Suggestion], console: Console) -> None:
-    """The same for people."""
-    console.print(
-        Group(
-            _summary(plan),
-            _layout_table(plan),
-            _memory_table(plan),
-            _bars(plan),
-            _traffic_table(plan),
-            _verdict(plan, suggestions),
-        )
-    )
+    tables = _layout_table(plan), _memory_table(plan), _bars(plan), _traffic_table(plan)
+    console.print(Group(_summary(plan), *tables, _verdict(plan, suggestions)))
 
 
 def _summary(plan: Plan) -> Text:
@@ -109,24 +100,24 @@ def _summary(plan: Plan) -> Text:
 
 def _counts(layers: Sequence[Sequence[int]]) -> str:
     """Layers of every stage; ``2 of 3 x 4`` are two stages with three chunks of four layers each."""
-    words = [(_chunks(chunks), len(list(alike))) for chunks, alike in groupby(layers)]
+    words = [(_chunks(chunks), len(list(equal))) for chunks, equal in groupby(layers)]
     return " | ".join(f"{count} of {stage}" if count > 1 else stage for stage, count in words)
 
 
 def _chunks(layers: Sequence[int]) -> str:
     """Layers of the chunks of a stage; ``3 x 4`` are three chunks of four."""
-    words = [(size, len(list(alike))) for size, alike in groupby(layers)]
+    words = [(size, len(list(equal))) for size, equal in groupby(layers)]
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in words)
 
 
-def _alike(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
-    """Neighbouring stages of the same ``contents`` as one: their numbers, and the first."""
-    found = []
+def _rows(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
+    """One row for neighbouring stages with equal ``contents``: their numbers, and the first."""
+    rows = []
     for _, group in groupby(plan.stages, key=contents):
         stages = list(group)
         first, last = stages[0].stage, stages[-1].stage
-        found.append((str(first) if first == last else f"{first}-{last}", stages[0]))
-    return found
+        rows.append((str(first) if first == last else f"{first}-{last}", stages[0]))
+    return rows
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -139,22 +130,18 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 def _layout_table(plan: Plan) -> Table:
     table = _table("\nlayout", ["axis", "size", "groups", "stays in a node", f"with rank {plan.stages[0].rank}"])
     for axis, group in groups(plan).items():
-        stays = "yes" if group["in_node"] else "no"
-        table.add_row(axis, str(group["size"]), f"{group['groups']:,}", stays, _short(group["ranks"]))
+        stays, ranks = "yes" if group["in_node"] else "no", list(map(str, group["ranks"]))
+        ranks = ranks if len(ranks) <= 8 else [*ranks[:3], "…", ranks[-1]]
+        table.add_row(axis, str(group["size"]), f"{group['groups']:,}", stays, " ".join(ranks))
     return table
 
 
-def _short(ranks: Sequence[int]) -> str:
-    words = [str(rank) for rank in ranks]
-    return " ".join(words if len(words) <= 8 else [*words[:3], "…", words[-1]])
-
-
-def _held(stage: StagePlan) -> object:
-    return stage.layers, stage.num_parameters, stage.by_kind, stage.peak.during
+def _memory(stage: StagePlan) -> object:
+    return stage.layers, stage.num_parameters, stage.peak.by_kind, stage.peak.during
 
 
 def _gib(size: int) -> str:
-    """At least three digits of what is not nothing."""
+    """In GiB, with at least three significant digits unless 0."""
     gib = size / 2**30
     return f"{gib:,.2f}" if size == 0 or gib >= 1 else f"{gib:.3g}"
 
@@ -164,7 +151,7 @@ def _memory_table(plan: Plan) -> Table:
     kinds = [kind.replace(" ", "\n") for kind in shown]
     columns = ["stage", "rank", "layers", "parameters", *kinds, "allowance", "total"]
     table = _table("\nmemory of a rank at its peak, GiB", columns)
-    for name, stage in _alike(plan, _held):
+    for name, stage in _rows(plan, _memory):
         sizes = [_gib(stage.peak.by_kind.get(kind, 0)) for kind in shown]
         table.add_row(
             name,
@@ -181,7 +168,7 @@ def _memory_table(plan: Plan) -> Table:
 def _bars(plan: Plan) -> Text:
     text = Text("\n")
     scale = max(plan.limit, plan.tightest.needed) / _BAR_WIDTH
-    for name, stage in _alike(plan, _held):
+    for name, stage in _rows(plan, _memory):
         text.append(f"{name:>5} ")
         end = filled = 0
         for kind, size in stage.peak.by_kind.items():
@@ -201,7 +188,7 @@ def _traffic_table(plan: Plan) -> Table:
     axes = sorted({axis for stage in plan.stages for axis in stage.sent_by_axis if axis != "several"})
     columns = ["stage", *axes, "in node", "across"]
     table = _table("\nsent by a rank per step, GiB", columns)
-    for name, stage in _alike(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
+    for name, stage in _rows(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
         by_axis = [_gib(stage.sent_by_axis.get(axis, 0)) for axis in axes]
         by_link = [_gib(stage.sent_by_link.get(link, 0)) for link in ("in node", "across")]
         table.add_row(name, *by_axis, *by_link)
@@ -209,25 +196,18 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> Text:
-    tightest, limit = plan.tightest, _gib(plan.limit)
-    # With --dry-run-rank nothing is known of other stages.
+    tightest = plan.tightest
+    limit, needed, distance = (_gib(size) for size in (plan.limit, tightest.needed, abs(tightest.needed - plan.limit)))
+    # With --dry-run-rank the other stages are unknown.
     is_alone = len(plan.stages) < plan.run.grid.pp
     where = f"{'looked at alone:' if is_alone else 'tightest on'} stage {tightest.stage} (rank {tightest.rank})"
     if plan.fits:
-        room = _gib(plan.limit - tightest.needed)
-        return Text(
-            f"\nfits {limit} GiB: {where}, which needs {_gib(tightest.needed)} and leaves {room}",
-            style="bold green",
-        )
+        return Text(f"\nfits {limit} GiB: {where}, which needs {needed} and leaves {distance}", style="bold green")
     text = Text(
-        f"\ndoes not fit {limit} GiB: {where}, which needs {_gib(tightest.needed)} GiB, "
-        f"{_gib(tightest.needed - plan.limit)} too many",
+        f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many",
         style="bold red",
     )
-    for suggestion in suggestions:
-        text.append(
-            f"\n  {suggestion.flags}: fits, {_gib(suggestion.needed)} GiB on stage {suggestion.stage}", style="not bold"
-        )
-    if not suggestions:
-        text.append("\n  nothing that was tried makes it fit: use more GPUs for a copy of the model", style="not bold")
+    lines = [f"{one.flags}: fits, {_gib(one.needed)} GiB on stage {one.stage}" for one in suggestions]
+    for line in lines or ["nothing that was tried makes it fit: use more GPUs for a copy of the model"]:
+        text.append(f"\n  {line}", style="not bold")
     return text

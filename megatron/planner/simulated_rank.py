@@ -1,7 +1,7 @@
-"""One training step of one rank, by the functions that set up and run every training, under a memory tracker.
+"""One training step of one rank under a memory tracker, with the functions of real training.
 
 With a :class:`~megatron.planner.fake_backend.SimulatedTopology` and fake tensors nothing is allocated, computed or
-sent; with a real topology and real tensors the same code measures a real step.
+sent. With a real topology and real tensors the same code measures a real step.
 """
 
 from collections.abc import Iterator
@@ -27,21 +27,22 @@ from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
 
+_PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
-class _PassWatch(ActionRecorder):
-    """Tells the tracker where a pass begins and ends: what outlives it is kept."""
+
+class _PassRecorder(ActionRecorder):
+    """Sets the tracker's pass, and counts what outlives a forward or backward pass as activations."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self._tracker = tracker
 
     @contextmanager
     def span(self, stage: int, action: Action) -> Iterator[None]:
-        """Name what runs."""
-        names = {"F": "forward", "B": "backward", "W": "weight gradients"}
-        self._tracker.during = f"{names[action.kind]} pass, microbatch {action.microbatch}, chunk {action.chunk}"
+        pass_name = _PASSES[action.kind]
+        self._tracker.during = f"{pass_name} pass, microbatch {action.microbatch}, chunk {action.chunk}"
         yield
         if action.kind != "W":
-            self._tracker.keep()
+            self._tracker.mark_activations()
         self._tracker.during = "between passes"
 
 
@@ -52,26 +53,26 @@ def build_rank(
     tracker: MemoryTracker,
     device: torch.device | None = None,
 ) -> TrainModule:
-    """Model, pipeline, data parallelism and optimizer, in the order of a run; weights are not initialised.
+    """Build model, pipeline, data parallelism and optimizer as a run does; weights are not initialised.
 
-    ``device`` is that of the real run, by default the one on which this runs.
+    ``device`` is the device of the real run, by default the topology's.
     """
     tracker.during = "set-up"
     kernels = simulated_kernels(config, topology, device or topology.device, vocabulary.size, tracker)
-    with tracker.making("weights"):
+    with tracker.allocating("weights"):
         parallel = parallelize(config, topology, vocabulary.size, kernels)
     data_parallel = parallel.data_parallel
     for shard in data_parallel.param_shards:
         tracker.mark(shard.gradient, "gradients")
-    with tracker.making("moments"):
+    with tracker.allocating("moments"):
         optimizer = Optimizer(config.optimizer, data_parallel, topology, kernels.optimizer)
     for state in optimizer.state():
         tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
     if shards_weights(config.parallel, topology):
-        # The real set-up never has whole weights, the simulated one does.
+        # Only the simulated set-up allocates whole weights.
         tracker.peak = tracker.now
-    _watch_units(parallel.model, tracker)
-    parallel.executor.recorder = _PassWatch(tracker)
+    _mark_outputs(parallel.model, tracker)
+    parallel.executor.recorder = _PassRecorder(tracker)
     scaler = build_loss_scaler(config.precision)
     fp8 = parallel.model.context.fp8
     return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology.loss_ranks, fp8)
@@ -80,7 +81,6 @@ def build_rank(
 def run_step(
     config: RunConfig, topology: Topology, module: TrainModule, num_microbatches: int, tracker: MemoryTracker
 ) -> None:
-    """One training step of as many microbatches."""
     tracker.during = "start of the step"
     train_step(
         module,
@@ -94,7 +94,7 @@ def run_step(
 
 
 def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, Tensor]]:
-    """Endless samples of one document, all tokens the same."""
+    """Microbatches without end; every sample is one document of equal tokens."""
     shape = config.micro_batch_size, config.seq_length // topology.grid.cp
     while True:
         microbatch = {
@@ -107,15 +107,15 @@ def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, T
         yield microbatch
 
 
-def _watch_units(model: TransformerModel, tracker: MemoryTracker) -> None:
-    """What outlives an embedding or a layer is kept, or handed on; what comes of the head is its own kind."""
+def _mark_outputs(model: TransformerModel, tracker: MemoryTracker) -> None:
+    """Mark what outlives the forward pass of an embedding or a layer as activations, and the head's output."""
 
-    def keep(module: nn.Module, inputs: object, output: object) -> None:
-        tracker.keep()
+    def mark_activations(module: nn.Module, inputs: object, output: object) -> None:
+        tracker.mark_activations()
 
-    def mark(module: nn.Module, inputs: object, output: Tensor) -> None:
+    def mark_logits(module: nn.Module, inputs: object, output: Tensor) -> None:
         tracker.mark(output, "logits and loss")
 
     for _, units in model.chunk_units:
         for unit in units:
-            unit.register_forward_hook(mark if unit is model.head else keep)
+            unit.register_forward_hook(mark_logits if unit is model.head else mark_activations)

@@ -1,7 +1,7 @@
-"""Flags that would make a run fit: each is tried, from the cheapest on."""
+"""Suggested flags with which a run fits: candidates are simulated, the cheapest first."""
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.config.activations import RecomputeMethod, RecomputeModule
@@ -10,31 +10,28 @@ from megatron.errors import ConfigError
 from megatron.planner.plan import Plan, Run, simulate_rank
 
 Change = Callable[[RunConfig], RunConfig | None]
-"""The flags with something changed; None where there is nothing to change."""
+"""Returns changed flags; None if there is nothing to change."""
 
 MOST = 3
-"""Remedies that are told."""
+"""Number of suggestions."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Flags to add or change, and what the stage that needs most then needs."""
-
     flags: str
+    """Flags to add or change."""
     needed: int
-    """Bytes, the allowance included."""
+    """Memory of the tightest stage in bytes, with the allowance."""
     stage: int
 
 
 def find_suggestions(plan: Plan, asked: RunConfig) -> list[Suggestion]:
-    """The cheapest changes of the flags that were ``asked`` for that make ``plan`` fit, each simulated; none if nothing
-    that is known does."""
+    """The cheapest changes of the flags ``asked`` with which ``plan`` fits."""
     found: list[Suggestion] = []
     for config in candidates(asked):
         flags = flags_between(asked, config)
         if any(one.flags in flags for one in found):
-            # More than enough.
-            continue
+            continue  # a part of these flags is enough
         suggestion = _try(plan, config, flags)
         if suggestion is not None:
             found.append(suggestion)
@@ -44,7 +41,8 @@ def find_suggestions(plan: Plan, asked: RunConfig) -> list[Suggestion]:
 
 
 def _try(plan: Plan, config: RunConfig, flags: str) -> Suggestion | None:
-    """``config`` if it may run and every stage fits that did not, the tightest first, of those alike one."""
+    """A suggestion if ``config`` is valid and every stage that overflowed now fits (tightest first; one per signature).
+    Of a pipeline with another number of stages, the first, the middle and the last stage are simulated."""
     num_gpus = plan.run.grid.world_size
     try:
         config.check(num_gpus)
@@ -52,10 +50,15 @@ def _try(plan: Plan, config: RunConfig, flags: str) -> Suggestion | None:
         _ = run.num_microbatches
     except ConfigError:
         return None
-    worst: tuple[int, int] = (0, 0)
+    if run.grid.pp != plan.run.grid.pp:
+        stages = sorted({0, run.grid.pp // 2, run.grid.pp - 1})
+    else:
+        ordered = sorted(plan.stages, key=lambda stage: stage.needed, reverse=True)
+        stages = [stage.stage for stage in ordered if stage.needed > plan.limit]
     different: dict[Hashable, int] = {}
-    for stage in _stages_to_try(plan, run):
+    for stage in stages:
         different.setdefault(run.signature(run.rank_of_stage(stage)), stage)
+    worst: tuple[int, int] = (0, 0)
     for stage in different.values():
         simulated = simulate_rank(run, run.rank_of_stage(stage))
         if simulated.needed > plan.limit:
@@ -64,17 +67,9 @@ def _try(plan: Plan, config: RunConfig, flags: str) -> Suggestion | None:
     return Suggestion(flags, *worst)
 
 
-def _stages_to_try(plan: Plan, run: Run) -> list[int]:
-    """Those that do not fit as it is; of another pipeline the ends and the middle."""
-    if run.grid.pp != plan.run.grid.pp:
-        return sorted({0, run.grid.pp // 2, run.grid.pp - 1})
-    ordered = sorted(plan.stages, key=lambda stage: stage.needed, reverse=True)
-    return [stage.stage for stage in ordered if stage.needed > plan.limit]
-
-
 def candidates(config: RunConfig) -> Iterator[RunConfig]:
-    """Changed flags, from what costs nothing to what costs most: single changes, then all of these together with more
-    and more recompute, then larger model-parallel groups on top."""
+    """Changed flags, the cheapest first: single changes that cost no computation, all of them together, then these with
+    more and more recompute, then with larger model-parallel groups."""
     together, singles = config, 0
     for change in FREE:
         alone = change(config)
@@ -84,36 +79,33 @@ def candidates(config: RunConfig) -> Iterator[RunConfig]:
             together = change(together) or together
     if singles > 1:
         yield together
+    bases = dict.fromkeys((config, together))
     for modules in RECOMPUTED:
-        for base in dict.fromkeys((config, together)):
-            recomputing = _recompute_parts(base, modules)
-            if recomputing is not None:
-                yield recomputing
-    for base in dict.fromkeys((config, together)):
+        for base in bases:
+            if base.activations.granularity != "full" and not base.activations.modules >= set(modules):
+                yield _recompute(base, recompute_granularity="selective", recompute_modules=modules)
+    for base in bases:
         most = _most_layers(config)
         for count in sorted({most // 4, most // 2, most * 3 // 4, most} - {0}):
             yield _recompute_layers(base, "block", count)
     everything = _recompute_layers(together, "uniform", 1)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        size = 2 * getattr(config.parallel, name)
-        yield replace(everything, parallel=replace(everything.parallel, **{name: size}))
+        yield _parallel(everything, **{name: 2 * getattr(config.parallel, name)})
 
 
 def flags_between(before: RunConfig, after: RunConfig) -> str:
-    """What to add to the flags of ``before``, or to change in them, for ``after``."""
+    """The flags to add to ``before``, or to change in it, for ``after``."""
     words: list[str] = []
     for group in fields(before):
         old, new = getattr(before, group.name), getattr(after, group.name)
-        words += [_spelling(field.name, getattr(new, field.name)) for field in fields(old) if _differs(field, old, new)]
+        for field in fields(old):
+            value = getattr(new, field.name)
+            if getattr(old, field.name) != value:
+                words.append(_spelling(field.name.replace("_", "-"), value))
     return " ".join(words)
 
 
-def _differs(field: Field[Any], old: object, new: object) -> bool:
-    return bool(getattr(old, field.name) != getattr(new, field.name))
-
-
-def _spelling(name: str, value: Any) -> str:
-    flag = name.replace("_", "-")
+def _spelling(flag: str, value: Any) -> str:
     if value is None:
         return f"(without --{flag})"
     if isinstance(value, bool):
@@ -128,17 +120,20 @@ def _most_layers(config: RunConfig) -> int:
     return max(len(stage.layers) for stage in stages)
 
 
+def _parallel(config: RunConfig, **changes: Any) -> RunConfig:
+    return replace(config, parallel=replace(config.parallel, **changes))
+
+
 def _shard_optimizer(config: RunConfig) -> RunConfig | None:
     if config.parallel.sharding_strategy != "no_shard":
         return None
-    parallel = replace(config.parallel, data_parallel_sharding_strategy=None, use_distributed_optimizer=True)
-    return replace(config, parallel=parallel)
+    return _parallel(config, data_parallel_sharding_strategy=None, use_distributed_optimizer=True)
 
 
 def _split_sequence(config: RunConfig) -> RunConfig | None:
     if config.parallel.sequence_parallel or config.parallel.tensor_model_parallel_size == 1:
         return None
-    return replace(config, parallel=replace(config.parallel, sequence_parallel=True))
+    return _parallel(config, sequence_parallel=True)
 
 
 def _smallest_microbatch(config: RunConfig) -> RunConfig | None:
@@ -150,32 +145,25 @@ def _smallest_microbatch(config: RunConfig) -> RunConfig | None:
 def _shard_gradients(config: RunConfig) -> RunConfig | None:
     if config.parallel.sharding_strategy not in ("no_shard", "optim"):
         return None
-    return replace(config, parallel=replace(config.parallel, data_parallel_sharding_strategy="optim_grads"))
+    return _parallel(config, data_parallel_sharding_strategy="optim_grads")
 
 
-def _recompute_parts(config: RunConfig, modules: tuple[RecomputeModule, ...]) -> RunConfig | None:
-    if config.activations.granularity == "full" or config.activations.modules >= set(modules):
-        return None
-    activations = replace(
-        config.activations, recompute_activations=False, recompute_granularity="selective", recompute_modules=modules
-    )
-    return replace(config, activations=activations)
+def _recompute(config: RunConfig, **changes: Any) -> RunConfig:
+    return replace(config, activations=replace(config.activations, recompute_activations=False, **changes))
 
 
 def _recompute_layers(config: RunConfig, method: RecomputeMethod, count: int) -> RunConfig:
-    activations = replace(
-        config.activations,
-        recompute_activations=False,
+    return _recompute(
+        config,
         recompute_granularity="full",
         recompute_modules=None,
         recompute_method=method,
         recompute_num_layers=count,
     )
-    return replace(config, activations=activations)
 
 
 FREE: tuple[Change, ...] = (_shard_optimizer, _split_sequence, _smallest_microbatch, _shard_gradients)
-"""What computes nothing twice; the last sends gradients with every microbatch."""
+"""Changes without recompute; the last one reduces gradients in every microbatch."""
 RECOMPUTED: tuple[tuple[RecomputeModule, ...], ...] = (
     ("layernorm",),
     ("mlp_act",),

@@ -109,7 +109,7 @@ def test_remedies_are_flags_that_layers_of_transformer_engine_take(tmp_path: Pat
         assert report(f"{flags} --gpu-memory-gb {limit} {suggestion['flags']}", tmp_path)["fits"]
 
 
-def test_a_remedy_is_rehearsed_once_for_stages_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suggestion_is_simulated_once_for_stages_with_equal_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated: list[int] = []
 
     def fits(run: Run, rank: int) -> SimpleNamespace:

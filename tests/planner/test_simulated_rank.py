@@ -175,9 +175,7 @@ def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
         ),
     ],
 )
-def test_a_stage_that_is_not_rehearsed_is_like_the_one_that_stands_for_it(
-    flags: str, ranks: int, simulated: list[int]
-) -> None:
+def test_stages_with_equal_signatures_are_equal(flags: str, ranks: int, simulated: list[int]) -> None:
     config = parse_command_line(f"{TINY} {flags}".split())
     config = replace(config, training=replace(config.training, global_batch_size=6 * ranks // len(simulated)))
     config.check(ranks)
@@ -192,7 +190,7 @@ def test_a_stage_that_is_not_rehearsed_is_like_the_one_that_stands_for_it(
 
 def test_a_tracker_follows_what_is_made_let_go_of_and_resized() -> None:
     with MemoryTracker() as tracker:
-        with tracker.making("weights"):
+        with tracker.allocating("weights"):
             weights = torch.zeros(100)
         view = weights[:10]
         passing = torch.ones(50) + 1
