@@ -114,6 +114,9 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         *_elementwise(setting, EagerRMSNorm, CompiledRMSNorm),
         *_optional(setting, "RMSNorm"),
     ]
+    swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)
+    rope: list[Candidate[Rotation]] = _elementwise(setting, lambda: rotate_, CompiledRotation)
+    cross_entropy: list[Candidate[CrossEntropyKernel]] = _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)
     adam: list[Candidate[AdamBuilder]] = [
         Candidate("torch", lambda: torch_adam, "torch's fused AdamW"),
         *_optional(setting, "adam"),
@@ -127,9 +130,9 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         weight_gradient=chosen("weight_gradient", _weight_gradient(setting)),
         layers=LayerKernels(
             rms_norm=chosen("rms_norm", rms_norm),
-            swiglu=chosen("swiglu", _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)),
-            rotate=chosen("rope", _elementwise(setting, lambda: rotate_, CompiledRotation)),
-            cross_entropy=chosen("cross_entropy", _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)),
+            swiglu=chosen("swiglu", swiglu),
+            rotate=chosen("rope", rope),
+            cross_entropy=chosen("cross_entropy", cross_entropy),
         ),
         optimizer=OptimizerKernels(adam=chosen("adam", adam), squared_norm=chosen("l2_norm", l2_norm)),
         fp8_product=product_for(setting.device),
