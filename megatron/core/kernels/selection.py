@@ -110,10 +110,8 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         choices.append(choice)
         return kernel
 
-    rms_norm: list[Candidate[RMSNormKernel]] = [
-        *_elementwise(setting, EagerRMSNorm, CompiledRMSNorm),
-        *_optional(setting, "RMSNorm"),
-    ]
+    rms_norm: list[Candidate[RMSNormKernel]] = _elementwise(setting, EagerRMSNorm, CompiledRMSNorm)
+    rms_norm += _optional(setting, "RMSNorm")
     swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)
     rope: list[Candidate[Rotation]] = _elementwise(setting, lambda: rotate_, CompiledRotation)
     cross_entropy: list[Candidate[CrossEntropyKernel]] = _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)
