@@ -7,13 +7,13 @@ from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 
 REFUSALS = {
-    "use_rotary_position_embeddings": "Llama has rotary position embeddings",
-    "position_embedding": "Llama has rotary position embeddings, not learned ones",
-    "rotary_percent": "Llama rotates the whole head",
-    "swiglu": "Llama's MLP is SwiGLU",
-    "disable_bias_linear": "Llama's linear layers have no bias",
-    "hidden_dropout": "Llama has no dropout",
-    "attention_dropout": "Llama has no dropout",
+    "use_rotary_position_embeddings": "every model here has rotary position embeddings",
+    "position_embedding": "every model here has rotary position embeddings, not learned ones",
+    "rotary_percent": "the whole head is rotated",
+    "swiglu": "every MLP here is SwiGLU",
+    "disable_bias_linear": "only --add-qkv-bias adds biases",
+    "hidden_dropout": "dropout is not implemented",
+    "attention_dropout": "dropout is not implemented",
     "use_flash_attn": "--attention-backend local chooses the reference kernel",
     "use_mcore_models": "there is one implementation of the model",
     "cross_entropy_loss_fusion": "there is one implementation of the loss",
@@ -50,7 +50,7 @@ class CompatibilityConfig:
     swiglu: bool = True
     """Accepted for Megatron-LM compatibility; no effect."""
     disable_bias_linear: bool = True
-    """Accepted for Megatron-LM compatibility; no effect. Linear layers have no bias."""
+    """Accepted for Megatron-LM compatibility; no effect. Linear layers have no bias, except with --add-qkv-bias."""
     hidden_dropout: float = 0.0
     """Accepted for Megatron-LM compatibility; no effect."""
     attention_dropout: float = 0.0
@@ -64,7 +64,7 @@ class CompatibilityConfig:
     attention_softmax_in_fp32: bool = True
     """Accepted for Megatron-LM compatibility; no effect. The softmax is in fp32 (fp64 under --fp64)."""
     bias_dropout_fusion: bool = True
-    """Accepted for Megatron-LM compatibility in both forms; no effect. There is no bias and no dropout."""
+    """Accepted for Megatron-LM compatibility in both forms; no effect. There is no dropout."""
     masked_softmax_fusion: bool = True
     """Accepted for Megatron-LM compatibility in both forms; no effect. --attention-backend chooses the kernel."""
     persist_layer_norm: bool = True

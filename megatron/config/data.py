@@ -29,8 +29,8 @@ class TokenizerConfig:
     """Tokenizer file (or directory, for HuggingFaceTokenizer)."""
     vocab_size: int | None = None
     """NullTokenizer: V for ids 0..V-1, with end-of-document = V. With --mock-data and no tokenizer: the vocabulary
-    size, by default the size of the --model preset (Llama 2: 32,000, Llama 3: 128,256). Otherwise it must equal the
-    vocabulary size of the tokenizer."""
+    size, by default the size of the --model preset (Llama 2: 32,000, Llama 3: 128,256, Qwen3: 151,936). Otherwise it
+    must equal the vocabulary size of the tokenizer."""
     tiktoken_num_special_tokens: int = 256
     """TikTokenizer: number of special ids after the ordinary ones (Llama 3: 256)."""
     tiktoken_pattern: Literal["v1", "v2"] | None = None

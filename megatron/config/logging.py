@@ -29,7 +29,7 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient."""
     timing_log_level: Literal[0, 1, 2] = 0
-    """Detail of the timers: 0 none, 1 phases of an iteration, 2 also the kinds of work inside them."""
+    """Detail of the timers: 0 none, 1 phases of an iteration, 2 also the waiting time for data."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Combine the timers of all ranks: maximum, minimum and maximum, or all."""
     log_memory_to_tensorboard: bool = False

@@ -33,7 +33,7 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Longest sequence that the model supports; at least --seq-length (default: --seq-length)."""
     rotary_base: float = 500000.0
-    """Base of the rotary position embedding (Llama 2: 10000)."""
+    """Base of the rotary position embedding (Llama 2: 10000, Qwen3: 1000000)."""
     use_rope_scaling: bool = False
     """Scale the rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: float = 8.0
@@ -48,7 +48,7 @@ class ModelConfig:
     """Bias of the query, key and value projections, as in Qwen2."""
     untie_embeddings_and_output_weights: bool = True
     """Separate weights for the output layer; --no-untie-embeddings-and-output-weights shares the embedding's weights,
-    as the small Llama 3.2 models do."""
+    as the small Llama 3.2 and Qwen3 models do."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times --tensor-model-parallel-size."""
     init_method_std: float = 0.02

@@ -9,10 +9,10 @@ from megatron.urls import refuse_urls
 
 @dataclass(frozen=True)
 class OperationConfig:
-    """Restarts and the files about them."""
+    """Restarts, and the files that record them."""
 
     run_dir: str | None = None
-    """Directory for files about the run and all its attempts (default: --save)."""
+    """Directory for failed_attempts.json, which counts the failed attempts of the run (default: --save)."""
     max_failed_attempts: int = 3
     """End the run with exit code 93 after this many consecutive failed attempts without a new checkpoint in --save; 0
     disables this. Restarts and requeues count, attempts stopped on request do not."""

@@ -34,7 +34,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Pipeline-parallel size: ranks among which the layers are divided; see the pipeline flags."""
     context_parallel_size: int = 1
-    """Context-parallel size: ranks that share a sequence. Each holds two of 2 x size parts, one from either end."""
+    """Context-parallel size: ranks that share a sequence. Each holds two of 2 x size chunks, one from either end."""
     cp_comm_type: Annotated[tuple[ContextParallelType, ...], tyro.conf.arg(help=_CP_COMM_TYPE_HELP)] = ("p2p",)
     """Communication of context parallelism:"""
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()

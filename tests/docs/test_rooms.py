@@ -18,7 +18,7 @@ ROOMS = (
     ("core",),
     ("config",),
     ("architectures", "schedules", "metrics", "update_rules"),
-    ("console", "flags", "intervals", "ranges", "urls"),
+    ("console", "flags", "intervals", "ranges", "torch_compat", "urls"),
     ("errors",),
 )
 """From the top to the ground."""
