@@ -145,6 +145,11 @@ class DataConfig:
         return self.per_split_data_args_path is not None or any(self.split_paths.values())
 
     @property
+    def index_cache_path(self) -> str | None:
+        """Directory for copies of the ``.idx`` files of remote corpora."""
+        return self.object_storage_cache_path or self.data_cache_path
+
+    @property
     def masks_documents(self) -> bool:
         """Whether attention is restricted to the same document."""
         return self.reset_attention_mask or self.dataloader_inter_document_masking

@@ -120,7 +120,7 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
             raise ConfigError(f"--data-path names {len(blend.prefixes)} corpora: blend at most {_MAX_CORPORA}.")
     blends = [sources.blends[index] for index in used]
     prefixes = list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
-    index_cache = data.object_storage_cache_path or data.data_cache_path
+    index_cache = data.index_cache_path
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
         corpora = threads.map(lambda prefix: IndexedDataset(prefix, data.mmap_bin_files, index_cache), prefixes)
         return dict(zip(prefixes, corpora, strict=True))

@@ -1,1 +1,1 @@
-"""The training room: the loop, its metrics and their writers, evaluation, and faults."""
+"""A training run: build, loop, checkpoints, profiles."""

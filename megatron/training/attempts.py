@@ -1,4 +1,4 @@
-"""The attempts of a run: this one counts as failed until it ends as it should."""
+"""Counting of failed attempts (megatron/operation/attempts.py) around a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from megatron.training.context import RunContext
 
 @contextmanager
 def attempt_counted(context: RunContext) -> Iterator[None]:
-    """Count this attempt on rank 0, and raise :class:`NoProgressError` on every rank after too many that failed.
+    """Count this attempt on rank 0; raises :class:`NoProgressError` on every rank after too many failed attempts.
 
-    Without ``--save`` there is no checkpoint, and so no progress to count.
+    Without ``--save`` there are no checkpoints to measure progress by.
     """
     config, world = context.config, context.world
     save, limit = config.checkpoint.save, config.operation.max_failed_attempts
@@ -42,7 +42,7 @@ def attempt_counted(context: RunContext) -> Iterator[None]:
 
 
 def newest_iteration(root: Path) -> int | None:
-    """The iteration that was saved last in ``root``; it is below others after a return to an older checkpoint."""
+    """The iteration that was saved last in ``root``, which after a return to an older checkpoint is not the highest."""
     try:
         return int((root / TRACKER).read_text())
     except (OSError, ValueError):

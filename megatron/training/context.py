@@ -1,5 +1,6 @@
-"""What the parts of a run share."""
+"""The context that all parts of a run share."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,13 +9,15 @@ from megatron.core.communication import Communicator
 from megatron.core.topology import Topology
 from megatron.training.signals import SignalWatch
 
+_logger = logging.getLogger(__name__)
+
 LogRank0 = Callable[[str], None]
 """Prints a line on rank 0; the other ranks drop it."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The flags of a run, this rank's place in it, and its log."""
+    """The flags of a run, the topology with this rank, the signals received, and the log."""
 
     config: RunConfig
     topology: Topology
@@ -25,3 +28,8 @@ class RunContext:
     def world(self) -> Communicator:
         """All ranks."""
         return self.topology.world
+
+    def warn_rank0(self, text: str) -> None:
+        """Log a warning on rank 0."""
+        if self.world.rank == 0:
+            _logger.warning("%s", text)

@@ -33,21 +33,21 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"recompute_activations": True}, "activations: core_attn computed again"),
+        ({"recompute_activations": True}, "activations: core_attn recomputed"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp_act")},
-            "activations: layernorm, mlp_act computed again",
+            "activations: layernorm, mlp_act recomputed",
         ),
         (
             {**FULL, "recompute_method": "uniform", "recompute_num_layers": 3},
-            "activations: of every 3 layers only the input is kept",
+            "activations: only the input of every 3 layers is saved",
         ),
         (
             {**FULL, "recompute_method": "block", "recompute_num_layers": 1, "cpu_offloading_num_layers": 2},
-            "activations: of the first 1 layers of a chunk only inputs are kept; what the first 2 layers of a chunk "
-            "keep is on the host",
+            "activations: only the inputs of the first 1 layers of a chunk are saved; the first 2 layers of a chunk "
+            "are offloaded to the host",
         ),
-        ({"cpu_offloading_num_layers": 4}, "activations: what the first 4 layers of a chunk keep is on the host"),
+        ({"cpu_offloading_num_layers": 4}, "activations: the first 4 layers of a chunk are offloaded to the host"),
     ],
 )
 def test_the_same_losses(expected: list[float], tmp_path: Path, flags: dict[str, FlagValue], said: str) -> None:

@@ -152,7 +152,7 @@ def test_a_failure_is_a_warning_until_more_than_the_allowed_ones_in_a_row(
     changes: dict[str, FlagValue | Path] = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
     outcome = call_training(command(corpus, tmp_path, async_save=True, **changes))
     assert "Iteration 2 is not saved: rank 0: Cannot write" in caplog.text
-    assert "Training goes on; the next attempt is now, after iteration 3." in caplog.text
+    assert "Training continues; the next attempt is now, after iteration 3." in caplog.text
     if failures <= allowed:
         outcome.succeeded()
         assert kept(tmp_path / "first") == [1, 3, 4, 5]

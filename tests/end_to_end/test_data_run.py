@@ -36,7 +36,7 @@ def test_remote_corpora_of_each_split_train_as_local_ones(tmp_path: Path) -> Non
 def test_evaluation_without_data_of_its_own_is_refused() -> None:
     outcome = call_training([*MODEL, "--train-data-path", "a", "--eval-interval", "2"])
     assert outcome.exit_code == 2
-    assert "Evaluation needs data of its own: give it with --valid-data-path" in outcome.stderr
+    assert "Evaluation needs validation data: set --valid-data-path" in outcome.stderr
 
 
 def test_a_corpus_shorter_than_a_sample_is_refused_as_the_page_for_megatron_says(tmp_path: Path) -> None:

@@ -157,9 +157,9 @@ def assert_refused(outcome: Outcome, *differences: str) -> None:
     assert outcome.exit_code != 0
     assert "iteration        3/" not in outcome.stdout
     (sentence,) = outcome.errors
-    assert "The data are not those that the checkpoint of iteration 2 under" in sentence
+    assert "The data differ from the data of stage first of the checkpoint of iteration 2 under" in sentence
     assert "--new-data-stage" in sentence and "--finetune" in sentence
-    found = sentence.partition("data stage first (")[2].partition("): give its flags")[0].split("; ")
+    found = sentence.partition(" (")[2].partition("): use the same")[0].split("; ")
     assert len(found) == len(differences), found
     for difference, wanted in zip(found, differences):
         assert wanted in difference
@@ -167,8 +167,8 @@ def assert_refused(outcome: Outcome, *differences: str) -> None:
 
 def test_the_same_data_resume(saved: SavedRun) -> None:
     outcome = resumed(saved).succeeded()
-    assert "data stage first continues behind 16 of its samples" in outcome.stdout
-    assert "recorded nothing" not in outcome.stdout
+    assert "data stage first continues after 16 of its samples" in outcome.stdout
+    assert "has no record" not in outcome.stdout
 
 
 CHANGED_FLAGS: list[tuple[dict[str, FlagValue], str]] = [
@@ -295,7 +295,7 @@ def test_other_data_of_evaluation_are_a_warning(a: WrittenCorpus, b: WrittenCorp
     }
     call_training(flags(tmp_path, exit_interval=2, valid_data_path=str(a.prefix), **evaluated)).succeeded()
     outcome = call_training(flags(tmp_path, exit_interval=4, valid_data_path=str(b.prefix), **evaluated)).succeeded()
-    warning = "WARNING: the data of evaluation are not those of the checkpoint of iteration 2"
+    warning = "WARNING: the evaluation data differ from the checkpoint of iteration 2"
     assert sum(warning in line for line in outcome.stdout.splitlines()) == 2
     assert (
         warning
@@ -329,7 +329,7 @@ def test_a_checkpoint_that_recorded_nothing_resumes(tmp_path: Path, stage: str |
     frozen = checkpoint_of(FROZEN / "v2" / "one_process_fp64", SAVED_AT)
     shutil.copytree(frozen, tmp_path / "save" / frozen.name)
     outcome = call_training(flags_of_case(case, tmp_path, new_data_stage=stage)).succeeded()
-    assert ("recorded nothing of its data" in outcome.stdout) == (stage is None)
+    assert ("has no record of its data" in outcome.stdout) == (stage is None)
     assert names_and_starts(tmp_path / "save") == [
         ("first", 0, 0),
         *([("next", SAVED_AT, 4 * SAVED_AT)] if stage else []),
@@ -442,8 +442,8 @@ def test_a_requeue_in_a_stage_equals_the_uninterrupted_run(a: WrittenCorpus, b: 
         train(directory, a, 5)
     assert "data stage second begins after iteration 5" in train(straight, b, 12, *stage)
     assert "begins" in train(requeued, b, 7, *stage)
-    assert "data stage second continues behind 16 of its samples" in train(requeued, b, 9, *stage)
-    assert "data stage second continues behind 32 of its samples" in train(requeued, b, 12)
+    assert "data stage second continues after 16 of its samples" in train(requeued, b, 9, *stage)
+    assert "data stage second continues after 32 of its samples" in train(requeued, b, 12)
     assert computed(requeued / "metrics.jsonl") == computed(straight / "metrics.jsonl")
     assert_same_tensors(checkpoint_of(requeued, 12), checkpoint_of(straight, 12))
     assert sum("validation_loss" in record for record in computed(straight / "metrics.jsonl")) == 6
@@ -508,7 +508,7 @@ def test_a_stage_that_is_over_and_a_stage_with_other_data_are_refused(
     outcome = call_training(flags(tmp_path, a.prefix, new_data_stage="main"))
     assert outcome.exit_code != 0 and "--new-data-stage main is over" in outcome.errors[0]
     outcome = call_training(flags(tmp_path, a.prefix, new_data_stage="next"))
-    assert outcome.exit_code != 0 and "in data stage next" in outcome.errors[0]
+    assert outcome.exit_code != 0 and "of stage next of" in outcome.errors[0]
     # From before the stage it begins again.
     outcome = call_training(flags(tmp_path, b.prefix, ckpt_step=2, exit_interval=3, new_data_stage="next", save=None))
     assert "data stage next begins after iteration 2" in outcome.succeeded().stdout

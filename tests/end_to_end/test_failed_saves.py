@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_for_a_while_costs_the_saves_of_that_while(
         assert "No space left on device): free some space" in line
         assert "The newest checkpoint is of iteration 1." in line
         assert (
-            f"Training goes on; the next attempt is {'now, ' if async_save else ''}after iteration {number + 1}."
+            f"Training continues; the next attempt is {'now, ' if async_save else ''}after iteration {number + 1}."
             in line
         )
     # Nothing was deleted while the disk was full: iteration 1 went when 4 and 5 were there.

@@ -51,7 +51,7 @@ def test_a_new_name_begins_a_stage_where_the_run_is(now: DataRecord) -> None:
 def test_the_command_that_began_a_stage_continues_in_it(name: str | None) -> None:
     settled = settle(TWO, name, LONG)
     assert settled.stages == TWO
-    assert settled.notices == ("data stage long continues behind 160 of its samples",)
+    assert settled.notices == ("data stage long continues after 160 of its samples",)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_other_data_in_a_stage_are_refused(name: str | None, saved: tuple[DataSt
     with pytest.raises(CheckpointError) as refusal:
         settle(saved, name, {"sequence_length": saved[-1].seq_length, "seed": 2})
     sentence = str(refusal.value)
-    assert f"in data stage {stage} (--seed: 1 in the checkpoint, 2 now): give its flags and files" in sentence
+    assert f"of stage {stage} of the checkpoint (--seed: 1 in the checkpoint, 2 now): use the same flags" in sentence
     assert "--new-data-stage and a new name" in sentence and "--finetune" in sentence
 
 
@@ -78,7 +78,7 @@ def test_an_older_checkpoint_of_a_run_begins_the_stage_again_where_it_is() -> No
 def test_a_checkpoint_without_a_record_is_taken_at_its_word_once() -> None:
     unknown = DataStage("first", 0, 0, {"sequence_length": 8})
     settled = settle((unknown,), None, SHORT)
-    assert "recorded nothing" in settled.notices[1]
+    assert "has no record" in settled.notices[1]
     assert settled.stages == (replace(unknown, data=SHORT),)
     assert len(settle(settled.stages, None, SHORT).notices) == 1
     assert settle((unknown,), "long", LONG).stages == (unknown, DataStage("long", 20, 320, LONG))
@@ -111,7 +111,7 @@ def test_many_differences_are_cut() -> None:
     with pytest.raises(CheckpointError) as refusal:
         settle((DataStage("main", 0, 0, saved),), None, other)
     assert str(refusal.value).count(" in the checkpoint, ") == 20
-    assert "; and 9 more): give" in str(refusal.value)
+    assert "; and 9 more): use" in str(refusal.value)
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------

@@ -1,31 +1,30 @@
-"""Whose architecture a run has: that of its flags or, with ``--use-checkpoint-args``, that of its checkpoint."""
+"""The architecture of a run: from its flags or, with ``--use-checkpoint-args``, from its checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.comparison import check_architecture
-from megatron.training.checkpoints.saved_run import SavedRun, look_up_saved_run
+from megatron.training.checkpoints.saved_run import look_up_saved_run
 from megatron.training.context import RunContext
 
 FlagsOver = Callable[[ModelConfig], RunConfig]
-"""Reads the command line once more, over other defaults of the model's flags."""
+"""Parses the command line again with other defaults of the model's flags."""
 
 
 def resolve_architecture(context: RunContext, flags_over: FlagsOver) -> RunConfig:
-    """``config`` with an architecture that is known and checked; all ranks call it.
+    """The flags with a checked architecture; a collective.
 
     With ``--use-checkpoint-args`` the model's flags that are not given take the values of the checkpoint. Raises
-    :class:`~megatron.errors.UserError` where one that is given differs.
+    :class:`~megatron.errors.UserError` if a given one differs.
     """
     if not context.config.checkpoint.use_checkpoint_args:
         return context.config
-    # One rank looks, so that all take the same and the file system is asked once. Another checkpoint may be loaded in
-    # the end, because this one turns out damaged: loading compares its architecture again.
+    # Rank 0 reads one checkpoint for all ranks. If it turns out to be damaged, another one is loaded later: loading
+    # compares the architecture again.
     return run_on_rank0(context.world, lambda: _resolve(context, flags_over))
 
 
@@ -33,35 +32,23 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     config, world_size, log_rank0 = context.config, context.world.size, context.log_rank0
     saved = look_up_saved_run(config.checkpoint)
     if saved is None:
-        _check_flags_alone(config, world_size)
+        try:
+            config.check_architecture(world_size)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--load {config.checkpoint.load} has no checkpoint yet for --use-checkpoint-args, and {error}"
+            ) from None
         log_rank0("architecture: from the command line, since there is no checkpoint yet")
         return config
-    architecture = saved.state.architecture
-    config = flags_over(_as_defaults(architecture, config.seq_length))
-    _check_given_flags(config.model, architecture, saved)
+    architecture = asdict(saved.state.architecture)
+    defaults = ModelConfig.of(saved.state.architecture)
+    if architecture["max_position_embeddings"] < config.seq_length:
+        defaults = replace(defaults, max_position_embeddings=None)  # no weight depends on it
+    config = flags_over(defaults)
+    # A flag without a value (None) follows from others, and is compared when the checkpoint is loaded.
+    given = {name: value for name, value in asdict(config.model).items() if name in architecture and value is not None}
+    surplus = "what differs" if config.model.model is None else f"--model {config.model.model} and what differs"
+    check_architecture(given, architecture, f"The checkpoint under {saved.root}", remedy=f"leave out {surplus}")
     config.check_architecture(world_size)
     log_rank0(f"architecture: from the checkpoint of iteration {saved.iteration} in {saved.root}")
     return config
-
-
-def _check_flags_alone(config: RunConfig, world_size: int) -> None:
-    try:
-        config.check_architecture(world_size)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--load {config.checkpoint.load} has no checkpoint yet for --use-checkpoint-args, and {error}"
-        ) from None
-
-
-def _as_defaults(architecture: TransformerConfig, seq_length: int) -> ModelConfig:
-    """The flags of ``architecture``, but for a longest sequence that the run exceeds, which no weight depends on."""
-    flags = ModelConfig.of(architecture)
-    return flags if architecture.max_position_embeddings >= seq_length else replace(flags, max_position_embeddings=None)
-
-
-def _check_given_flags(model: ModelConfig, architecture: TransformerConfig, saved: SavedRun) -> None:
-    there = asdict(architecture)
-    # What a preset leaves open (None) follows from other flags, and is compared when the checkpoint is loaded.
-    given = {name: value for name, value in asdict(model).items() if name in there and value is not None}
-    surplus = "what differs" if model.model is None else f"--model {model.model} and what differs"
-    check_architecture(given, there, f"The checkpoint under {saved.root}", remedy=f"leave out {surplus}")

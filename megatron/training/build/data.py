@@ -1,4 +1,4 @@
-"""The data of a run: how many samples each split needs, and loaders that start at the run's progress."""
+"""The data of a run: the number of samples of each split, and loaders that start at the run's progress."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +16,7 @@ from megatron.data.loader_processes import Patience
 from megatron.data.sources import Sources, read_sources
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError
-from megatron.training.build.plan import RunPlan, evaluates
+from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
 from megatron.training.loop.batch_schedule import BatchSchedule
@@ -47,16 +47,13 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
         first=True,
     )
     evaluated = _evaluations(config, stage, progress.iteration) * _samples_per_evaluation(config, batches)
-
-    def loader(dataset: Dataset | None, consumed: int) -> Iterator[Microbatch] | None:
-        return None if dataset is None else _loader(context, vocabulary, dataset, consumed)
-
     assert train is not None
     consumed = progress.consumed_samples - stage.first_sample
+    loader = partial(_loader, context, vocabulary)
     return Data(
-        train=Lookahead(_loader(context, vocabulary, train, consumed)),
-        validation=loader(validation, evaluated),
-        test=loader(test, 0),
+        train=Lookahead(loader(train, consumed)),
+        validation=None if validation is None else loader(validation, evaluated),
+        test=None if test is None else loader(test, 0),
         train_epochs=epochs_of(train),
         check=DataCheck(
             BlockComparison(digests, Share(topology.world.rank, topology.world.size)),
@@ -70,42 +67,37 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
 
 def _check_indexes(data: DataConfig, sources: Sources, counts: tuple[int, int, int], world: Communicator) -> Digests:
     """Compare this rank's share of the indexes that the run needs with their digests."""
-    blends = [sources.blends[index] for index, count in enumerate(counts) if count and sources.has(index)]
-    prefixes = list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
-    index_cache = data.object_storage_cache_path or data.data_cache_path
+    prefixes = used_prefixes(sources, [index for index, count in enumerate(counts) if count and sources.has(index)])
     share = Share(world.rank, world.size)
-    return check_indexes(prefixes, index_cache, share, data.num_dataset_builder_threads)
+    return check_indexes(prefixes, data.index_cache_path, share, data.num_dataset_builder_threads)
 
 
 def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> tuple[int, int, int]:
-    """Samples that the run reads of each split from the beginning of the stage, as in Megatron-LM; a split without data
-    is not used."""
+    """Samples that the run reads of each split from the beginning of the stage, as in Megatron-LM."""
     stage, progress, batches = plan.stage, plan.progress, plan.batches
     remaining = plan.train_iters - progress.iteration
     end = config.training.train_samples or batches.total_samples(max(remaining, 0), progress.consumed_samples)
     train = max(end - stage.first_sample, 0)
-    if evaluates(config):
-        if not sources.has(1):
-            raise ConfigError(_no_validation_data(sources))
-        per_evaluation = _samples_per_evaluation(config, batches)
-        evaluations = _evaluations(config, stage, plan.train_iters) + 1
-        return train, evaluations * per_evaluation, per_evaluation if sources.has(2) else 0
-    return train, 0, 0
+    if not evaluates(config):
+        return train, 0, 0
+    if not sources.has(1) and sources.split is None:
+        raise ConfigError(
+            "Evaluation needs validation data: set --valid-data-path to their corpora, or remove --eval-interval."
+        )
+    if not sources.has(1):
+        raise ConfigError(
+            f"Evaluation needs a validation split, but it is empty in --split {sources.split!r}: raise its second "
+            "weight, or remove --eval-interval."
+        )
+    per_evaluation = _samples_per_evaluation(config, batches)
+    evaluations = _evaluations(config, stage, plan.train_iters) + 1
+    return train, evaluations * per_evaluation, per_evaluation if sources.has(2) else 0
 
 
 def _evaluations(config: RunConfig, stage: DataStage, iteration: int) -> int:
     """Evaluations from the beginning of ``stage`` up to ``iteration``."""
     interval = config.validation.eval_interval
     return iteration // interval - stage.first_iteration // interval if interval else 0
-
-
-def _no_validation_data(sources: Sources) -> str:
-    if sources.split is None:
-        return "Evaluation needs data of its own: give it with --valid-data-path, or drop --eval-interval."
-    return (
-        f"Evaluation needs a validation split, but --split {sources.split!r} gives it nothing: raise its second "
-        "weight, or drop --eval-interval."
-    )
 
 
 def _samples_per_evaluation(config: RunConfig, batches: BatchSchedule) -> int:

@@ -1,4 +1,4 @@
-"""The lines that a run logs before it starts."""
+"""The lines that describe a run in its log before it starts."""
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.run import RunConfig
@@ -8,6 +8,7 @@ from megatron.core.kernels.choice import table
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.parallelize import pipeline_schedule
 from megatron.core.models.transformer import TransformerModel
+from megatron.flags import changed_flags
 from megatron.schedules.simulator import Durations, simulate
 from megatron.training.build.plan import RunPlan
 from megatron.training.checkpoints.state import RunState
@@ -17,7 +18,6 @@ from megatron.training.context import LogRank0, RunContext
 def describe_run(
     context: RunContext, model: TransformerModel, kernels: Kernels, state: RunState, plan: RunPlan
 ) -> None:
-    """Log a few lines on the run before it starts."""
     config, topology, batches, log_rank0 = context.config, context.topology, plan.batches, context.log_rank0
     grid = topology.grid
     num_microbatches = batches.num_microbatches(state.progress.consumed_samples)
@@ -40,16 +40,12 @@ def describe_run(
     if config.activations != ActivationConfig():
         log_rank0(f"activations: {describe_activations(config.activations)}")
     if model.context.parallel.has_overlap:
-        theirs = (
+        engine = (
             "Transformer Engine's buffers; in the output layer " if config.model.transformer_impl != "local" else ""
         )
-        log_rank0(f"tensor-parallel overlap: {theirs}{model.context.parallel.overlap.name}")
-    for flag, is_given in (
-        ("--sequence-parallel", config.parallel.sequence_parallel),
-        ("--tp-comm-overlap", config.parallel.tp_comm_overlap),
-    ):
-        if is_given and grid.tp == 1:
-            log_rank0(f"{flag} has no effect with --tensor-model-parallel-size 1")
+        log_rank0(f"tensor-parallel overlap: {engine}{model.context.parallel.overlap.name}")
+    for flag in changed_flags(config.parallel, "sequence_parallel", "tp_comm_overlap") if grid.tp == 1 else ():
+        log_rank0(f"{flag} has no effect with --tensor-model-parallel-size 1")
     log_rank0(
         f"run: {plan.train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
         f"{num_microbatches} microbatches per rank"
@@ -62,21 +58,21 @@ def describe_run(
 
 
 def describe_activations(activations: ActivationConfig) -> str:
-    """What is kept of a forward pass where that is not everything, on the device."""
+    """What the forward pass saves, and where."""
     words = []
     if activations.granularity == "full":
         count = activations.recompute_num_layers
         words.append(
-            f"of every {count} layers only the input is kept"
+            f"only the input of every {count} layers is saved"
             if activations.recompute_method == "uniform"
-            else f"of the first {count} layers of a chunk only inputs are kept"
+            else f"only the inputs of the first {count} layers of a chunk are saved"
         )
     elif activations.modules:
-        words.append(f"{', '.join(sorted(activations.modules))} computed again")
+        words.append(f"{', '.join(sorted(activations.modules))} recomputed")
     if activations.distribute_saved_activations:
-        words.append("divided over the tensor-parallel ranks")
+        words.append("sharded over the tensor-parallel ranks")
     if activations.cpu_offloading_num_layers:
-        words.append(f"what the first {activations.cpu_offloading_num_layers} layers of a chunk keep is on the host")
+        words.append(f"the first {activations.cpu_offloading_num_layers} layers of a chunk are offloaded to the host")
     return "; ".join(words)
 
 
@@ -98,7 +94,6 @@ def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
 def describe_pipeline(
     config: RunConfig, num_layers: int, num_stages: int, num_microbatches: int, log_rank0: LogRank0
 ) -> None:
-    """Log the stages and the bubble of the schedule, if there are several stages."""
     if num_stages == 1:
         if config.pipeline.pipeline_schedule is not None:
             log_rank0("--pipeline-schedule has no effect with --pipeline-model-parallel-size 1")

@@ -30,14 +30,17 @@ def build_listeners(
     config, is_on_gpu = context.config, context.topology.device.type != "cpu"
     logging, validation, training = config.logging, config.validation, config.training
     saves, release_level = config.checkpoint.save_schedule, training.empty_unused_memory_level
+    device = device_name(context.topology.device)
+    peak, source_of_peak = resolve_peak(device, config.precision.product_name, logging.peak_tflops)
+    context.log_rank0(source_of_peak)
     listeners = (
-        # Profiles first: they record the iteration alone, and evaluation uses the pipeline, too.
+        # First, because evaluation also uses the pipeline, and the profiles record only the iteration.
         PipelineProfile(logging.profile_pipeline, logging.profile_pipeline_iteration, context.log_rank0)
         if logging.profile_pipeline is not None
         else None,
         build_profile(config, context.topology.rank, context.topology.device, context.log_rank0),
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
-        build_metrics(context, plan, architecture),
+        Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak),
         Evaluation(
             validation.eval_interval,
             validation.eval_iters,
@@ -46,19 +49,8 @@ def build_listeners(
             data.test,
         ),
         DataComparison(data.check),
-        # After evaluation, which may take long: a signal that arrives meanwhile finds nothing half saved.
+        # After evaluation, which may take long, so that no save is under way when a signal arrives in it.
         Checkpoints(Saver(context, locks), saves) if config.checkpoint.save is not None else None,
         GarbageCollection(training.manual_gc_interval, validation.eval_interval, saves) if training.manual_gc else None,
     )
     return [listener for listener in listeners if listener is not None]
-
-
-def build_metrics(context: RunContext, plan: RunPlan, architecture: TransformerConfig) -> Metrics:
-    """The metrics, with the peak that MFU is relative to."""
-    config = context.config
-    peak, source = resolve_peak(
-        device_name(context.topology.device), config.precision.product_name, config.logging.peak_tflops
-    )
-    context.log_rank0(source)
-    flops = architecture.flops_per_token(config.seq_length)
-    return Metrics(config.logging, plan.train_iters, flops, peak)

@@ -1,4 +1,4 @@
-"""What a run trains on and for how long: data stages, batches, iterations, and the schedules that follow from them."""
+"""The plan of a run: data stages, batches, iterations, and the schedules that follow from them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.core.topology import Topology
 from megatron.data.data_record import CorpusRecord, DataRecord, build_record, record_corpus
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sources import read_sources
+from megatron.data.sources import Sources, read_sources
 from megatron.errors import ConfigError
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
@@ -24,29 +24,28 @@ from megatron.training.loop.batch_schedule import BatchSchedule, build_batch_sch
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run trains on and for how long."""
+    """The data stages, batches and length of a run."""
 
     progress: Progress
-    """Where this process starts."""
+    """The progress at the start of this process."""
     stages: ResolvedStages
     batches: BatchSchedule
     train_iters: int
-    """Iterations of the whole run, those of earlier processes included."""
+    """Iterations of the whole run, including those of earlier processes."""
 
     @property
     def stage(self) -> DataStage:
-        """The current data stage."""
         return self.stages.current
 
     @property
     def planned_samples(self) -> int:
-        """Samples of the whole run, if the batch sizes of the flags hold for all of the current stage."""
+        """Samples of the whole run with the batch sizes of the flags in the current stage."""
         iterations = max(self.train_iters - self.stage.first_iteration, 0)
         return self.batches.total_samples(iterations, self.stage.first_sample)
 
 
 def plan_run(context: RunContext, vocabulary: Vocabulary, start: Start) -> RunPlan:
-    """The plan of a run that starts from ``start``; all ranks call it."""
+    """The plan of a run that starts from ``start``; a collective."""
     config, progress = context.config, start.progress
     stages = find_data_stages(context, vocabulary, start.resumed)
     batches = build_batches(config, context.topology, progress.consumed_samples, earlier_lengths(stages.stages))
@@ -55,14 +54,19 @@ def plan_run(context: RunContext, vocabulary: Vocabulary, start: Start) -> RunPl
         assert config.training.train_samples is not None
         remaining = batches.iterations_for_samples(config.training.train_samples, progress.consumed_samples)
         train_iters = progress.iteration + remaining
-    check_profile_iteration(config, train_iters, progress)
+    profiled = config.logging.profile_pipeline_iteration
+    if config.logging.profile_pipeline is not None and not progress.iteration < profiled <= train_iters:
+        raise ConfigError(
+            f"--profile-pipeline-iteration {profiled} is not one of the iterations {progress.iteration + 1} to "
+            f"{train_iters} of this run: choose one of them, or remove --profile-pipeline."
+        )
     return RunPlan(progress, stages, batches, train_iters)
 
 
 def find_data_stages(context: RunContext, vocabulary: Vocabulary, saved: SavedRun | None) -> ResolvedStages:
     """The data stages of the run, from the flags and the checkpoint that it resumes from, if any.
 
-    Raises :class:`CheckpointError` where the data of the flags differ from the data of the checkpoint.
+    Raises :class:`CheckpointError` if the data of the flags differ from the data of the checkpoint.
     """
     config = context.config
     name = config.data.new_data_stage
@@ -79,17 +83,16 @@ def find_data_stages(context: RunContext, vocabulary: Vocabulary, saved: SavedRu
 
 
 def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
-    """What the flags make the run consume. All ranks call it; each reads its share of the corpora."""
+    """The record of the data of the flags; a collective, in which each rank reads its share of the corpora."""
     config, world, data = context.config, context.world, context.config.data
     sources = run_on_all_ranks(world, lambda: read_sources(data))
     splits = [0, *((1, 2) if evaluates(config) else ())]
-    blends = [blend for split in splits if (blend := sources.blends[split]) is not None]
-    prefixes = list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
-    index_cache = data.object_storage_cache_path or data.data_cache_path
+    prefixes = used_prefixes(sources, splits)
 
     def record_share() -> dict[str, CorpusRecord]:
         share = prefixes[world.rank :: world.size]
-        return {prefix: record_corpus(IndexedDataset(prefix, data.mmap_bin_files, index_cache)) for prefix in share}
+        datasets = {prefix: IndexedDataset(prefix, data.mmap_bin_files, data.index_cache_path) for prefix in share}
+        return {prefix: record_corpus(dataset) for prefix, dataset in datasets.items()}
 
     shares = world.all_gather_object(run_on_all_ranks(world, record_share))
     recorded = {prefix: corpus for share in shares for prefix, corpus in share.items()}
@@ -111,6 +114,12 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
     return run_on_rank0(world, combine)
 
 
+def used_prefixes(sources: Sources, splits: Sequence[int]) -> list[str]:
+    """The corpora of ``splits``, each once."""
+    blends = [blend for split in splits if (blend := sources.blends[split]) is not None]
+    return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
+
+
 def evaluates(config: RunConfig) -> bool:
     """Whether the run reads validation data."""
     validation = config.validation
@@ -120,7 +129,7 @@ def evaluates(config: RunConfig) -> bool:
 def build_batches(
     config: RunConfig, topology: Topology, consumed_samples: int = 0, earlier_lengths: Sequence[tuple[int, int]] = ()
 ) -> BatchSchedule:
-    """The global batch size over the run; sizes of the past need not fit this number of ranks."""
+    """The global batch size over the run."""
     return build_batch_schedule(
         micro_batch_size=config.micro_batch_size,
         data_parallel_size=topology.grid.dp,
@@ -134,18 +143,8 @@ def build_batches(
     )
 
 
-def check_profile_iteration(config: RunConfig, train_iters: int, progress: Progress) -> None:
-    """Refuse to profile an iteration that this run will not make."""
-    iteration = config.logging.profile_pipeline_iteration
-    if config.logging.profile_pipeline is not None and not progress.iteration < iteration <= train_iters:
-        raise ConfigError(
-            f"--profile-pipeline-iteration {iteration} is not one of the iterations {progress.iteration + 1} to "
-            f"{train_iters} of this run: choose one of them, or remove --profile-pipeline."
-        )
-
-
 def build_learning_rate(config: RunConfig, plan: RunPlan) -> LearningRateSchedule:
-    """The learning-rate schedule; evaluation alone needs none."""
+    """The learning-rate schedule; under ``--skip-train`` it is unused."""
     rates = config.learning_rate
     return build_learning_rate_schedule(
         rates if rates.lr is not None else dataclasses.replace(rates, lr=0.0),

@@ -34,9 +34,9 @@ from megatron.training.train_module import TrainModule
 
 
 def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitStack) -> Trainer:
-    """The whole run of this rank, of which ``at_end`` frees what must outlive the trainer.
+    """Build this rank's part of the run; ``at_end`` frees resources that must outlive the trainer.
 
-    Raises :class:`~megatron.errors.UserError`, on every rank alike.
+    Raises :class:`~megatron.errors.UserError` on every rank alike.
     """
     config, topology, world = context.config, context.topology, context.world
     started = time.monotonic()
@@ -97,21 +97,16 @@ def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitSta
 
 
 def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:
-    """The metrics writers, all on rank 0; the other ranks have none."""
+    """The metrics writers on rank 0; none on other ranks."""
     config = context.config
-
-    def open_on_rank0() -> list[MetricsWriter]:
-        if context.topology.rank != 0:
-            return []
-        run = ReportedRun(
-            stream=sys.stdout,
-            train_iters=plan.train_iters,
-            resume_iteration=plan.progress.iteration,
-            plot_interval=config.logging.tensorboard_log_interval,
-            save_directory=config.checkpoint.save,
-            flags=dataclasses.asdict(config),
-            environment=os.environ,
-        )
-        return build_writers(config.logging, run)
-
-    return run_on_all_ranks(context.world, open_on_rank0)
+    run = ReportedRun(
+        stream=sys.stdout,
+        train_iters=plan.train_iters,
+        resume_iteration=plan.progress.iteration,
+        plot_interval=config.logging.tensorboard_log_interval,
+        save_directory=config.checkpoint.save,
+        flags=dataclasses.asdict(config),
+        environment=os.environ,
+    )
+    is_writer = context.topology.rank == 0
+    return run_on_all_ranks(context.world, lambda: build_writers(config.logging, run) if is_writer else [])

@@ -8,7 +8,7 @@ from megatron.data.tokenizers import build_tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What data and model need to know of the tokenizer."""
+    """The facts about the tokenizer that data and model need."""
 
     size: int
     end_of_document: int

@@ -1,4 +1,4 @@
-"""Comparing the architecture and the learning-rate schedule of the flags with those of a checkpoint."""
+"""Comparison of the architecture and the learning-rate schedule of the flags with a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -16,8 +16,8 @@ def check_architecture(
     where: str,
     remedy: str = "use the flags of the run that saved it",
 ) -> None:
-    """Raise :class:`CheckpointError` naming every flag whose value differs from ``saved``, which is ``where``."""
-    # The padding depends on the layout, and neither the length nor the initialisation is part of the model.
+    """Raise :class:`CheckpointError` with every flag whose value differs from ``saved``, found at ``where``."""
+    # The padding depends on the layout; no weight depends on the longest sequence or the initialisation.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
         f"{flag_of(name)} is {value} here and {saved[name]} there"
@@ -31,9 +31,9 @@ def check_architecture(
 def resolve_lr_schedule(
     wanted: LearningRateSchedule, saved: LearningRateSchedule | None, config: LearningRateConfig
 ) -> LearningRateSchedule:
-    """The schedule to resume with; raises :class:`CheckpointError` where flags and checkpoint differ undecided.
+    """The schedule to resume with; raises :class:`CheckpointError` if flags and checkpoint differ.
 
-    A checkpoint of weights alone (:func:`state_of_weights`) has none.
+    ``saved`` is None for a checkpoint of weights alone (:func:`state_of_weights`).
     """
     if saved is None:
         if config.use_checkpoint_opt_param_scheduler:

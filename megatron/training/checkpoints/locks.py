@@ -1,4 +1,4 @@
-"""Locks on the directories that a run saves to."""
+"""Locks on the directories of ``--save`` and ``--redundant-save``."""
 
 import tempfile
 import time
@@ -18,35 +18,28 @@ from megatron.urls import is_url
 
 @contextmanager
 def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
-    """Keep other runs from saving where this one does; the locks are the first rank's.
+    """Lock the directories that this run saves to; rank 0 holds the locks.
 
     Raises :class:`StopRequested` when a signal ends the wait for a lock.
     """
     config, world = context.config.checkpoint, context.world
     locks: list[RunLock] = []
 
-    def lock_directory(flag: str, directory: Path) -> None:
-        run_on_rank0(world, lambda: check_save_directory(flag, directory))
-        attempt = LockAttempt(directory)
-
-        def poll() -> str | None:
-            lock = attempt.poll()
-            if lock is None:
-                return attempt.reason_to_wait
-            locks.append(lock)
-            return None
-
-        wait_on_all_ranks(poll, context)
+    def poll(attempt: LockAttempt) -> str | None:
+        lock = attempt.poll()
+        if lock is None:
+            return attempt.reason_to_wait
+        locks.append(lock)
+        return None
 
     try:
         places = [("--save", config.save), *(("--redundant-save", place) for place in config.redundant_save)]
-        for flag, directory in places:
-            if directory is None:
-                continue
-            if is_url(directory):
-                run_on_rank0(world, partial(check_url_writable, flag, directory))
-            else:
-                lock_directory(flag, Path(directory))
+        for flag, place in places:
+            if place is not None and is_url(place):
+                run_on_rank0(world, partial(check_url_writable, flag, place))
+            elif place is not None:
+                run_on_rank0(world, partial(check_save_directory, flag, Path(place)))
+                wait_on_all_ranks(partial(poll, LockAttempt(Path(place))), context)
         yield locks
     finally:
         for lock in locks:
@@ -54,7 +47,7 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
 
 
 def wait_on_all_ranks(poll: Callable[[], str | None], context: RunContext) -> None:
-    """Call ``poll`` on the first rank until it has no reason to wait any more; all ranks wait with it."""
+    """Call ``poll`` on rank 0 until it returns no reason to wait; a collective."""
     is_logged = False
     while (reason := run_on_rank0(context.world, poll)) is not None:
         if not is_logged:
@@ -67,7 +60,7 @@ def wait_on_all_ranks(poll: Callable[[], str | None], context: RunContext) -> No
 
 
 def check_save_directory(flag: str, directory: Path) -> None:
-    """Find out now, not at the first save, whether the directory of ``flag`` can be written to."""
+    """Raise :class:`ConfigError` unless the directory of ``flag`` can be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

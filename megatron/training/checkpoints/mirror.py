@@ -1,4 +1,4 @@
-"""The copies of finished checkpoints in the places of ``--redundant-save``."""
+"""Copies of finished checkpoints in the directories and URLs of ``--redundant-save``."""
 
 import logging
 import secrets
@@ -18,9 +18,9 @@ _logger = logging.getLogger(__name__)
 
 
 def check_url_writable(flag: str, url: str) -> None:
-    """Find out now, not at the first save, whether small files can be written, read and deleted at ``url``.
+    """Raise :class:`ConfigError` unless small files can be written, read and deleted at ``url``.
 
-    A store that does not answer is a warning: it may be back by then, and must not keep a run from starting.
+    A store that does not answer is only a warning: it may answer at the first save.
     """
     name = f".write-check-{secrets.token_hex(4)}"
     root = RemotePath(url.rstrip("/"))
@@ -35,13 +35,14 @@ def check_url_writable(flag: str, url: str) -> None:
 
 
 class Mirror:
-    """The copies in one place of ``--redundant-save``; one that fails or falls behind costs a warning, not the run.
+    """The copies in one place of ``--redundant-save``; a copy that fails or is late is a warning.
 
     ``lock_token``: the token of the lock on the place; for a URL, which has no lock, of the lock on ``--save``.
     """
 
     def __init__(self, context: RunContext, place: str, lock_token: str | None) -> None:
         config, self._world, self._log_rank0 = context.config.checkpoint, context.world, context.log_rank0
+        self._warn = context.warn_rank0
         self._place, self._lock_token = place, lock_token
         self._process = BackgroundProcess(config.async_save_timeout)
         self._retained = Retained(config.save_retain_last, config.save_retain_interval) if config.deletes else None
@@ -49,24 +50,25 @@ class Mirror:
         self._pruning = None if is_url(place) else Pruning(context, Path(place))
         self._copy: CopyTask | UploadTask | None = None
         self.last_started: int | None = None
-        """The iteration that was last copied, or tried to be."""
+        """The iteration of the last copy, finished or not."""
 
     @property
     def under_way(self) -> int | None:
-        """The iteration that is being copied, which must not be deleted."""
+        """The iteration that is being copied, whose checkpoint must not be deleted."""
         return None if self._copy is None else self._copy.iteration
 
     def start(self, source: Path, iteration: int) -> None:
-        """Copy the checkpoint at ``source`` as soon as it is complete; all ranks call it.
-
-        Where the last copy is still under way, there is a warning instead.
-        """
+        """Start to copy the checkpoint at ``source``, or warn if the last copy is still under way; a collective."""
         if self._copy is not None:
             under_way = f"the copy of {self._copy.iteration} is still under way"
             self._warn(f"iteration {iteration} is not mirrored to {self._place}: {under_way}")
             return
         self.last_started = iteration
-        copy = self._new_copy(iteration)
+        copy: CopyTask | UploadTask
+        if is_url(self._place):
+            copy = UploadTask(self._place, iteration, self._process, self._lock_token, self._retained)
+        else:
+            copy = CopyTask(Path(self._place), iteration, self._process, self._lock_token)
         try:
             target = run_on_rank0(self._world, lambda: str(copy.begin()))
         except CheckpointError as error:
@@ -75,13 +77,8 @@ class Mirror:
         copy.start(source, file_of_rank(self._world.rank), target)
         self._copy = copy
 
-    def _new_copy(self, iteration: int) -> CopyTask | UploadTask:
-        if is_url(self._place):
-            return UploadTask(self._place, iteration, self._process, self._lock_token, self._retained)
-        return CopyTask(Path(self._place), iteration, self._process, self._lock_token)
-
     def settle(self, wait: bool) -> None:
-        """Take note of a copy that is over, or ``wait`` until it is; all ranks call it."""
+        """Finish a copy that is complete or has failed; ``wait`` for it if it is under way. A collective."""
         copy = self._copy
         if copy is None:
             return
@@ -107,15 +104,11 @@ class Mirror:
             self._warn(f"nothing is deleted under {self._place}: {error}")
 
     def abandon(self) -> None:
-        """Give the copy under way up."""
+        """Abandon the copy under way."""
         if self._copy is not None:
             self._copy.abandon()
         self._copy = None
 
-    def _warn(self, text: str) -> None:
-        if self._world.rank == 0:
-            _logger.warning("%s", text)
-
     def close(self) -> None:
-        """End the process."""
+        """End the background process."""
         self._process.close()

@@ -1,4 +1,4 @@
-"""Deleting the checkpoints that ``--save-retain-last`` and ``--save-retain-interval`` do not keep."""
+"""Deletion of old checkpoints (``--save-retain-last``, ``--save-retain-interval``)."""
 
 from collections.abc import Collection
 from functools import partial
@@ -13,7 +13,7 @@ from megatron.training.context import RunContext
 
 
 class Pruning:
-    """Deletes what ``--save-retain-last`` and ``--save-retain-interval`` do not keep under one directory."""
+    """Deletes the checkpoints of one directory that the flags do not retain."""
 
     def __init__(self, context: RunContext, root: Path) -> None:
         config = context.config.checkpoint
@@ -21,11 +21,11 @@ class Pruning:
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
     def prune(self, newest: int, in_use: Collection[int] = ()) -> None:
-        """Delete what may go now that ``newest`` is saved, unless it is ``in_use``; all ranks call it."""
+        """Delete old checkpoints after ``newest`` was saved, except those ``in_use``; a collective."""
         if not self._deletes:
             return
         there = run_on_rank0(self._world, lambda: list_checkpoints(self._root))
-        # What is beyond was abandoned for an older checkpoint: it must not count as the newest.
+        # Iterations above ``newest`` were abandoned when the run returned to an older checkpoint.
         superfluous = self.retention.superfluous([iteration for iteration in there if iteration <= newest])
         if self._world.rank == 0:
             for iteration in (iteration for iteration in superfluous if iteration not in in_use):

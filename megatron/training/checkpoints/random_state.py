@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The random-number states of a rank. Nothing in Llama draws from them; a user's code may."""
+    """The random-number states of a rank. Training draws no random numbers; a user's code may."""
     states = {f"random/torch/rank_{rank}": torch.get_rng_state()}
     if device.type != "cpu":
         states[f"random/cuda/rank_{rank}"] = torch.cuda.get_rng_state(device)
@@ -23,7 +23,7 @@ def random_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def seed_random(seed: int) -> None:
-    """Start every global generator from ``--seed``, the same on all ranks."""
+    """Seed every global generator with ``--seed``, the same on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Where a run starts: a checkpoint of its own, the weights of another run or of Hugging Face, or random weights."""
+"""The start of a run: its own checkpoint, the weights of another run or of Hugging Face, or random weights."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,16 +22,15 @@ class Start:
 
     saved: SavedRun | None
     is_resumed: bool
-    """Whether it is a checkpoint of this run, of which more than the weights is loaded."""
+    """Whether it is a checkpoint of this run, so that its progress is loaded, too."""
 
     @property
     def resumed(self) -> SavedRun | None:
-        """The checkpoint, if it is one of this run."""
+        """The checkpoint, if it is a checkpoint of this run."""
         return self.saved if self.is_resumed else None
 
     @property
     def progress(self) -> Progress:
-        """The progress of this run."""
         return Progress() if self.resumed is None else self.resumed.progress
 
 
@@ -63,9 +62,9 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
 
 
 def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: LogRank0) -> None:
-    """Report that the run begins without a checkpoint; a directory that does not exist is likely a mistyped one.
+    """Log that there is no checkpoint, with a warning if the directory of ``--load`` does not exist.
 
-    Where ``--load`` equals ``--save``, as in a command that starts and resumes, the directory exists by now.
+    If ``--load`` equals ``--save``, as in a command that starts and resumes, the directory exists by now.
     """
     assert config.load is not None
     if is_url(config.load) or exists(Path(config.load)):
@@ -78,9 +77,9 @@ def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: Log
 
 
 def check_nothing_is_abandoned(config: CheckpointConfig, start: Start) -> None:
-    """Refuse to start below the checkpoints that ``--save`` holds, unless ``--load`` asked to go back among them.
+    """Raise :class:`CheckpointError` if ``--save`` has later checkpoints than the start, unless ``--load`` equals it.
 
-    The first save would make the later ones count as abandoned.
+    After the first save the later checkpoints would be abandoned.
     """
     if config.save is None:
         return

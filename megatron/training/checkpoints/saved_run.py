@@ -1,4 +1,4 @@
-"""Finding the checkpoint to load, and the state that it holds besides tensors."""
+"""The checkpoint to load, and its state besides tensors."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import (
-    verify_share,
-)
+from megatron.checkpoint.checkpointing import verify_share
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
@@ -25,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """How far the run is."""
+    """Iterations and samples so far."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -34,25 +32,23 @@ class Progress:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint that was found, and what it says of itself."""
+    """A checkpoint that was found, and its content."""
 
     root: AnyPath
     iteration: int
     shapes: dict[str, tuple[int, ...]]
     """Global shape by tensor name."""
     state: SavedState
-    """All that is not a tensor."""
 
     @property
     def progress(self) -> Progress:
-        """How far the saved run was."""
-        state = self.state
-        return Progress(state.iteration, state.consumed_samples, state.skipped_samples)
+        return Progress(self.state.iteration, self.state.consumed_samples, self.state.skipped_samples)
 
     def data_stages(self, seq_length: int) -> tuple[DataStage, ...]:
         """The data stages up to the checkpoint; none before the first sample.
 
-        A checkpoint that recorded none is in the first; it had ``seq_length`` if even its flags are silent.
+        A checkpoint without a record of them is in the first, with the sequence length of its flags, else
+        ``seq_length``.
         """
         if self.state.data_stages or not self.state.consumed_samples:
             return self.state.data_stages
@@ -61,16 +57,16 @@ class SavedRun:
 
 
 def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | None:
-    """The checkpoint that ``--load`` means, or None where there is nothing to load; all ranks call it."""
+    """The checkpoint of ``--load``, verified by all ranks, or None if there is none; a collective."""
     if config.load is None:
         return None
     bad: dict[tuple[AnyPath, int], CheckpointError] = {}
     while True:
         try:
-            # One rank looks, so that all load the same checkpoint and the file system is asked once.
+            # On rank 0, so that all ranks load the same checkpoint.
             found = run_on_rank0(world, lambda: look_up_saved_run(config, bad))
         except CheckpointError as nothing_left:
-            # What is wrong with the latest tells more.
+            # The error of the latest checkpoint is more useful.
             raise next(iter(bad.values()), nothing_left) from None
         if found is None:
             return None
@@ -86,10 +82,9 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
 
 
 def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyPath, int]] = ()) -> SavedRun | None:
-    """As :func:`find_saved_run`, but on one rank alone and by the manifest alone: no other file is looked at.
+    """The newest checkpoint of the directories to load from, without those ``known_bad``; the first directory wins.
 
-    It is the newest of what is left in the directories to load from, without those ``known_bad``, and in the first of
-    those that have it.
+    It runs on one rank and reads only the manifests.
     """
     found: tuple[int, AnyPath] | None = None
     errors: list[CheckpointError] = []
@@ -121,9 +116,9 @@ def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyP
 
 
 def state_of_weights(iteration: int, architecture: TransformerConfig, flags: Mapping[str, Any]) -> SavedState:
-    """The state of a checkpoint of weights alone that no run of ours trained: no samples, no step, no schedule.
+    """The state of a checkpoint of weights alone: no samples, no step, no schedule.
 
-    ``flags`` has the groups that are known: tools build the model from ``model``, ``tokenizer`` and ``precision``.
+    ``flags`` has the known groups: tools build the model from ``model``, ``tokenizer`` and ``precision``.
     """
     return SavedState(
         iteration=iteration,

@@ -1,4 +1,4 @@
-"""Saving: at once or in the background, and copies in other places."""
+"""Saves of a run, synchronous or in the background, and their copies."""
 
 import logging
 import time
@@ -25,10 +25,10 @@ LAST_SAVE_PAUSE = 5.0
 
 
 class Saver:
-    """Saves a run under ``--save``; every rank has one, and all but ``poll`` and ``close`` are collective calls.
+    """Saves a run under ``--save``; all methods but ``poll`` and ``close`` are collectives.
 
-    A save that fails is a warning, until more than ``--max-failed-saves`` in a row have failed. ``locks`` are those of
-    the directories, on the rank that holds them.
+    A save that fails is a warning, until more than ``--max-failed-saves`` in a row have failed. ``locks`` are the locks
+    of the directories, on rank 0.
     """
 
     def __init__(self, context: RunContext, locks: Sequence[RunLock]) -> None:
@@ -36,7 +36,8 @@ class Saver:
         assert config.save is not None
         root = Path(config.save)
         self._root, self._config, self._world, self._log_rank0 = root, config, context.world, context.log_rank0
-        # The lock of another place is compared when a copy becomes visible there: to lose it costs the copy alone.
+        self._warn = context.warn_rank0
+        # The lock of a mirror is compared when a copy is committed there: without it only the copy fails.
         self._locks = [lock for lock in locks if lock.root == root]
         self._pruning = Pruning(context, root)
         tokens = {lock.root: lock.token for lock in locks}
@@ -47,39 +48,51 @@ class Saver:
             for place in config.redundant_save
         ]
         self._failures: list[str] = []
-        """What went wrong with the saves since the newest good checkpoint."""
+        """The failures of the saves since the last successful one."""
         self.last_saved: int | None = None
-        """The iteration of the newest checkpoint that is known to be complete."""
+        """The iteration of the last complete checkpoint."""
 
     def save(self, state: RunState) -> None:
-        """Save ``state`` at a save interval; with ``--async-save`` it is only copied aside when this returns."""
+        """Save ``state`` at a save interval; with ``--async-save``, return when it is copied to host memory."""
         iteration = state.progress.iteration
         run_on_rank0(self._world, self._check_locks)
-        self._finish(f"Training goes on; the next attempt is now, after iteration {iteration}.")
+        self._finish(f"Training continues; the next attempt is now, after iteration {iteration}.")
         self._stop_after_too_many()
         try:
-            # The last attempt before the run would end is waited for, so that its outcome is known now.
+            # The attempt whose failure would end the run is synchronous.
             if self._background is None or len(self._failures) == self._config.max_failed_saves > 0:
                 self._save_now(state)
             else:
                 self._background.save(state)
         except CheckpointError as error:
-            self._note_failure(iteration, str(error), self._next_attempt(iteration))
+            schedule = self._config.save_schedule
+            assert schedule is not None
+            next_attempt = (
+                f"Training continues; the next attempt is after iteration {schedule.next_due(iteration)}. The run ends "
+                f"when more than {self._config.max_failed_saves} saves in a row have failed (--max-failed-saves)."
+            )
+            self._note_failure(iteration, str(error), next_attempt)
             self._stop_after_too_many()
             return
         self._start_copies(iteration)
 
     def save_last(self, state: RunState) -> None:
-        """At the end of a run: save ``state`` unless it is saved already, and wait for everything."""
+        """At the end of a run: save ``state`` unless it is saved already, and wait for all saves and copies."""
         iteration = state.progress.iteration
         self._finish("The next attempt is now, at the end of the run.")
         if iteration != self.last_saved:
-            self._save_patiently(state)
+            self._save_with_retries(state)
             self._start_copies(iteration)
-        self._finish_copies()
+        for mirror in self._mirrors:
+            mirror.settle(wait=True)
+        behind = [mirror for mirror in self._mirrors if self.last_saved not in (None, mirror.last_started)]
+        for mirror in behind:
+            assert self.last_saved is not None
+            mirror.start(iteration_directory(self._root, self.last_saved), self.last_saved)
+        for mirror in behind:
+            mirror.settle(wait=True)
 
-    def _save_patiently(self, state: RunState) -> None:
-        """Save, and try again after a failure: there will be no other interval."""
+    def _save_with_retries(self, state: RunState) -> None:
         iteration = state.progress.iteration
         for attempt in range(1, LAST_SAVE_ATTEMPTS + 1):
             run_on_rank0(self._world, self._check_locks)
@@ -101,18 +114,16 @@ class Saver:
         self._has_saved(state.progress.iteration)
 
     def poll(self) -> None:
-        """Look after what is under way; never waits."""
+        """Report a save that has finished or failed in the background, without waiting."""
         if self._background is not None:
             self._background.poll()
 
     def close(self) -> None:
-        """End what runs in the background, however the training ended."""
+        """End the background processes."""
         if self._background is not None:
             self._background.close()
         for mirror in self._mirrors:
             mirror.close()
-
-    # --- what is under way -----------------------------------------------------------------------------------
 
     def _finish(self, next_attempt: str) -> None:
         """Wait for the save under way."""
@@ -126,7 +137,6 @@ class Saver:
             return
         for mirror in self._mirrors:
             if mirror.under_way == iteration:
-                # It waits for a checkpoint that will never be there.
                 mirror.abandon()
         self._note_failure(iteration, failure, next_attempt)
 
@@ -134,19 +144,6 @@ class Saver:
         for mirror in self._mirrors:
             mirror.settle(wait=False)
             mirror.start(iteration_directory(self._root, iteration), iteration)
-
-    def _finish_copies(self) -> None:
-        """Wait for the copies under way, and copy the newest checkpoint to every place that does not have it."""
-        for mirror in self._mirrors:
-            mirror.settle(wait=True)
-        behind = [mirror for mirror in self._mirrors if self.last_saved not in (None, mirror.last_started)]
-        for mirror in behind:
-            assert self.last_saved is not None
-            mirror.start(iteration_directory(self._root, self.last_saved), self.last_saved)
-        for mirror in behind:
-            mirror.settle(wait=True)
-
-    # --- success and failure ---------------------------------------------------------------------------------
 
     def _check_locks(self) -> None:
         for lock in self._locks:
@@ -162,18 +159,10 @@ class Saver:
             self._warn(f"Nothing is deleted under {self._root}: {error}")
 
     def _note_failure(self, iteration: int, failure: str, next_attempt: str) -> None:
-        """A warning, or the end of the run where another run has taken the directory over."""
+        """Warn, or raise if another run has taken the lock."""
         run_on_rank0(self._world, self._check_locks)
         self._failures.append(failure)
         self._warn(f"Iteration {iteration} is not saved: {failure} {self._newest()} {next_attempt}")
-
-    def _next_attempt(self, iteration: int) -> str:
-        schedule = self._config.save_schedule
-        assert schedule is not None
-        return (
-            f"Training goes on; the next attempt is after iteration {schedule.next_due(iteration)}. The run ends when "
-            f"more than {self._config.max_failed_saves} saves in a row have failed (--max-failed-saves)."
-        )
 
     def _stop_after_too_many(self) -> None:
         if len(self._failures) > self._config.max_failed_saves:
@@ -187,10 +176,6 @@ class Saver:
             return "This run has saved no checkpoint yet."
         return f"The newest checkpoint is of iteration {self.last_saved}."
 
-    def _warn(self, text: str) -> None:
-        if self._world.rank == 0:
-            _logger.warning("%s", text)
-
 
 class BackgroundSaves:
     """The saves of ``--async-save``, of which at most one is under way."""
@@ -202,10 +187,10 @@ class BackgroundSaves:
         self._process = BackgroundProcess(self._config.async_save_timeout)
         self._is_reported = False
         self.saving: AsyncSaveBackend | None = None
-        """The one that :meth:`finish` has not been called for."""
+        """The save for which :meth:`finish` has not been called."""
 
     def save(self, state: RunState) -> None:
-        """Copy the state aside and begin to write it; all ranks call it."""
+        """Copy the state to host memory and start to write it; a collective."""
         assert self.saving is None
         saving = AsyncSaveBackend(
             self._root, state.progress.iteration, self._process, self._lock_token, read_back=self._config.deletes
@@ -214,7 +199,7 @@ class BackgroundSaves:
         self.saving, self._is_reported = saving, False
 
     def poll(self) -> None:
-        """Say once what has become of it, as far as this rank knows."""
+        """Log once whether the save has finished or failed on this rank."""
         if self.saving is None or self._is_reported:
             return
         failure = self.saving.poll()
@@ -225,7 +210,7 @@ class BackgroundSaves:
             self._say_saved(self.saving.iteration)
 
     def finish(self) -> str | None:
-        """Wait for it on all ranks; what went wrong, if anything."""
+        """Wait for the save on all ranks; its failure, if any."""
         assert self.saving is not None
         saving, self.saving = self.saving, None
         failure = first_failure(self._world.all_gather_object(saving.finish_own()))
@@ -243,7 +228,7 @@ class BackgroundSaves:
         self._is_reported = True
 
     def close(self) -> None:
-        """End the process; where the run breaks off, a save that needs nothing more of the ranks is completed."""
+        """End the process. After a crash, a save whose files are written is committed."""
         if self.saving is not None and self.saving.finish_own() is None and self._world.rank == 0:
             self.saving.finish()
             self.poll()

@@ -6,10 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import (
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
 from megatron.checkpoint.names import FP8, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, SavedState
@@ -33,7 +30,7 @@ from megatron.training.train_module import TrainModule
 
 @dataclass
 class RunState:
-    """Everything of a run that a checkpoint holds."""
+    """The state of a run that a checkpoint holds."""
 
     context: RunContext
     architecture: TransformerConfig
@@ -56,7 +53,7 @@ class RunState:
         return hyperparameters
 
     def save(self, saving: SaveBackend | None = None) -> Path:
-        """Save under ``--save``, at once or as ``saving`` does it; all ranks call it."""
+        """Save under ``--save``, at once or with ``saving``; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
         assert config.save is not None
         tensors = model_tensors(self.module.data_parallel.local_params, with_copies=False)
@@ -78,7 +75,7 @@ class RunState:
         return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state.to_json(), saving=saving)
 
     def load(self, saved: SavedRun, weights_only: bool) -> None:
-        """Load ``saved``, or its weights alone; all ranks call it."""
+        """Load ``saved``, or its weights alone; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
         check_architecture(
             asdict(self.architecture), asdict(saved.state.architecture), f"The checkpoint under {saved.root}"
@@ -91,7 +88,11 @@ class RunState:
         tensors = self._wanted_tensors(saved, with_optimizer)
         random_states = random_tensors(topology.rank, topology.device)
         with_random = config.load_rng and not weights_only and random_states.keys() <= saved.shapes.keys()
-        fp8_states = self._saved_fp8_states(saved)
+        fp8_states = {
+            name: tensor.new_empty(saved.shapes[name])
+            for name, tensor in fp8_tensors(self.module.fp8).items()
+            if name in saved.shapes  # none in the checkpoint of a run without FP8
+        }
         load_checkpoint(saved.root, saved.iteration, tensors | fp8_states | (random_states if with_random else {}))
         if self.module.fp8 is not None:
             self.module.fp8.load({name.removeprefix(FP8): tensor for name, tensor in fp8_states.items()})
@@ -106,12 +107,12 @@ class RunState:
             masters = renamed(optimizer_tensors(self.module.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters)
         if self.module.optimizer.has_master_weights:
-            # The weights of the checkpoint may have been rounded to another format.
+            # The checkpoint's weights may be rounded to another format than the model's.
             self.module.optimizer.publish()
             self.module.data_parallel.finish_param_all_gather()
 
     def load_hugging_face(self, source: Path, world: Communicator) -> None:
-        """Start from the weights of a model in Hugging Face's files; all ranks call it, each reads its own part."""
+        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards."""
 
         def fill() -> None:
             theirs = asdict(hugging_face_architecture(source))
@@ -122,21 +123,13 @@ class RunState:
 
         run_on_all_ranks(world, fill)
 
-    def _saved_fp8_states(self, saved: SavedRun) -> dict[str, Tensor]:
-        """Room for what the checkpoint knows of this rank's FP8 layers; a run without FP8 left nothing."""
-        return {
-            name: tensor.new_empty(saved.shapes[name])
-            for name, tensor in fp8_tensors(self.module.fp8).items()
-            if name in saved.shapes
-        }
-
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
         states = optimizer_tensors(self.module.optimizer)
         if not with_optimizer:
             return weights
         wanted = self.context.config.optimizer.optimizer
-        # Weights that no run of ours trained know of no optimizer.
+        # The checkpoint of converted weights has no optimizer.
         trained_with = saved.state.flags.get("optimizer", {}).get("optimizer", wanted)
         if trained_with != wanted:
             raise CheckpointError(
@@ -147,7 +140,7 @@ class RunState:
             raise CheckpointError(
                 f"The checkpoint under {saved.root} has no optimizer state: add --no-load-optim to initialize it."
             )
-        # Where one run has master weights and the other's model is as wide, the wider of the two is the truth.
+        # If only one of the two runs has master weights, the model's weights of the other are as precise.
         if saved.state.has_master_weights and not self.module.optimizer.has_master_weights:
             weights = renamed(weights, MODEL, MASTER)
         if not saved.state.has_master_weights:

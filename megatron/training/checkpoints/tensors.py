@@ -12,8 +12,8 @@ from megatron.core.optimizer.optimizer import Optimizer
 
 
 def model_tensors(weights: Iterable[LocalParam], with_copies: bool = True) -> dict[str, Tensor]:
-    """The weights that a rank stores by global name; ``with_copies``, also the head's copy of a tied weight, which is
-    loaded but not saved."""
+    """This rank's weights by global name; ``with_copies`` includes the output layer's copy of a tied embedding, which
+    is loaded but not saved."""
     return {
         f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(weight.info, weight.tensor, weight.start)
         for weight in weights
@@ -22,10 +22,7 @@ def model_tensors(weights: Iterable[LocalParam], with_copies: bool = True) -> di
 
 
 def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[str, Tensor]:
-    """Master weights and moments by global name; a rank names only what it has a part of.
-
-    ``with_copies`` as in :func:`model_tensors`.
-    """
+    """This rank's master weights and moments by global name; ``with_copies`` as in :func:`model_tensors`."""
     return {
         f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(state.info, state.tensor, state.start)
         for state in optimizer.state()
