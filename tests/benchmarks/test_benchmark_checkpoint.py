@@ -76,7 +76,7 @@ def test_two_ranks_hold_the_halves_of_every_tensor() -> None:
     config = BenchmarkConfig(size_mb=4, ranks=2)
     halves = [Tensors(config, rank) for rank in range(2)]
     for name, whole in Tensors(BenchmarkConfig(size_mb=4), 0).boxed.items():
-        offsets = [tuple(half.boxed[name].pieces[0][0]) for half in halves]  # type: ignore[attr-defined]
+        offsets = [tuple(half.boxed[name].boxes[0][0]) for half in halves]  # type: ignore[attr-defined]
         sizes = [half.local[name].shape[0] for half in halves]
         assert all(half.boxed[name].shape == whole.shape for half in halves), name
         assert sizes == [whole.shape[0] // 2] * 2, name
