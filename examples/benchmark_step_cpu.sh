@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A training step of a 20 M-parameter Llama on two CPU cores, in bf16, beside its bound and transformers, eager and
-# compiled (which needs a C++ compiler and some minutes). More flags may follow: --repeats 30 --json step.json
+# A training step of a 20 M-parameter Llama on two CPU cores in bf16, compared with its bounds and with transformers,
+# eager and compiled (which needs a C++ compiler and some minutes). Additional flags: --repeats 30 --json step.json
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements-dev.txt

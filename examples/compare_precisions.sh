@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
-# The quickstart's model trained in every precision, from the same weights and on the same samples: how far the loss
-# leaves fp32's. Exits with an error if a curve leaves its band. It took 53 minutes on two CPU cores that others used as
-# well. Interrupt it whenever you like and run it again: what has been trained to the end, with the same flags, is kept.
+# Trains the quickstart's model in every precision, from the same weights and on the same samples, and compares the
+# losses with fp32. Exits with an error if a curve leaves its band. It took 53 minutes on two CPU cores that were also
+# used by others. It can be interrupted and restarted: finished runs with the same flags are kept.
 #
 #   bash examples/compare_precisions.sh
 #   PRECISIONS="fp32 bf16" ITERATIONS=50 RUN=runs/short bash examples/compare_precisions.sh --lr 1e-3
 #
-# Arguments are flags for every run, and override those here.
+# Arguments are flags for every run, and override the flags here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh requirements.txt
 
 RUN=${RUN:-runs/precisions}        # curves, logs and the drawing
 ITERATIONS=${ITERATIONS:-200}
-DATA=${DATA:-runs/quickstart}      # corpus, tokenizer and tokens, made if they are not there
+DATA=${DATA:-runs/quickstart}      # corpus, tokenizer and tokens, made if missing
 source examples/quickstart_recipe.sh
 WINDOW=$((ITERATIONS < 20 ? ITERATIONS : 20))
 
 HYBRID="--bf16 --fp8-format hybrid"
 declare -A FLAGS=(
     [fp32]=""
-    [fp32-other-seed]="--seed 4321"                 # how much chance makes out
+    [fp32-other-seed]="--seed 4321"                 # the effect of chance
     [bf16]="--bf16"
     [fp16]="--fp16 --initial-loss-scale 65536"      # from 2^32, the default, the first steps would be skipped
     [fp8-delayed]="$HYBRID --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
     [fp8-delayed-default]="$HYBRID"                 # history 1
     [fp8-tensorwise]="$HYBRID --fp8-recipe tensorwise"
 )
-# Percent by which the mean loss may differ from that of fp32, and the smoothed loss be higher: docs/precision.md.
+# Percent by which the mean loss may differ from fp32, and by which the smoothed loss may be higher: docs/precision.md.
 declare -A BANDS=(
     [fp32-other-seed]=inf
     [bf16]=0.5 [fp16]=0.5 [fp8-delayed]=1 [fp8-delayed-default]=1 [fp8-tensorwise]=1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A tiny Llama on two CPU processes, tensor parallel: what a recipe does, in seconds. Knobs: examples/launch.sh.
-# (examples/quickstart.sh is the tour with a corpus, a tokenizer and a sample.)
+# A tiny Llama on two CPU processes with tensor parallelism, in seconds. Knobs: examples/launch.sh.
+# (examples/quickstart.sh also makes a corpus, a tokenizer and a sample.)
 #
 #   bash examples/cpu.sh
 set -euo pipefail

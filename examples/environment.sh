@@ -1,32 +1,32 @@
-# Sourced by launch.sh: the environment of every process. Whatever is set already stays.
+# Sourced by launch.sh: the environment of every process. Variables that are already set are not changed.
 # shellcheck shell=bash
 
-# Kernels start in the order in which they were launched. The backward pass of a tensor-parallel linear layer launches
-# its collective before its weight gradient; on several hardware queues the product may take all multiprocessors first,
-# and the collective, on which the next layer waits, starts when it is over. FSDP gathers weights on a stream of its
-# own behind the computation, which wants several: set CUDA's own default, 8, with --use-torch-fsdp2.
+# With 1, kernels start in the order in which they were launched. The backward pass of a tensor-parallel linear layer
+# launches its collective before its weight-gradient GEMM. With several hardware queues the GEMM may occupy all
+# multiprocessors first, and the collective, for which the next layer waits, starts after it. FSDP all-gathers weights on
+# a separate stream, which needs several queues: with --use-torch-fsdp2 set 8, CUDA's default.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
-# The allocator's segments grow where they are, so that tensors of changing sizes (documents, batch-size ramps) leave no
-# holes that only fit the sizes of before. torch before 2.9 knew it as PYTORCH_CUDA_ALLOC_CONF.
+# The allocator extends its segments, so tensors of varying sizes (documents, batch-size ramp-up) cause less
+# fragmentation. Before torch 2.9 the variable was PYTORCH_CUDA_ALLOC_CONF.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
-# Threads of a process on the host, which launches kernels and little else. torchrun sets 1 as well, with a warning.
+# CPU threads of a process; it does little more than launch kernels. torchrun also sets 1, with a warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# torch remembers the last collectives of every process (the flight recorder, on by default) and writes them to files
-# when one times out: they tell which rank was missing. Llama 3 was debugged with it (arXiv 2407.21783, section 3.3.4).
+# torch records the last collectives of every process (flight recorder, on by default) and writes them to files when one
+# times out; the files show which rank was missing. Llama 3 was debugged with it (arXiv 2407.21783, section 3.3.4).
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
-# Where these files go, the rank's number appended. The default, ~/.cache/torch/comm_lib_trace_rank_, is the same for
-# all jobs of a user:
+# Prefix of these files; the rank is appended. The default, ~/.cache/torch/comm_lib_trace_rank_, is the same for all jobs
+# of a user:
 # export TORCH_FR_DUMP_TEMP_FILE=/shared/flight_recorder/rank_
 
-# What only you can know of your cluster. NCCL finds interfaces by itself and picks a wrong one where a machine has
-# several: name those that reach the other machines (`ip link`, `ibdev2netdev`).
-# export NCCL_SOCKET_IFNAME=eth0    # the connection over which NCCL's ranks meet
-# export GLOO_SOCKET_IFNAME=eth0    # the same for gloo, which runs on CPUs use
+# These depend on your cluster. NCCL finds network interfaces itself, but may choose a wrong one if a machine has several:
+# set those that reach the other machines (`ip link`, `ibdev2netdev`).
+# export NCCL_SOCKET_IFNAME=eth0    # interface over which NCCL's ranks connect
+# export GLOO_SOCKET_IFNAME=eth0    # the same for gloo, which is used on CPUs
 # export NCCL_IB_HCA=mlx5           # InfiniBand or RoCE adapters
-# export NCCL_DEBUG=WARN            # INFO tells which adapters and algorithms NCCL chose
+# export NCCL_DEBUG=WARN            # INFO logs the adapters and algorithms that NCCL chose
 
-# Not set on purpose: NCCL_ALGO, NCCL_PROTO, NCCL_MIN_NCHANNELS and the like, which NCCL chooses by the size of each
-# message and the topology; and TORCH_NCCL_AVOID_RECORD_STREAMS (arXiv 2407.21783, section 3.3.2), torch's default now.
+# Deliberately not set: NCCL_ALGO, NCCL_PROTO, NCCL_MIN_NCHANNELS and similar variables, because NCCL chooses by message
+# size and topology; and TORCH_NCCL_AVOID_RECORD_STREAMS (arXiv 2407.21783, section 3.3.2), which is now torch's default.

@@ -1,25 +1,26 @@
 # Sourced by the recipes of this directory: where a run takes place, and how it is started.
 #
-# A recipe sets FLAGS, the model and how it is trained, and may set defaults of the knobs below; then it sources this
-# file and calls `launch "$@"`. Flags after the recipe's name come last, so they win. Knobs are environment variables:
+# A recipe sources this file, sets FLAGS (the model and its training), and calls `launch "$@"`. Before, it may set other
+# defaults of the knobs below, which are environment variables. Flags after the name of the recipe come last, so they
+# override those of the recipe.
 #
-#   DRY_RUN=1          build and check the run, start nothing: no GPU needed, any number of nodes
-#   NODES              machines (in a SLURM job: all of the job's)
-#   GPUS_PER_NODE      processes on each of them (8)
-#   NODE_RANK          this machine's number, 0 to NODES - 1; every machine runs the recipe (in a SLURM job: set by it)
+#   DRY_RUN=1          only simulate the run: no GPU needed, any number of nodes
+#   NODES              number of machines (in a SLURM job: all machines of the job)
+#   GPUS_PER_NODE      processes per machine (8)
+#   NODE_RANK          number of this machine, 0 to NODES - 1; start the recipe on every machine (under SLURM it is set)
 #   MASTER_ADDR        host of machine 0
 #   MASTER_PORT        a free port there (29500)
-#   MAX_RESTARTS       how often the ranks are started again on the same machines after a crash (3)
+#   MAX_RESTARTS       restarts of the ranks on the same machines after a crash (3)
 #   OUTPUT             directory for checkpoints and metrics, on storage that all machines share (runs/NAME)
 #   TOKENIZER_MODEL    Llama 3's tokenizer.model
 #   DATA_PATH          tokenized corpora, as --data-path takes them: "0.7 data/web_text_document 0.3 data/code_text_document"
 #   VOCAB_SIZE         vocabulary of a run without DATA_PATH (Llama 3's, 128256)
 #   DATA_CACHE_PATH    directory for the cached sample order, on shared storage (beside the first corpus)
 #
-# Without DATA_PATH the run trains on synthetic tokens: to measure a cluster, not to get a model.
+# Without DATA_PATH the run trains on synthetic tokens, for measurements of a cluster.
 
 # shellcheck shell=bash
-# FLAGS is the recipe's.
+# The recipe sets FLAGS.
 # shellcheck disable=SC2154
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -53,7 +54,7 @@ data_flags() {
     fi
 }
 
-# Start the run, in place of the shell: the recipe's flags, data, output, then "$@".
+# Replace the shell by the run: the flags of the recipe, data, output, then "$@".
 launch() {
     data_flags
     local output=(
@@ -64,13 +65,13 @@ launch() {
     if [ "${DRY_RUN:-0}" = 1 ]; then
         exec python "${run[@]}" --dry-run --num-gpus $((NODES * GPUS_PER_NODE)) "$@"
     fi
-    # Ranks follow NODE_RANK, which c10d's rendezvous would not promise: neighbours in the network are to be
-    # neighbours in the grid (arXiv 2407.21783, section 3.3.2).
+    # A static rendezvous numbers the ranks by NODE_RANK, c10d's does not: neighbours in the network should be neighbours
+    # in the rank grid (arXiv 2407.21783, section 3.3.2).
     local place=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     if [ "$NODES" = 1 ]; then
         place=(--standalone)
     fi
-    # torchrun, which also obeys the exit codes of pretrain_llama.py (docs/slurm.md).
+    # torchrun with an agent that obeys the exit codes of pretrain_llama.py (docs/operation.md).
     exec python -m megatron.operation.launch --max-restarts "$MAX_RESTARTS" \
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
         "${place[@]}" --nproc-per-node "$GPUS_PER_NODE" "${run[@]}" "$@"

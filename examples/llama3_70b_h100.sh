@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Llama 3 70B on 8 nodes of 8 H100s (80 GB), or more (NODES). Knobs: examples/launch.sh, and
 #
-#   PRECISION=fp8      products of linear layers in FP8 (default: bf16, as the paper trained)
+#   PRECISION=fp8      linear layers in FP8 (default: bf16, as in the paper)
 #
 # "The paper": The Llama 3 Herd of Models, arXiv 2407.21783. It describes the 405B; "we use similar recipes to pre-train
-# the 8B and 70B models" (section 3.4). Not run on H100s by us yet.
+# the 8B and 70B models" (section 3.4). Not run on H100s yet.
 #
 #   DRY_RUN=1 NODES=64 PRECISION=fp8 bash examples/llama3_70b_h100.sh
 set -euo pipefail
@@ -13,30 +13,31 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 FLAGS=(
     --model llama3-70b   # 80 layers of 8,192, MLP 28,672, 64 heads, 8 of keys and values, RoPE base 500,000: table 3
-    --seq-length 8192    # section 3.4.1. The 405B began with 4,096 for its first 252M tokens, 0.002 % of them: left out
+    --seq-length 8192    # section 3.4.1. Without the 405B's first 252M tokens (0.002 %) with 4,096
     --reset-attention-mask   # no attention between documents of one sequence: section 3.2
 
-    # Layout: our choice. Tensor parallelism fills a node; 5 chunks of 4 layers on each of 4 stages.
+    # Layout: our choice. Tensor-parallel ranks are one node; 5 chunks of 4 layers on each of 4 stages.
     --tensor-model-parallel-size 8 --sequence-parallel
     --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 5
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --micro-batch-size 1
     --bf16 --accumulate-allreduce-grads-in-fp32   # gradients accumulated and reduced in fp32: section 3.3.2
 
-    # Batch: the 405B's 4M, 8M and 16M tokens at the same numbers of tokens (section 3.4.1), in sequences of 8,192.
+    # Batch: 4M, 8M and 16M tokens from the same numbers of tokens on as for the 405B (section 3.4.1), in sequences of
+    # 8,192.
     --step-batch-size-schedule "0:512 252M:1024 2.87T:2048"
 
     --lr 1.5e-4          # table 3
     --lr-decay-style cosine
     --min-lr 1.5e-6      # 1 % of the peak, as the 405B's: section 3.4.1
-    # The 405B's 8,000 and 1,200,000 steps (section 3.4.1) as samples of these batches. Schedules go by samples here, as
-    # in Megatron-LM, so that the cosine falls half as fast while batches are half as large.
+    # The 405B's 8,000 and 1,200,000 steps (section 3.4.1) as samples of these batches. Schedules count samples, as in
+    # Megatron-LM, so the cosine decreases half as fast per step while batches are half as large.
     --lr-warmup-samples 8160768 --lr-decay-samples 2107194880
     --train-samples 1904296875   # 15.6T tokens: section 1
     --optimizer adam     # AdamW: section 3.4.1
-    # Section 3.2.1, of the runs for its scaling laws: "0.1 times the learning rate", which is how AdamW applies it.
+    # Section 3.2.1, for the runs of its scaling laws: "0.1 times the learning rate", as AdamW applies it.
     --weight-decay 0.1
-    # The paper is silent; Llama 2's (arXiv 2307.09288, section 2.2).
+    # The paper does not say; Llama 2's values (arXiv 2307.09288, section 2.2).
     --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1.0
 
     # The rest is our choice.
@@ -45,7 +46,7 @@ FLAGS=(
     --log-interval 10 --manual-gc --manual-gc-interval 100
 )
 if [ "${PRECISION:-bf16}" = fp8 ]; then
-    # Our choice: scales from the largest magnitude of the last 1,024 steps; docs/precision.md.
+    # Our choice: scales from the largest amax of the last 1,024 steps; docs/precision.md.
     FLAGS+=(--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max)
 fi
 launch "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3 8B on one node of 8 H100s (80 GB), or more (NODES). Knobs: examples/launch.sh. Not run on H100s by us yet.
+# Llama 3 8B on one node of 8 H100s (80 GB), or more (NODES). Knobs: examples/launch.sh. Not run on H100s yet.
 #
 # "The paper": The Llama 3 Herd of Models, arXiv 2407.21783. It describes the 405B; "we use similar recipes to pre-train
 # the 8B and 70B models" (section 3.4).
@@ -11,27 +11,27 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 FLAGS=(
     --model llama3-8b   # 32 layers of 4,096, MLP 14,336, 32 heads, 8 of keys and values, RoPE base 500,000: table 3
-    --seq-length 8192   # section 3.4.1. The 405B began with 4,096 for its first 252M tokens, 0.002 % of them: left out
+    --seq-length 8192   # section 3.4.1. Without the 405B's first 252M tokens (0.002 %) with 4,096
     --reset-attention-mask   # no attention between documents of one sequence: section 3.2
 
-    # Layout: our choice. Two GPUs share weights and activations, which makes room for 8,192 tokens without recompute.
+    # Layout: our choice. With tensor-parallel size 2, 8,192 tokens fit without recompute.
     --tensor-model-parallel-size 2 --sequence-parallel
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --micro-batch-size 1
     --bf16 --accumulate-allreduce-grads-in-fp32   # gradients accumulated and reduced in fp32: section 3.3.2
 
-    # Batch: our choice, the 4M tokens with which the 405B began (512 x 8,192).
+    # Batch: our choice, the initial 4M tokens of the 405B (512 x 8,192).
     --global-batch-size 512
 
     --lr 3e-4           # table 3
     --lr-decay-style cosine
-    --lr-warmup-iters 8000   # section 3.4.1, and the next two as there: down to 1 % of the peak
+    --lr-warmup-iters 8000   # section 3.4.1, also for the next two: decay to 1 % of the peak
     --min-lr 3e-6
-    --train-iters 1200000    # 5.0T tokens of 4M each; the paper's 15T need larger batches or three times as long
+    --train-iters 1200000    # 5.0T tokens in batches of 4M; the paper's 15T need larger batches or three times as many
     --optimizer adam    # AdamW: section 3.4.1
-    # Section 3.2.1, of the runs for its scaling laws: "0.1 times the learning rate", which is how AdamW applies it.
+    # Section 3.2.1, for the runs of its scaling laws: "0.1 times the learning rate", as AdamW applies it.
     --weight-decay 0.1
-    # The paper is silent; Llama 2's (arXiv 2307.09288, section 2.2).
+    # The paper does not say; Llama 2's values (arXiv 2307.09288, section 2.2).
     --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1.0
 
     # The rest is our choice.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained tiny Llama: corpus, tokenizer, data, training on two processes, loss curve, sample.
-# Interrupt it whenever you like and run it again: what is done is not done twice, and training resumes.
+# It can be interrupted and restarted: it skips finished steps, and training resumes.
 #
 #   bash examples/quickstart.sh            RUN=my_dir ITERATIONS=1000 bash examples/quickstart.sh
 set -euo pipefail
@@ -12,7 +12,7 @@ ITERATIONS=${ITERATIONS:-240}
 DATA=$RUN
 source examples/quickstart_recipe.sh
 
-# bf16 where the device multiplies it faster than fp32.
+# bf16 if the device multiplies it faster than fp32.
 fastest_precision() {
     PYTHONPATH=. python - <<'PYTHON'
 import time

@@ -1,5 +1,5 @@
-# Sourced by scripts that train the quickstart's model, after tools/environment.sh: makes corpus, tokenizer and data in
-# DATA unless they are there, and sets TOKENIZER; count_processes and recipe say how to train.
+# Sourced after tools/environment.sh by scripts that train the quickstart's model: makes corpus, tokenizer and data in
+# DATA if they are missing, sets TOKENIZER, and defines count_processes and recipe.
 # shellcheck shell=bash
 
 VOCABULARY=${VOCABULARY:-4096}
@@ -24,12 +24,12 @@ if [ ! -f "$DATA/corpus_text_document.idx" ]; then
         --append-eod --workers 2 "${TOKENIZER[@]}"
 fi
 
-# Two processes: on two GPUs if there are as many, on one GPU alone, otherwise on the CPU with one thread each.
+# One process on a machine with one GPU, otherwise two: on two GPUs, or on the CPU with one thread each.
 count_processes() {
     python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)'
 }
 
-# recipe ITERATIONS: layout, model, batch, learning rate and data for PROCESSES, one flag or value a line.
+# recipe ITERATIONS: layout, model, batch, learning rate and data for PROCESSES, one flag or value per line.
 recipe() {
     printf '%s\n' \
         --tensor-model-parallel-size "$PROCESSES" --sequence-parallel --use-distributed-optimizer \
