@@ -93,7 +93,7 @@ def _summary(plan: Plan) -> Text:
         f"step: {run.global_batch_size:,} sequences of {run.config.seq_length:,} tokens, {run.num_microbatches} "
         f"microbatches of {run.config.micro_batch_size} on every rank; {run.flops_per_step:.4g} model FLOPs",
         f"pipeline: {run.placement.num_stages} stages, layers {_counts(run.layers)}; bubble "
-        f"{run.bubble_fraction():.1%} (by FLOPs, messages for free)",
+        f"{run.bubble_fraction():.1%} (by FLOPs; messages take no time)",
     ]
     return Text("\n".join(lines))
 
