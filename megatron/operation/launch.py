@@ -38,7 +38,7 @@ CRASH_SECONDS = 5
 JOIN_SECONDS = 30
 """Time for ranks to save when a node joins, as in torchrun."""
 _PARTING_SECONDS = 60.0
-_NODES_SECONDS = 1.0  # between two looks at what other nodes say
+_NODES_SECONDS = 1.0  # between two reads of the state of other nodes
 
 
 def final_code(exit_codes: Iterable[int]) -> ExitCode | None:
@@ -55,16 +55,14 @@ class Agent(LocalElasticAgent):
         self.exit_code = ExitCode.COMPLETE
         """Exit code of the job, after :meth:`run`."""
         self._save_seconds = save_seconds
-        self._looked_at_nodes = 0.0
-
-    # --- what torch calls ---------------------------------------------------------------------------------------
+        self._nodes_read_at = 0.0
 
     def run(self, role: str = "default") -> RunResult:
         """Start the ranks, restart them if that may help, and wait for the end of the job."""
         try:
             result = super().run(role)
         except SignalException:
-            # The ranks got the signal, too, and have ended since.
+            # The ranks received the signal, too, and have ended since.
             codes = self._rank_codes().values()
             self.exit_code = final_code(codes) or (ExitCode.CRASH if any(codes) or not codes else ExitCode.COMPLETE)
             result = RunResult(WorkerState.STOPPED)
@@ -76,7 +74,7 @@ class Agent(LocalElasticAgent):
             self.exit_code, result = code, RunResult(WorkerState.STOPPED)
         self._part_from_nodes()
         if result is None or (result.is_failed() and not result.failures):
-            return RunResult(WorkerState.STOPPED)  # all that failed was on other nodes
+            return RunResult(WorkerState.STOPPED)  # the failed ranks are on other nodes
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -86,7 +84,7 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._conclude([failure.exitcode for failure in result.failures.values()])
-            # The cause is the earliest, in whole seconds, and of equal ones the first here: not a rank killed above.
+            # torch reports the earliest failure, in whole seconds, or the first here: not a rank killed above.
             first = [worker_group.workers[rank].global_rank for rank in failed]
             result.failures = {rank: result.failures[rank] for rank in (*first, *result.failures)}
         elif result.state == WorkerState.HEALTHY and self._failed_elsewhere():
@@ -105,8 +103,6 @@ class Agent(LocalElasticAgent):
         # torch 2.11 calls it without a timeout.
         self._close(self._save_seconds, death_sig)
         super()._shutdown(death_sig)
-
-    # --- ranks of this node -------------------------------------------------------------------------------------
 
     def _rank_codes(self) -> dict[int, int]:
         """Exit codes of ended ranks, by local rank."""
@@ -148,8 +144,6 @@ class Agent(LocalElasticAgent):
         if self._nodes is not None:
             self._nodes.end_job(code)
 
-    # --- other nodes --------------------------------------------------------------------------------------------
-
     @property
     def _restarts(self) -> int:
         return self._worker_group.spec.max_restarts - self._remaining_restarts
@@ -163,9 +157,9 @@ class Agent(LocalElasticAgent):
     def _failed_elsewhere(self) -> bool:
         """Whether ranks of another node failed, so that the healthy ranks of this node must end."""
         nodes, now = self._nodes, time.monotonic()
-        if nodes is None or now - self._looked_at_nodes < _NODES_SECONDS:
+        if nodes is None or now - self._nodes_read_at < _NODES_SECONDS:
             return False
-        self._looked_at_nodes = now
+        self._nodes_read_at = now
         code = nodes.exit_code()
         if code == ExitCode.STOPPED:
             return False  # all ranks stop together, those of this node soon

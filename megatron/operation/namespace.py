@@ -11,12 +11,12 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds until the ranks look for those that have come since
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at a key
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two checks for new ranks
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two reads of a key
 
 
 def fresh_namespace(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The part of ``store`` that belongs to this attempt, the same for all its ranks and empty; all ranks call it.
+    """An empty part of ``store`` for all ranks of this attempt; a collective.
 
     No key of an earlier attempt can be mistaken for one of this attempt, because every key after the first contains a
     token that a live rank has drawn at random:
@@ -64,7 +64,7 @@ def _follow(store: Store, rank: int, world_size: int, deadline: float) -> str:
     while time.monotonic() < deadline:
         if not _wait(store, [f"answer/{token}"], _LONGEST_WAIT):
             continue
-        # Read anew: another rank 0 may have taken the place of one that has died since.
+        # Read again: a new rank 0 may have replaced a dead one.
         name = store.get(f"answer/{token}").decode()
         store.set(f"ready/{name}/{rank}", "")
         if _wait(store, [f"start/{name}"], _LONGEST_WAIT):

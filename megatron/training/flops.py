@@ -1,7 +1,7 @@
-"""Model FLOPs, the peak of a device, and the ratio of the two (MFU).
+"""The peak FLOP/s of a device, and model FLOPs utilisation (MFU).
 
-MFU counts what the model needs, not what the hardware does: causal attention is counted at half of the full
-square, recomputed activations are not counted, and the peak is the dense one (without 2:4 sparsity).
+MFU counts the FLOPs of the model: half of the square for causal attention, no recompute. The peak is dense (without 2:4
+sparsity).
 """
 
 import re
@@ -59,7 +59,7 @@ def device_peak_tflops(device_name: str, dtype: str) -> float | None:
     ``device_name`` is from ``torch.cuda.get_device_name``; ``dtype`` is bf16, fp16, fp8, tf32 or fp32.
     """
     if "MIG" in device_name:
-        return None  # a slice of a GPU: the whole one's peak would make MFU look absurdly low
+        return None  # a slice of a GPU, with a fraction of the peak
     for pattern, peaks in DENSE_PEAK_TFLOPS:
         if re.search(rf"\b{pattern}", device_name):
             return peaks.get(dtype)
@@ -69,7 +69,7 @@ def device_peak_tflops(device_name: str, dtype: str) -> float | None:
 _PROBE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    # On a CPU, FP8 products are computed from wider numbers, so that no FP8 peak exists to measure.
+    # CPUs compute FP8 products in wider formats.
     "fp8": torch.bfloat16,
     "tf32": torch.float32,
     "fp32": torch.float32,
@@ -80,8 +80,7 @@ _PROBE_DTYPES = {
 def measured_peak_tflops(dtype: str, seconds: float = 0.25) -> float:
     """Best rate in TFLOP/s of a square matrix product on this process's CPU threads.
 
-    The size doubles from 64 until one product takes a fair share of ``seconds``, because the same product takes
-    microseconds in one precision and seconds in another; the fastest product counts. ``dtype`` as in
+    The size doubles from 64 while two larger products would fit into ``seconds``. ``dtype`` as in
     :func:`device_peak_tflops`, or ``fp64``.
     """
     deadline = time.perf_counter() + seconds
@@ -94,20 +93,16 @@ def measured_peak_tflops(dtype: str, seconds: float = 0.25) -> float:
         best = max(best, 2.0 * size**3 / (end - start) / 1e12)
         if end >= deadline:
             return best
-        # Twice the size takes eight times as long: grow while two such products would still fit.
+        # Twice the size takes eight times as long.
         if size < _LARGEST_PROBE and 16 * (end - start) < deadline - end:
             size *= 2
             operand = torch.ones(size, size, dtype=operand.dtype)
 
 
-def resolve_peak(
-    device_name: str | None,
-    dtype: str,
-    peak_tflops: float | None = None,
-) -> tuple[float | None, str]:
-    """The peak that MFU is measured against, and a sentence for the log that says where it comes from.
+def resolve_peak(device_name: str | None, dtype: str, peak_tflops: float | None = None) -> tuple[float | None, str]:
+    """The peak for MFU, and a sentence for the log with its source.
 
-    ``device_name`` is None on a CPU, whose peak is measured. ``peak_tflops`` (``--peak-tflops``) overrides everything.
+    ``device_name`` is None on a CPU, whose peak is measured. ``peak_tflops`` (``--peak-tflops``) overrides it.
     """
     if peak_tflops is not None:
         return peak_tflops, f"MFU is relative to {peak_tflops:g} TFLOP/s, given by --peak-tflops."

@@ -1,4 +1,4 @@
-"""From a process started by torchrun (or alone) to a rank in the grid."""
+"""The process, its device, and its place in the grid of ranks."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those of the run."""
+    """The ranks of this process."""
 
     rank: int = 0
     local_rank: int = 0
@@ -31,11 +31,11 @@ class Process:
     local_world_size: int = 1
     """Processes on this node."""
     has_thread_count: bool = False
-    """Whether OMP_NUM_THREADS says how many threads each rank uses on a CPU."""
+    """Whether OMP_NUM_THREADS is set."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Process":
-        """What torchrun (or SLURM with its variables exported likewise) says; alone without it."""
+        """From the variables of torchrun; without them a single process."""
         return Process(
             int(environment.get("RANK", 0)),
             int(environment.get("LOCAL_RANK", 0)),
@@ -75,16 +75,15 @@ def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
 
 @contextmanager
 def init_distributed(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
-    """Join the other processes, take this one's place in the grid, and part from them in the end.
+    """Initialise the process groups and destroy them in the end.
 
-    After an error of our own making, or of this rank alone, the process just ends, and the others with it.
+    After an error of this rank alone they are not destroyed: the other ranks may wait in a collective.
     """
     _join(parallel, process, device)
     grid = rank_grid(parallel, process.world_size)
     try:
         yield Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
     except UserError as error:
-        # The others know of it too and leave with us; otherwise they wait in a collective, and we must not.
         if not error.is_local:
             _part()
         raise
@@ -109,20 +108,19 @@ def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> N
     if process.world_size > 1:
         rank, world_size = process.rank, process.world_size
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        # torchrun's agent keeps this store when it restarts the ranks, with all that the ranks before have written.
+        # torchrun's agent keeps this store, with the keys of the ranks of earlier attempts.
         shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store = fresh_namespace(shared, rank, world_size, timeout)
-        # Without device_id: torch would then split groups off the world's communicator, in which all ranks must
-        # take part, while ours are made by their members alone.
+        # Without device_id: torch would then split groups off the world's communicator, a collective of all ranks,
+        # but only the members of a group create it.
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def prepare_cpu(process: Process) -> None:
     """Settings of a process that computes on the CPU.
 
-    Each rank takes its share of the cores unless told how many threads to use; and freed memory stays with the
-    process, because giving it back and getting it again, page by page, in every step costs some 5 % (measured;
-    Linux with glibc only).
+    Without OMP_NUM_THREADS each rank uses its share of the cores. The process keeps freed memory, because returning and
+    reallocating it in every step costs some 5 % (measured; Linux with glibc only).
     """
     if not process.has_thread_count:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))

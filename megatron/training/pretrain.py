@@ -1,4 +1,4 @@
-"""Pretraining from flags to the last checkpoint."""
+"""Pretraining."""
 
 import os
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from megatron.training.signals import StopRequested, watch_signals
 
 
 def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> ExitCode:
-    """Run this process's part of the training that ``config`` describes: complete, or stopped on request.
+    """Run this rank's part of the training; returns COMPLETE or STOPPED.
 
     ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). Raises
-    :class:`~megatron.errors.UserError` for what the user can mend.
+    :class:`~megatron.errors.UserError`.
     """
 
     def log_rank0(text: str) -> None:
@@ -59,7 +59,7 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> Exit
 
 @contextmanager
 def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
-    """Let torch use none but deterministic algorithms (``--deterministic-mode``)."""
+    """Restrict torch to deterministic algorithms (``--deterministic-mode``)."""
     before = torch.are_deterministic_algorithms_enabled()
     if are_wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products on GPUs

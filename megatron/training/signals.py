@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop."""
+"""Signals that request a graceful stop."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class StopRequested(UserError):
-    """A signal asked this run to stop before it trained: there is nothing to save."""
+    """A signal requested a stop before training began: there is nothing to save."""
 
     exit_code = ExitCode.STOPPED
 
 
 class SignalWatch:
-    """Remembers the first signal."""
+    """Records the first signal."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -27,7 +27,7 @@ class SignalWatch:
         self.previous: dict[signal.Signals, Handler] = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handler: remember; after the second, give signals their usual effect again."""
+        """Signal handler; at the second signal it restores the previous handlers."""
         self.received = self.received or signal.Signals(number).name
         self._count += 1
         if self._count == 2:
@@ -37,9 +37,9 @@ class SignalWatch:
 
 @contextmanager
 def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
-    """Note SIGINT and ``--exit-signal`` instead of dying of them; the third signal acts as usual.
+    """Record SIGINT and ``--exit-signal``; the third signal has its usual effect.
 
-    Ctrl-C under torchrun may come twice: from the terminal and from torchrun.
+    Ctrl-C under torchrun may arrive twice: from the terminal and from torchrun.
     """
     watch = SignalWatch()
     names = ("SIGINT", config.exit_signal) if config.exit_signal_handler else ()

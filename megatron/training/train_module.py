@@ -1,4 +1,4 @@
-"""What a rank computes training steps with."""
+"""The parts of a rank that compute training steps."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 
 @dataclass(frozen=True)
 class TrainModule:
-    """A rank's part of the model in its pipeline, its gradients, its optimizer, and the scales of reduced precision."""
+    """A rank's pipeline executor, data parallelism, optimizer and scales."""
 
     executor: PipelineExecutor
     data_parallel: DataParallel
     optimizer: Optimizer
     loss_scaler: LossScaler
     loss_ranks: Communicator
-    """The ranks whose losses add up: data-parallel and context-parallel ranks, and the pipeline stages."""
+    """Ranks over which the loss is summed: data-parallel, context-parallel and pipeline-parallel."""
     fp8: Fp8Layers | None = None

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101): torch's or another library's, and torch's over gradients and moments in narrow formats."""
+"""AdamW (arXiv 1711.05101): torch's or another library's, also with moments and gradients in bf16."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 BF16_SPACING = 2.0**-7
 """Largest relative distance between neighbouring bf16 numbers."""
 SLICE = 1 << 22
-"""Elements that are widened at a time, so that the wide copies of narrow tensors take little memory."""
+"""Elements per slice of bf16 tensors, which bounds the memory of their fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ class AdamFlags(Flags):
 
 
 class Adam(UpdateRule):
-    """AdamW."""
-
     name = "adam"
     flags = AdamFlags
 
@@ -69,7 +67,6 @@ class Adam(UpdateRule):
         self._betas = (flags.adam_beta1, flags.adam_beta2)
 
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
-        """The two moments."""
         import torch
 
         formats = {"exp_avg": weight.dtype, "exp_avg_sq": weight.dtype}
@@ -79,29 +76,28 @@ class Adam(UpdateRule):
         return {kind: torch.zeros_like(weight, dtype=dtype) for kind, dtype in formats.items()}
 
     def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
-        """One optimizer over all groups, from the library that the context names."""
         if self._flags.use_precision_aware_optimizer:
             return super().bind(groups, context)
         import torch
 
         groups = [group for group in groups if group.shards]
         if not groups:
-            # The rank's shard is all padding; torch refuses an empty list.
+            # The rank's shard is padding; torch refuses an empty list.
             return lambda step: None
         parameters = [{"params": [shard.weight for shard in group.shards]} for group in groups]
         optimizer = context.adam(parameters, self._betas, self._flags.adam_eps)
         steps = []
         for shard in (shard for group in groups for shard in group.shards):
-            # Other libraries read the step on the host, which should not wait for the device.
+            # Other libraries read the step on the host; on the CPU it needs no synchronisation.
             device = shard.weight.device if isinstance(optimizer, torch.optim.AdamW) else "cpu"
             steps.append(torch.zeros((), dtype=torch.float32, device=device))
             optimizer.state[shard.weight] = {"step": steps[-1], **shard.state}
             shard.weight.grad = shard.gradient
 
         def update(step: int) -> None:
-            for theirs, group in zip(optimizer.param_groups, groups):
-                theirs["lr"], theirs["weight_decay"] = group.learning_rate, group.weight_decay
-            # They count from the number of updates before.
+            for parameter_group, group in zip(optimizer.param_groups, groups):
+                parameter_group["lr"], parameter_group["weight_decay"] = group.learning_rate, group.weight_decay
+            # The optimizer increments its steps.
             torch._foreach_zero_(steps)
             torch._foreach_add_(steps, step - 1)
             optimizer.step()
@@ -109,7 +105,7 @@ class Adam(UpdateRule):
         return update
 
     def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
-        """Torch's fused AdamW on slices, widened to the format of the weights."""
+        """Torch's fused AdamW on slices, converted to the weights' dtype."""
         import torch
         from torch.optim.adamw import adamw
 

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised with a Newton-Schulz iteration; AdamW for what is no hidden matrix.
+"""Muon: momentum orthogonalised with a Newton-Schulz iteration, for hidden matrices; AdamW for other parameters.
 
 Sources: Muon (https://kellerjordan.github.io/posts/muon), Muon is Scalable for LLM Training (arXiv 2502.16982). Flags,
 defaults and arithmetic are Megatron-LM's. docs/optimizer.md has the formulas and the costs.
@@ -49,7 +49,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
 }
 """Coefficients a, b, c of each step: X becomes a X + (b XXᵀ + c (XXᵀ)²) X."""
 EPSILON = 1e-15
-"""Least norm by which a matrix is divided."""
+"""Lower bound of the norm by which a matrix is divided."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class MuonFlags(Flags):
 
 
 class Muon(UpdateRule):
-    """Muon for the matrices of the transformer layers, ``others`` for the rest."""
+    """Muon for the matrices of the transformer layers, ``others`` for other parameters."""
 
     name = "muon"
     flags = MuonFlags
@@ -102,19 +102,17 @@ class Muon(UpdateRule):
 
     @classmethod
     def of(cls, config: Any) -> "Muon":
-        """With AdamW for the rest."""
         return cls(take_flags(config, MuonFlags), Adam.of(config))
 
     def rule_for(self, info: "ParameterInfo") -> UpdateRule:
-        """AdamW for vectors, and for tables whose rows are ids."""
+        """AdamW for vectors, and for weights with one row per token id."""
         return self if len(info.global_shape) == 2 and not info.is_vocabulary else self._others
 
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
-        """The momentum."""
         return {"momentum_buffer": weight.new_zeros(weight.shape)}
 
     def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
-        """Momentum and weight decay on the shards; in between, each matrix is orthogonalised on one rank."""
+        """Momentum and weight decay run on shards; each matrix is orthogonalised on one rank."""
         from megatron.core.optimizer.whole_matrices import WholeMatrices
 
         splits = [split for split in context.splits if self.rule_for(split.info) is self]
@@ -129,7 +127,7 @@ class Muon(UpdateRule):
             for shard, _ in shards.values():
                 shard.state["momentum_buffer"].lerp_(shard.gradient, 1.0 - momentum)
                 if nesterov:
-                    # The gradient is not needed any more: its memory takes the direction.
+                    # The gradient is not needed any more; its memory holds the direction.
                     shard.gradient.lerp_(shard.state["momentum_buffer"], momentum)
             directions = {
                 name: shard.gradient if nesterov else shard.state["momentum_buffer"]
@@ -143,8 +141,8 @@ class Muon(UpdateRule):
         return update
 
     def orthogonalize(self, info: "ParameterInfo", matrix: "Tensor", ranks: "Communicator") -> "Tensor":
-        """The update's direction and size for this tensor-parallel rank's part ``matrix`` of a parameter, from the same
-        part of the momentum; of fused weights section by section."""
+        """The scaled update of this tensor-parallel rank's shard of a parameter, from the same shard of the momentum
+        ``matrix``; of fused weights section by section."""
         fused = {
             "linear_qkv.weight": not self._flags.muon_no_split_qkv,
             "linear_fc1.weight": self._flags.muon_split_fc1,
@@ -191,7 +189,7 @@ def scale_factor(rows: int, columns: int, mode: str) -> float:
 
 
 def newton_schulz_coefficients(kind: str, steps: int) -> list[Coefficients]:
-    """The coefficients of every step. Those of Polar Express converge, so its last ones repeat; others start anew."""
+    """The coefficients of every step. Polar Express converges, so its last ones repeat; others are cycled."""
     known = COEFFICIENTS[kind]
     if kind == "polar_express":
         return [*known[:steps], *[known[-1]] * (steps - len(known))]
@@ -205,14 +203,14 @@ def newton_schulz(
     divided_dim: int | None = None,
     add_up: "Callable[[Tensor], Tensor]" = lambda tensor: tensor,
 ) -> "Tensor":
-    """Bring the singular values of ``matrix`` close to 1 with an odd polynomial a step; its singular vectors stay.
+    """Map the singular values of ``matrix`` close to 1 with an odd polynomial per step; its singular vectors stay.
 
-    With ``divided_dim``, ``matrix`` is this rank's part along that dimension, and ``add_up`` sums over the ranks. fp64
+    With ``divided_dim``, ``matrix`` is this rank's shard along that dimension, and ``add_up`` sums over the ranks. fp64
     is computed in fp64, other formats in bf16 or as they are.
     """
     import torch
 
-    # XXᵀ sums over columns: these are what ranks divide, or else the longer side.
+    # XXᵀ sums over columns: the dimension that ranks divide, otherwise the longer one.
     is_transposed = divided_dim == 0 if divided_dim is not None else matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_transposed else matrix
     norm = add_up(x.square().sum()).sqrt()
@@ -229,7 +227,7 @@ def newton_schulz(
 
 @contextmanager
 def _tf32(is_on: bool) -> Iterator[None]:
-    """Let GPUs multiply fp32 matrices in TF32 meanwhile."""
+    """Allow TF32 for fp32 matrix products on GPUs."""
     import torch
 
     before = torch.get_float32_matmul_precision()

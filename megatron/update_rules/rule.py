@@ -1,4 +1,4 @@
-"""What every update rule has, and what the optimizer gives it."""
+"""The interface between update rules and the optimizer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -38,23 +38,23 @@ class Group:
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What an update may use beside the shards."""
+    """What an update may use in addition to the shards."""
 
     adam: "AdamBuilder"
     tensor_parallel: "Communicator"
     shard_ranks: "Communicator"
-    """Ranks that divide the parameters of ``splits`` among them."""
+    """The shard group of ``splits``."""
     splits: "Sequence[ParameterSplit]"
-    """Every parameter of this rank's part of the model, and which rank has which elements."""
+    """Every parameter of this rank's model chunks, with the elements of each rank."""
     empty: "Tensor"
-    """A tensor without elements, of the shards' format and device."""
+    """A tensor without elements, with the shards' dtype and device."""
 
 
 class Flags:
     """Base of the flags of one rule: a frozen dataclass whose fields have a default and a docstring each."""
 
     def check(self, optimizer: str) -> None:
-        """Raise :class:`ConfigError` on a value that cannot be honoured; ``optimizer`` is the rule in use."""
+        """Raise :class:`ConfigError` for an invalid value; ``optimizer`` is the rule in use."""
 
 
 class UpdateRule(ABC):
@@ -70,17 +70,17 @@ class UpdateRule(ABC):
         return cls(*([take_flags(config, cls.flags)] if cls.flags is not Flags else []))
 
     def rule_for(self, info: "ParameterInfo") -> "UpdateRule":
-        """The rule that updates this parameter: another one where this rule is not made for it."""
+        """The rule that updates this parameter."""
         return self
 
     @abstractmethod
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
-        """The tensors kept for ``weight``, at the start of a run; each is as large."""
+        """The initial state tensors for ``weight``, each of its size."""
 
     def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
-        """The update of all shards of ``groups``, as a function of the number of the update, from 1.
+        """The update of all shards of ``groups``, a function of the number of the update (from 1).
 
-        All ranks bind the same rules in the same order, also those that have no shard.
+        All ranks bind the same rules in the same order, also without shards.
         """
 
         def update(step: int) -> None:
@@ -91,10 +91,10 @@ class UpdateRule(ABC):
         return update
 
     def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
-        """Update one shard in place: what an elementwise rule defines instead of :meth:`bind`."""
+        """Update one shard in place; an elementwise rule defines it instead of :meth:`bind`."""
         raise NotImplementedError(f"{type(self).__name__} defines neither update nor bind")
 
 
 def take_flags(config: Any, kind: type[Kind]) -> Kind:
-    """The fields of the dataclass ``kind`` out of a ``config`` that has them all."""
+    """The fields of the dataclass ``kind`` from a ``config`` that has them all."""
     return kind(**{one.name: getattr(config, one.name) for one in fields(kind)})  # type: ignore[arg-type]

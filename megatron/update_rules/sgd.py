@@ -1,4 +1,4 @@
-"""SGD with momentum, whose weight decay is added to the gradient; the arithmetic is torch's."""
+"""Torch's SGD with momentum, whose weight decay is added to the gradient."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,6 @@ class SgdFlags(Flags):
 
 
 class Sgd(UpdateRule):
-    """SGD."""
-
     name = "sgd"
     flags = SgdFlags
 
@@ -33,11 +31,9 @@ class Sgd(UpdateRule):
         self._momentum = flags.sgd_momentum
 
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
-        """A momentum, if there is one."""
         return {"momentum_buffer": weight.new_zeros(weight.shape)} if self._momentum else {}
 
     def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
-        """One call of torch's fused SGD for each group."""
         from torch.optim.sgd import sgd
 
         def update(step: int) -> None:

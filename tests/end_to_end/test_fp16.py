@@ -121,7 +121,7 @@ def test_other_precisions_take_up_an_fp16_checkpoint(corpus: Corpus, whole: Path
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "floor": (
         {"initial_loss_scale": 2**31, "min_loss_scale": 2**30, "hysteresis": 1},
-        "Iteration 2 has loss 5. ... the loss scale is down at --min-loss-scale 1073741824.0: lower that or --lr",
+        "Iteration 2 has loss 5. ... the loss scale is at --min-loss-scale 1073741824.0: lower that or --lr",
     ),
     "constant": (
         {"loss_scale": 2.0**40},
@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     # Not for the scale to mend, which has no part in the loss.
     "loss": (
         {"initial_loss_scale": 1024, "lr": 1e38},
-        "has loss nan and gradient norm nan: lower --lr or look at the data",
+        "has loss nan and gradient norm nan: lower --lr or check the data",
     ),
 }
 

@@ -1,8 +1,7 @@
-"""The global batch size as a function of the samples consumed so far.
+"""The global batch size as a function of the consumed samples.
 
-A constant batch, ``--rampup-batch-size`` and ``--step-batch-size-schedule`` are one thing: a list of steps
-(first sample, batch size). The size depends on consumed samples alone, so that a resumed run, on however many
-devices, continues where the first one was.
+A constant batch, ``--rampup-batch-size`` and ``--step-batch-size-schedule`` are lists of steps (first sample, batch
+size). The size depends only on consumed samples, so a resumed run has the same schedule on any number of devices.
 """
 
 import bisect
@@ -18,19 +17,18 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes in steps over consumed samples; made by :func:`build_batch_schedule`, which checks it."""
+    """Batch sizes in steps over consumed samples; :func:`build_batch_schedule` builds and checks it."""
 
     steps: tuple[tuple[int, int], ...]
-    """(consumed samples from which the size holds, global batch size); starts at 0, strictly increasing."""
+    """(first sample, global batch size); the first samples start at 0 and increase strictly."""
     micro_batch_size: int
-    """Sequences that one model copy works on at a time."""
     data_parallel_size: int
     decrease_if_needed: bool = False
-    """Round a size down to a multiple of the unit, instead of refusing it."""
+    """Round a size down to a multiple of the unit, instead of raising."""
 
     @property
     def unit(self) -> int:
-        """Sequences in one microbatch of every model copy; divides each global batch size."""
+        """Sequences in one microbatch of every replica; divides each global batch size."""
         return self.micro_batch_size * self.data_parallel_size
 
     @property
@@ -39,7 +37,7 @@ class BatchSchedule:
         return self._running(self.steps[-1][1])
 
     def scheduled_batch_size(self, consumed_samples: int) -> int:
-        """Global batch size that the flags ask for, before any rounding."""
+        """Global batch size of the flags, before rounding."""
         return self.steps[self._step(consumed_samples)][1]
 
     def global_batch_size(self, consumed_samples: int) -> int:
@@ -47,15 +45,15 @@ class BatchSchedule:
         return self._running(self.scheduled_batch_size(consumed_samples))
 
     def skipped_samples(self, consumed_samples: int) -> int:
-        """Sequences that rounding leaves out of the iteration that starts after ``consumed_samples``."""
+        """Sequences by which the iteration after ``consumed_samples`` is rounded down."""
         return self.scheduled_batch_size(consumed_samples) - self.global_batch_size(consumed_samples)
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Microbatches per model copy in the iteration that starts after ``consumed_samples``."""
+        """Microbatches per replica of the iteration that starts after ``consumed_samples``."""
         return self.global_batch_size(consumed_samples) // self.unit
 
     def total_samples(self, train_iters: int, consumed_samples: int = 0) -> int:
-        """Samples consumed after ``train_iters`` more iterations, counting those consumed before."""
+        """Samples consumed after ``train_iters`` more iterations, including ``consumed_samples``."""
         for start, size, iterations in self._stretches(consumed_samples):
             if iterations is None or train_iters <= iterations:
                 return start + train_iters * size
@@ -63,10 +61,7 @@ class BatchSchedule:
         raise AssertionError("the last stretch has no end")
 
     def iterations_for_samples(self, train_samples: int, consumed_samples: int = 0) -> int:
-        """Whole iterations until at most ``train_samples`` are consumed, counting those consumed before.
-
-        A remainder smaller than the next batch is not trained on.
-        """
+        """Whole iterations until at most ``train_samples`` are consumed, including ``consumed_samples``."""
         done = 0
         for start, size, iterations in self._stretches(consumed_samples):
             affordable = max(0, train_samples - start) // size
@@ -79,9 +74,9 @@ class BatchSchedule:
         return size // self.unit * self.unit if self.decrease_if_needed else size
 
     def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int, int | None]]:
-        """Runs of equal batches: (first sample, batch size, iterations; None for the endless last one).
+        """Iterations with the same batch size: (first sample, batch size, number; None for the infinite last one).
 
-        The last batch of a stretch may cross the next step, or several: they begin with the batch after it.
+        If the last batch of a stretch crosses the next steps, they begin with the following batch.
         """
         for step in range(self._step(consumed_samples), len(self.steps)):
             size = self._running(self.steps[step][1])
@@ -110,32 +105,42 @@ def build_batch_schedule(
     decrease_if_needed: bool = False,
     consumed_samples: int = 0,
 ) -> BatchSchedule:
-    """The schedule of the flags; the default of ``global_batch_size`` is one microbatch per model copy.
+    """The schedule of the flags; the default of ``global_batch_size`` is one microbatch per replica.
 
     ``earlier_lengths`` are (samples, tokens per sample) of the data stages before the current one. Batch sizes before
-    ``consumed_samples`` need not fit this number of devices. Raises :class:`ConfigError` on flags that exclude each
-    other, or a size that cannot be divided into microbatches.
+    ``consumed_samples`` are not checked against this number of devices. Raises :class:`ConfigError` for flags that
+    exclude each other, and for a size that is not divisible into microbatches.
     """
     if step_batch_size_schedule is not None:
         flag = "--step-batch-size-schedule"
-        steps = _step_schedule(
-            step_batch_size_schedule, seq_length, earlier_lengths, global_batch_size, rampup_batch_size
-        )
+        excluded = (("--global-batch-size", global_batch_size), ("--rampup-batch-size", rampup_batch_size))
+        for other, value in excluded:
+            if value is not None:
+                raise ConfigError(f"{flag} and {other} exclude each other: remove one of them.")
+        assert seq_length is not None, "the thresholds of a step schedule are tokens"
+        steps = parse_step_schedule(step_batch_size_schedule, seq_length, earlier_lengths)
     else:
         target = global_batch_size if global_batch_size is not None else micro_batch_size * data_parallel_size
         flag = "--global-batch-size" if rampup_batch_size is None else "--rampup-batch-size"
         steps = ((0, target),) if rampup_batch_size is None else rampup_steps(target, rampup_batch_size)
     schedule = BatchSchedule(steps, micro_batch_size, data_parallel_size, decrease_if_needed)
-    _check_sizes(schedule, flag, consumed_samples)
+    unit, sizes = schedule.unit, [schedule.scheduled_batch_size(consumed_samples)]
+    sizes += [size for first, size in steps if first > consumed_samples]
+    for size in sizes:
+        if size < unit or (size % unit and not decrease_if_needed):
+            way_out = "sizes of at least" if decrease_if_needed else "multiples of"
+            raise ConfigError(
+                f"{flag} gives a global batch size of {size}, which is not divisible by --micro-batch-size "
+                f"{micro_batch_size} x data-parallel size {data_parallel_size}: use {way_out} {unit}."
+            )
     return schedule
 
 
 def rampup_steps(global_batch_size: int, rampup: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:
     """Steps of ``--rampup-batch-size START INCREMENT SAMPLES``.
 
-    The n increments between START and ``global_batch_size`` are spread evenly over SAMPLES: the k-th applies
-    once k/n of SAMPLES are consumed.
-    Raises :class:`ConfigError` when the increments do not lead from START to the global batch size.
+    The n increments from START to ``global_batch_size`` are spread evenly over SAMPLES: the k-th applies once k/n of
+    SAMPLES are consumed. Raises :class:`ConfigError` if the increments do not lead to the global batch size.
     """
     start, increment, samples = rampup
     given = f"--rampup-batch-size {start} {increment} {samples}"
@@ -152,7 +157,7 @@ def rampup_steps(global_batch_size: int, rampup: tuple[int, int, int]) -> tuple[
     increments = growth // increment
     if increments == 0 or samples == 0:
         return ((0, global_batch_size),)
-    # Keyed by threshold, because a ramp of fewer samples than increments takes several at once.
+    # Keyed by threshold, because a ramp with fewer samples than increments applies several at once.
     sizes = {-(-k * samples // increments): start + k * increment for k in range(increments + 1)}
     return tuple(sizes.items())
 
@@ -160,7 +165,7 @@ def rampup_steps(global_batch_size: int, rampup: tuple[int, int, int]) -> tuple[
 def samples_of_tokens(tokens: int, seq_length: int, earlier_lengths: Sequence[tuple[int, int]] = ()) -> int:
     """Whole samples in the first ``tokens`` tokens of a run.
 
-    ``earlier_lengths`` are (samples, tokens per sample) of its earlier data stages; samples of the current stage have
+    ``earlier_lengths`` are (samples, tokens per sample) of earlier data stages; samples of the current stage have
     ``seq_length`` tokens.
     """
     before = 0
@@ -177,10 +182,9 @@ def parse_step_schedule(
 ) -> tuple[tuple[int, int], ...]:
     """Steps of ``--step-batch-size-schedule "THRESHOLD:SIZE THRESHOLD:SIZE ..."``.
 
-    Thresholds are tokens, as in Megatron-LM, with suffixes K, M, B and T for powers of a thousand; a step
-    holds from that many tokens on, rounded down to whole sequences (see :func:`samples_of_tokens`). The first
-    threshold is 0.
-    Raises :class:`ConfigError` on an entry that cannot be read, or thresholds that do not increase from 0.
+    Thresholds are tokens, as in Megatron-LM, with suffixes K, M, B and T for powers of a thousand. They are rounded
+    down to whole sequences (:func:`samples_of_tokens`). Raises :class:`ConfigError` for an invalid entry, and for
+    thresholds that do not increase from 0.
     """
     entries = [_parse_entry(entry, schedule) for entry in schedule.replace(",", " ").split()]
     steps = sorted((samples_of_tokens(tokens, seq_length, earlier_lengths), size) for tokens, size in entries)
@@ -202,34 +206,3 @@ def _parse_entry(entry: str, schedule: str) -> tuple[int, int]:
             f"--step-batch-size-schedule {schedule!r}: {entry!r} is not TOKENS:BATCH_SIZE, for example 250B:1536."
         )
     return values[0], values[1]
-
-
-def _step_schedule(
-    schedule: str,
-    seq_length: int | None,
-    earlier_lengths: Sequence[tuple[int, int]],
-    global_batch_size: int | None,
-    rampup_batch_size: tuple[int, int, int] | None,
-) -> tuple[tuple[int, int], ...]:
-    """Parse the step schedule, and refuse the flags that it excludes."""
-    assert seq_length is not None, "the thresholds of a step schedule are tokens"
-    excluded = {"--global-batch-size": global_batch_size, "--rampup-batch-size": rampup_batch_size}
-    for flag, value in excluded.items():
-        if value is not None:
-            raise ConfigError(f"--step-batch-size-schedule and {flag} exclude each other: remove one of them.")
-    return parse_step_schedule(schedule, seq_length, earlier_lengths)
-
-
-def _check_sizes(schedule: BatchSchedule, flag: str, consumed_samples: int) -> None:
-    """Refuse a size, now or to come, that cannot be divided into microbatches."""
-    unit = schedule.unit
-    sizes = [schedule.scheduled_batch_size(consumed_samples)]
-    sizes += [size for threshold, size in schedule.steps if threshold > consumed_samples]
-    for size in sizes:
-        if size < unit or (size % unit and not schedule.decrease_if_needed):
-            way_out = "sizes of at least" if schedule.decrease_if_needed else "multiples of"
-            raise ConfigError(
-                f"{flag} gives a global batch size of {size}, which is not divisible by --micro-batch-size "
-                f"{schedule.micro_batch_size} x data-parallel size {schedule.data_parallel_size}: "
-                f"use {way_out} {unit}."
-            )

@@ -1,4 +1,4 @@
-"""The data of a run as the loop reads it."""
+"""The microbatches that the loop reads."""
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from megatron.training.loop.data_check import DataCheck
 
 
 class Lookahead(Iterator[Microbatch]):
-    """Microbatches of which the next can be fetched before it is used."""
+    """Microbatches, of which :meth:`fetch` reads the next one ahead."""
 
     def __init__(self, microbatches: Iterator[Microbatch]) -> None:
         self._microbatches = microbatches
         self._next: Microbatch | None = None
 
     def fetch(self) -> None:
-        """Wait for the next one; an error is raised here."""
+        """Wait for the next microbatch; raises the loader's error."""
         if self._next is None:
             self._next = next(self._microbatches)
 
@@ -33,15 +33,14 @@ class Lookahead(Iterator[Microbatch]):
 
 @dataclass(frozen=True)
 class Data:
-    """Endless microbatches of this rank, by split; None where a split is not used."""
+    """This rank's infinite microbatches by split; None for an unused split."""
 
     train: Lookahead
     validation: Iterator[Microbatch] | None
     test: Iterator[Microbatch] | None
     train_epochs: Mapping[str, int]
-    """Epochs that the sample order of each training corpus is made for, by prefix."""
+    """Epochs in the sample order of each training corpus, by prefix."""
     check: DataCheck
-    """Compares what is read with what was written."""
 
     def close(self) -> None:
         """End the loaders' worker processes."""

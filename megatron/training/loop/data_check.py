@@ -1,4 +1,4 @@
-"""Ends a run whose corpus is not what was written: on all ranks together, with the first iteration that read it."""
+"""Comparison of the corpus with its digests during training; damage ends the run on all ranks together."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,11 @@ _NAMED_CORPORA = 3
 
 
 class DataCheck:
-    """This rank's comparison of blocks beside training, and the agreement of all ranks on what was found."""
+    """Compares this rank's share of the corpus blocks in the background, and raises on all ranks if one finds damage.
+
+    ``ranges``: the samples that the run reads, in the order of comparison; ``describe_iteration`` names the iteration
+    that trains on the sample at a position.
+    """
 
     def __init__(
         self,
@@ -29,30 +33,27 @@ class DataCheck:
         world: Communicator,
         describe_iteration: Callable[[int], str],
     ) -> None:
-        """``ranges``: what the run reads, in the order in which to compare it; ``describe_iteration`` names the
-        iteration that trains on the sample at a place."""
         self._ranges = ranges
         self._world = world
         self._describe_iteration = describe_iteration
         self._background: BackgroundComparison | None = None
         if bytes_per_s and comparison.remaining:
-            # What earlier processes have read comes last: they may have been stopped before they compared it.
+            # Samples that earlier processes have read come last: they may not have been compared.
             earlier = [wanted._replace(start=0, stop=wanted.start) for wanted in ranges]
             self._background = BackgroundComparison(comparison, [*ranges, *earlier], bytes_per_s)
 
     @property
     def has_found_damage(self) -> bool:
-        """Whether this rank knows a reason to end the run."""
         return self._background is not None and self._background.found is not None
 
     def raise_on_all_ranks(self) -> None:
-        """Raise :class:`DataError` on every rank when one has found damage; a collective."""
+        """Raise :class:`DataError` on every rank if one has found damage; a collective."""
         for sentence in self._world.all_gather_object(self._sentence()):
             if sentence is not None:
                 raise DataError(sentence)
 
     def finish(self) -> None:
-        """Compare the rest of what the run reads, and raise on every rank when one finds damage; a collective."""
+        """Compare the remaining ranges, and raise on every rank if one finds damage; a collective."""
         if self._background is not None:
             self._background.finish(self._ranges)
         self.raise_on_all_ranks()
@@ -81,7 +82,7 @@ class DataCheck:
 
 
 def name_those_without_digests(digests: Digests, log_rank0: LogRank0) -> None:
-    """Say of which corpora nothing is compared."""
+    """Log the corpora without digests, which are not compared."""
     missing = [prefix for prefix, found in digests.items() if found is None]
     if missing:
         more = f" and {len(missing) - _NAMED_CORPORA} more" if len(missing) > _NAMED_CORPORA else ""
@@ -99,8 +100,8 @@ def consumed_ranges(
     starts: tuple[int, int, int],
     stops: tuple[int, int, int],
 ) -> list[SampleRange]:
-    """What this process reads of the training, validation and test data, in this order: the samples at the places from
-    ``starts`` to ``stops``."""
+    """The samples that this process reads of the training, validation and test data: positions ``starts`` to
+    ``stops``."""
     chosen = list(zip(("train", "validation", "test"), datasets, starts, stops, strict=True))
     return [
         SampleRange(split, dataset, start, stop, consumption_order(config, len(dataset), data_parallel_size))
@@ -110,14 +111,14 @@ def consumed_ranges(
 
 
 def consumption_order(config: RunConfig, num_samples: int, data_parallel_size: int) -> Callable[[int, int], Integers]:
-    """The samples that all ranks together read at the places from one to another."""
+    """The function from a range of positions to the samples that all ranks together read there."""
     if config.data.dataloader_type == "single":
         return np.arange
     return CyclicOrder(num_samples, config.micro_batch_size, data_parallel_size)
 
 
 class CyclicOrder:
-    """The order of :func:`megatron.data.loader.cyclic_microbatches`, of all data-parallel ranks together."""
+    """The order of :func:`megatron.data.loader.cyclic_microbatches` over all data-parallel ranks."""
 
     def __init__(self, num_samples: int, micro_batch_size: int, data_parallel_size: int) -> None:
         chunk = micro_batch_size * data_parallel_size
@@ -126,21 +127,19 @@ class CyclicOrder:
         self._epoch, self._samples = -1, np.zeros(0, np.int64)
 
     def __call__(self, start: int, stop: int) -> Integers:
-        """The samples at the places from ``start`` to ``stop``."""
-        places = np.arange(start, stop)
-        epochs = places // self._epoch_samples
+        positions = np.arange(start, stop)
+        epochs = positions // self._epoch_samples
         parts = [
-            self._samples_of(epoch)[places[epochs == epoch] % self._epoch_samples]
+            self._samples_of(epoch)[positions[epochs == epoch] % self._epoch_samples]
             for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
         ]
         return np.concatenate(parts)
 
     def _samples_of(self, epoch: int) -> Integers:
-        """The samples of an epoch, in the order in which they are read."""
         if epoch != self._epoch:
             ranks, size = self._shape[0], self._epoch_samples // self._shape[0]
             permutation = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).numpy()
-            by_rank = permutation + np.arange(ranks)[:, None] * size  # [ranks, size]: each permutes its own part alike
+            by_rank = permutation + np.arange(ranks)[:, None] * size  # [ranks, size]: the same permutation for each
             self._samples = by_rank.reshape(self._shape).transpose(1, 0, 2).ravel()
             self._epoch = epoch
         return self._samples
@@ -149,8 +148,10 @@ class CyclicOrder:
 def describe_iteration(
     batches: BatchSchedule, iteration: int, consumed_samples: int, first_sample: int, position: int
 ) -> str:
-    """The iteration that reads the training sample at ``position`` of a data stage that began at ``first_sample``, in a
-    process that began after ``iteration`` iterations and ``consumed_samples``."""
+    """The iteration that reads the training sample at ``position`` of the data stage that began at ``first_sample``.
+
+    The process began after ``iteration`` iterations and ``consumed_samples``.
+    """
     if first_sample + position < consumed_samples:
         return f"an iteration before {iteration + 1}"
     return f"iteration {iteration + 1 + batches.iterations_for_samples(first_sample + position, consumed_samples)}"

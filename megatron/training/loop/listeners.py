@@ -1,4 +1,4 @@
-"""What listens to the training loop: metrics, evaluation, checkpoints, garbage collection."""
+"""Listeners of the training loop: metrics, evaluation, data comparison, checkpoints, garbage collection."""
 
 import gc
 import math
@@ -25,7 +25,7 @@ from megatron.training.loop.trainer import IterationResult, Listener, Trainer, n
 
 @dataclass
 class Metrics(Listener):
-    """Makes one record per ``--log-interval`` and hands it to every writer (on the writing rank)."""
+    """Makes one record per ``--log-interval``, for every writer."""
 
     config: LoggingConfig
     train_iters: int
@@ -35,23 +35,18 @@ class Metrics(Listener):
     _num_zeros: int | None = None
 
     def before_update(self, trainer: Trainer) -> None:
-        """Count zeros in the gradient, which the update overwrites, where the iteration is reported."""
+        # The update overwrites the gradient.
         is_reported = (trainer.state.progress.iteration + 1) % self.config.log_interval == 0
         if self.config.log_num_zeros_in_grad and is_reported:
             self._num_zeros = trainer.module.optimizer.count_zeros()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Collect, and report at the interval."""
         self._pending.append(result)
-        iteration = trainer.state.progress.iteration
-        if iteration % self.config.log_interval == 0:
-            self._report(trainer)
-
-    def _report(self, trainer: Trainer) -> None:
-        record = self._record(trainer, self._pending)
-        self._pending = []
-        for writer in trainer.writers:
-            writer.write_iteration(record)
+        if trainer.state.progress.iteration % self.config.log_interval == 0:
+            record = self._record(trainer, self._pending)
+            self._pending = []
+            for writer in trainer.writers:
+                writer.write_iteration(record)
 
     def _record(self, trainer: Trainer, results: Sequence[IterationResult]) -> IterationRecord:
         progress, last = trainer.state.progress, results[-1]
@@ -75,7 +70,9 @@ class Metrics(Listener):
             metrics["num_zeros"], self._num_zeros = self._num_zeros, None
         if self.config.log_params_norm:
             metrics["params_norm"] = trainer.module.optimizer.weight_norm()
-        timers = self._timers_of_all_ranks(trainer, len(results))
+        timers: list[dict[str, float]] = []
+        if self.config.timing_log_level > 0:
+            timers = trainer.context.world.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
         return IterationRecord(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -91,12 +88,6 @@ class Metrics(Listener):
             memory=device_memory(trainer.context.topology.device) if self.config.log_memory_to_tensorboard else {},
         )
 
-    def _timers_of_all_ranks(self, trainer: Trainer, iterations: int) -> list[dict[str, float]]:
-        # Without timers there is nothing to gather, and a collective of objects is slow.
-        if self.config.timing_log_level == 0:
-            return []
-        return trainer.context.topology.world.all_gather_object(trainer.timers.elapsed(iterations=iterations))
-
 
 @dataclass
 class Evaluation(Listener):
@@ -109,7 +100,6 @@ class Evaluation(Listener):
     test: Iterator[Microbatch] | None
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Evaluate at the interval."""
         if self.interval is not None and trainer.state.progress.iteration % self.interval == 0:
             self.evaluate(trainer, "validation")
 
@@ -118,7 +108,6 @@ class Evaluation(Listener):
         self.evaluate(trainer, "test")
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        """Evaluate the test split, when the run came to its planned end."""
         if trainer.state.progress.iteration >= trainer.stop.train_iters:
             self.evaluate(trainer, "test")
 
@@ -145,7 +134,7 @@ class Evaluation(Listener):
 
 @dataclass
 class DataComparison(Listener):
-    """Compares the rest of what a complete run has read with its digests, before the last checkpoint."""
+    """Completes the comparison of the corpus with its digests before the last checkpoint of a complete run."""
 
     check: DataCheck
 
@@ -165,7 +154,6 @@ class Checkpoints(Listener):
     schedule: IntervalSchedule | None
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Save when it is time."""
         self.saver.poll()
         if self.schedule is not None and self.schedule.is_due(trainer.state.progress.iteration):
             with trainer.timers("save-checkpoint"):
@@ -173,20 +161,18 @@ class Checkpoints(Listener):
                 self.saver.save(trainer.state)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        """Save what is not saved yet, and wait for everything."""
         with trainer.timers("save-checkpoint"):
             trainer.module.data_parallel.finish_param_all_gather()
             self.saver.save_last(trainer.state)
 
     def close(self) -> None:
-        """End what runs in the background."""
         self.saver.close()
 
 
 class GarbageCollection(Listener):
-    """Collects Python's garbage at the same iterations on every rank, so that none waits for another's pause.
+    """Collects Python's garbage at the same iterations on every rank, so that ranks do not wait for each other.
 
-    Without an ``interval`` that is at evaluations and checkpoints, which are long anyway.
+    Without an ``interval``, it collects at evaluations and checkpoints.
     """
 
     def __init__(self, interval: int, eval_interval: int | None, saves: IntervalSchedule | None) -> None:
@@ -198,18 +184,16 @@ class GarbageCollection(Listener):
         gc.collect()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Collect at the interval."""
         if any(schedule.is_due(trainer.state.progress.iteration) for schedule in self._schedules):
             gc.collect()
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        """Collect as usual again."""
         gc.enable()
 
 
 @dataclass
 class MemoryRelease(Listener):
-    """Returns unused memory to the GPU: level 1 before every update, level 2 after every iteration, too."""
+    """Empties torch's cache of GPU memory before every update (level 1), and after every iteration (level 2)."""
 
     level: int
 

@@ -36,11 +36,11 @@ class StepOutcome:
     is_skipped: bool
     """Whether the loss or a gradient was not finite, so that no update was made."""
     is_fault: bool
-    """Whether it was skipped and a lower loss scale would not help."""
+    """Whether the loss was not finite, or gradients overflowed although the loss scale cannot be lowered."""
     num_tokens: float
     """Unmasked tokens in the global batch."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further values for the metrics record, by name; listeners may add to them."""
+    """Values for the metrics record, by name; listeners may add some."""
 
 
 def evaluate(module: TrainModule, microbatches: Iterator[Microbatch], num_microbatches: int) -> TokenLoss:
@@ -58,10 +58,10 @@ def train_step(
     timers: Timers,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepOutcome:
-    """One iteration; it makes no update where the loss or a gradient is not finite.
+    """One iteration, without an update if the loss or a gradient is not finite.
 
-    ``expected_tokens`` is the number of tokens in the global batch, masked or not: it keeps gradients in a good range
-    until the number of unmasked ones is known. ``before_update`` is called between the gradients and the update.
+    ``expected_tokens`` is the number of tokens in the global batch, by which the loss is divided until the number of
+    unmasked tokens is known. ``before_update`` is called between the gradients and the update.
     """
     scale, fp8 = module.loss_scaler.scale, module.fp8
     if fp8 is not None:
@@ -70,15 +70,15 @@ def train_step(
     with timers("forward-backward"):
         sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
     with timers("grads-reduce"):
-        # The loss is needed after the gradients only, so its reduction overlaps theirs.
+        # The reduction of the loss overlaps with the reduction of the gradients.
         pending_loss = module.loss_ranks.start_all_reduce(sums)
         module.data_parallel.finish_grad_sync()
         loss = TokenLoss(*pending_loss.wait().tolist())
     if fp8 is not None:
-        # In a skipped step, too: its finite magnitudes set the scales of the next step.
+        # Also in a skipped step: its finite amax values set the scales of the next step.
         fp8.finish_step()
     if not math.isfinite(loss.mean):
-        # The loss scale stays: a loss that is not finite does not depend on it.
+        # The loss scale does not change: the loss does not depend on it.
         return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_tokens=loss.num_tokens)
     before_update()
     with timers("optimizer"):

@@ -1,4 +1,4 @@
-"""The training loop. It fires events; metrics, evaluation, checkpoints and the rest listen."""
+"""The training loop, which calls its listeners: metrics, evaluation, checkpoints and others."""
 
 import math
 import time
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 class NoMicrobatchError(RankError):
-    """This rank has no microbatch, for the reason given."""
+    """This rank has no microbatch."""
 
 
 @dataclass(frozen=True)
 class IterationResult:
-    """What listeners are told of an iteration."""
+    """The result of an iteration, for listeners."""
 
     outcome: StepOutcome
     hyperparameters: Hyperparameters
@@ -38,7 +38,7 @@ class IterationResult:
 
 
 class Listener:
-    """Reacts to events; every method is called on all ranks."""
+    """Receives the events of the loop; every method is called on all ranks."""
 
     def on_iteration_start(self, trainer: "Trainer") -> None:
         """Before an iteration."""
@@ -53,15 +53,15 @@ class Listener:
         """Instead of all other events, with ``--skip-train``."""
 
     def on_end(self, trainer: "Trainer", reason: str) -> None:
-        """When the loop has trained and is over, for whatever ``reason``."""
+        """After the last iteration of this process."""
 
     def close(self) -> None:
-        """Let go of everything, however the run ended; no collective."""
+        """Release resources, also after an error; not a collective."""
 
 
 @dataclass
 class Trainer:
-    """A run, ready to train."""
+    """A run that is ready to train."""
 
     context: RunContext
     state: RunState
@@ -71,11 +71,11 @@ class Trainer:
     timers: Timers
     listeners: Sequence[Listener]
     writers: Sequence[MetricsWriter]
-    """The writers of metrics, on the rank that has them."""
+    """On rank 0; empty on other ranks."""
     started: float = field(default_factory=time.monotonic)
-    """When this process was ready to train, by the monotonic clock."""
+    """Reading of the monotonic clock when this process was ready to train, in seconds."""
     _failure: NoMicrobatchError | None = field(default=None, init=False)
-    """Why this rank has no microbatch."""
+    """The reason why this rank has no microbatch."""
 
     @property
     def module(self) -> TrainModule:
@@ -87,15 +87,15 @@ class Trainer:
             listener.on_skip_train(self)
 
     def run(self) -> str:
-        """Train until a reason to stop, and return it; a run that is complete already does nothing."""
+        """Train until a reason to stop, and return it."""
         while True:
-            # The ranks' agreement waits for the device, so it belongs to the time of an iteration.
+            # The time of an iteration includes the agreement on stopping, which waits for the device.
             started = time.perf_counter()
             reason = self.stop.reason(self.state.progress.iteration, self._has_data)
             if reason is not None:
                 break
             if self.state.progress.iteration + 1 in self.context.config.training.iterations_to_skip:
-                self.pass_over_one_iteration()
+                self._skip_iteration()
                 continue
             for listener in self.listeners:
                 listener.on_iteration_start(self)
@@ -112,12 +112,13 @@ class Trainer:
                     before_update=self._before_update,
                 )
             except NoMicrobatchError as error:
-                if self.context.topology.world.size > 1:
+                if self.context.world.size > 1:
                     raise  # the other ranks wait in a collective, so they cannot agree to save
                 self._failure = error
                 reason = self.stop.signal_reason() or NO_DATA
                 break
-            self._check(outcome)
+            if outcome.is_fault and self.context.config.training.check_for_nan_in_loss_and_grad:
+                raise UserError(_fault(self.state.progress.iteration + 1, outcome, self.module.loss_scaler))
             self._count_iteration()
             result = IterationResult(outcome, hyperparameters, batch_size, time.perf_counter() - started)
             for listener in self.listeners:
@@ -130,17 +131,17 @@ class Trainer:
         return reason
 
     def _raise_failure(self) -> NoReturn:
-        """Raise on all ranks why the first of them has no microbatch."""
-        failures = self.context.topology.world.all_gather_object(self._failure)
+        """Raise the first rank's failure on all ranks."""
+        failures = self.context.world.all_gather_object(self._failure)
         first = next(failure for failure in failures if failure is not None)
         shared = DataError(str(first))
         shared.exit_code = first.exit_code
         raise shared
 
     def _has_data(self) -> bool:
-        """Wait for the first microbatch of the next iteration, before the ranks need each other.
+        """Wait for the first microbatch of the next iteration, before any collective.
 
-        If it does not come, all ranks can still agree to save the last iteration.
+        Without it, all ranks can still agree to save the last iteration.
         """
         try:
             if self.module.executor.readers:
@@ -150,16 +151,11 @@ class Trainer:
             self._failure = error
         return self._failure is None
 
-    def _check(self, outcome: StepOutcome) -> None:
-        """Refuse a loss or gradient that is not finite (``--check-for-nan-in-loss-and-grad``)."""
-        if outcome.is_fault and self.context.config.training.check_for_nan_in_loss_and_grad:
-            raise UserError(_fault(self.state.progress.iteration + 1, outcome, self.module.loss_scaler))
-
     def _before_update(self) -> None:
         for listener in self.listeners:
             listener.before_update(self)
 
-    def pass_over_one_iteration(self) -> None:
+    def _skip_iteration(self) -> None:
         """Consume the samples of one global batch without training on them."""
         microbatches = self._microbatches()
         for _ in range(self.batches.num_microbatches(self.state.progress.consumed_samples)):
@@ -173,7 +169,7 @@ class Trainer:
         progress.iteration += 1
 
     def close(self) -> None:
-        """Finish the listeners, the loaders and the writers; call it however the run ended."""
+        """Close listeners, loaders and writers; also after an error."""
         for listener in self.listeners:
             listener.close()
         self.data.close()
@@ -181,7 +177,6 @@ class Trainer:
             writer.close()
 
     def _microbatches(self) -> Iterator[Microbatch]:
-        """This rank's next microbatches, read when they are asked for."""
         while True:
             with self.timers("batch-generator", level=2):
                 microbatch = next_microbatch(self.data.train, self.context.topology.rank)
@@ -189,38 +184,31 @@ class Trainer:
 
 
 def _fault(iteration: int, outcome: StepOutcome, scaler: LossScaler) -> str:
-    """What is not in order with an iteration, and what to do."""
+    """The message for an iteration whose loss or gradient is not finite."""
     skip = "--no-check-for-nan-in-loss-and-grad skips such iterations."
     if not outcome.num_tokens:
         return (
             f"Iteration {iteration} has no loss, because every token of its global batch is masked (--eod-mask-loss "
-            f"masks the ends of documents): look at the data, or use a larger --global-batch-size; {skip}"
+            f"masks the ends of documents): check the data, or use a larger --global-batch-size; {skip}"
         )
-    return (
-        f"Iteration {iteration} has loss {outcome.loss} and gradient norm {outcome.grad_norm}"
-        f"{_advice(outcome, scaler)}; {skip}"
-    )
-
-
-def _advice(outcome: StepOutcome, scaler: LossScaler) -> str:
-    """What else is to be said of an iteration that is not finite, and what to do."""
+    advice = ": lower --lr or check the data"
     if math.isfinite(outcome.loss) and scaler.is_dynamic:
-        return (
-            f" although the loss scale is down at --min-loss-scale {scaler.scale}: lower that or --lr, look at the "
-            "data, or use --bf16 instead of --fp16"
+        advice = (
+            f" although the loss scale is at --min-loss-scale {scaler.scale}: lower that or --lr, check the data, or "
+            "use --bf16 instead of --fp16"
         )
-    if math.isfinite(outcome.loss) and scaler.scale != 1.0:
-        return f" with --loss-scale {scaler.scale}: lower that or --lr, or look at the data"
-    return ": lower --lr or look at the data"
+    elif math.isfinite(outcome.loss) and scaler.scale != 1.0:
+        advice = f" with --loss-scale {scaler.scale}: lower that or --lr, or check the data"
+    return f"Iteration {iteration} has loss {outcome.loss} and gradient norm {outcome.grad_norm}{advice}; {skip}"
 
 
 def next_microbatch(microbatches: Iterator[Microbatch], rank: int) -> Microbatch:
-    """The next microbatch; a fault in the data is this rank's own."""
+    """The next microbatch; raises :class:`NoMicrobatchError`."""
     return fetch(lambda: next(microbatches), rank)
 
 
 def fetch(action: Callable[[], T], rank: int) -> T:
-    """Run ``action``, which reads data."""
+    """Run ``action``, which reads data; raises :class:`NoMicrobatchError`."""
     try:
         return action()
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Recording what the pipeline really did in one iteration (``--profile-pipeline``)."""
+"""The measured timeline of the pipeline in one iteration (``--profile-pipeline``)."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from megatron.training.profiling.pipeline_trace import to_chrome_trace
 
 
 def check_trace_path(path: str | None) -> None:
-    """Find out at the start whether the trace can be written."""
+    """Raise :class:`ConfigError` unless the trace can be written."""
     if path is None:
         return
     try:
@@ -36,26 +36,23 @@ def check_trace_path(path: str | None) -> None:
 
 @dataclass
 class PipelineProfile(Listener):
-    """Records the passes of one iteration on the stages of rank 0's pipeline, and writes them as a trace."""
+    """Records one iteration of rank 0's pipeline, and writes a Chrome trace."""
 
     path: str
     iteration: int
     log_rank0: LogRank0
 
     def on_iteration_start(self, trainer: Trainer) -> None:
-        """Begin to record, if the iteration is the one."""
         if trainer.state.progress.iteration + 1 == self.iteration:
-            # All clocks start when the last rank is here.
+            # A barrier, so that the clocks of all ranks start together.
             trainer.context.topology.world.all_reduce(torch.zeros(1, device=trainer.context.topology.device)).item()
             trainer.module.executor.recorder = ActionRecorder(trainer.context.topology.device)
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Write what was recorded."""
         if trainer.state.progress.iteration == self.iteration:
             self._write(trainer)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        """Say so where the run ended before its time."""
         if trainer.state.progress.iteration < self.iteration:
             self.log_rank0(f"--profile-pipeline recorded nothing: the run ended before iteration {self.iteration}")
 
@@ -73,7 +70,6 @@ class PipelineProfile(Listener):
             Path(partial).write_text(json.dumps(trace))
             os.replace(partial, self.path)
         except OSError as error:
-            # Not worth a training run.
             self.log_rank0(f"--profile-pipeline {self.path} could not be written ({error.strerror})")
         else:
             self.log_rank0(f"pipeline of iteration {self.iteration} written to {self.path}")

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline did and when, as a trace that chrome://tracing and Perfetto open, and back again."""
+"""Conversion of a pipeline's timeline to and from Chrome's trace event format, for chrome://tracing and Perfetto."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,10 @@ def to_chrome_trace(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
     placement = schedule.placement
     return {
         "traceEvents": [
-            *(_thread_name(stage) for stage in range(placement.num_stages)),
+            *(
+                {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
+                for stage in range(placement.num_stages)
+            ),
             *(_complete_event(span, origin) for span in timeline.spans),
         ],
         "displayTimeUnit": "ms",
@@ -36,10 +39,6 @@ def to_chrome_trace(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
             "virtual": placement.num_chunks,
         },
     }
-
-
-def _thread_name(stage: int) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
 
 
 def _complete_event(span: Span, origin: float) -> dict[str, Any]:
@@ -57,17 +56,21 @@ def _complete_event(span: Span, origin: float) -> dict[str, Any]:
 
 
 def from_chrome_trace(data: object) -> tuple[Schedule, Timeline]:
-    """The schedule that ran, in the order in which it ran, and its timeline in seconds; undoes :func:`to_chrome_trace`.
+    """The inverse of :func:`to_chrome_trace`: the schedule in the order in which it ran, and its timeline in seconds.
 
-    Events of other categories than F, B and W are left out. Raises :class:`DataError` on anything but a trace of
-    one batch in which every stage took part; whether the schedule is a good one is the verifier's question.
+    Events of categories other than F, B and W are ignored. Raises :class:`DataError` unless it is the trace of one
+    batch with passes on every stage. The schedule is not verified.
     """
     trace = _mapping(data, "the trace")
     name, placement, microbatches = _header(_mapping(trace.get("otherData"), "otherData"))
     events = trace.get("traceEvents")
     if not isinstance(events, list):
         raise DataError(f"traceEvents is not a list: {_REMEDY}.")
-    passes = [event for event in (_mapping(event, "an event") for event in events) if _is_pass(event)]
+    passes = [
+        event
+        for event in (_mapping(event, "an event") for event in events)
+        if event.get("ph") == "X" and event.get("cat") in get_args(Kind)
+    ]
     spans = sorted((_span(event, placement, microbatches) for event in passes), key=attrgetter("start", "end"))
     _check_complete(spans, placement, microbatches)
     actions: dict[int, list[Action]] = defaultdict(list)
@@ -88,10 +91,6 @@ def _header(header: Mapping[str, Any]) -> tuple[str, Placement, int]:
     return name, Placement(stages, chunks, SCHEDULES[name].placement), microbatches
 
 
-def _is_pass(event: Mapping[str, Any]) -> bool:
-    return event.get("ph") == "X" and event.get("cat") in get_args(Kind)
-
-
 def _span(event: Mapping[str, Any], placement: Placement, microbatches: int) -> Span:
     where = f"event {event.get('name')!r}"
     arguments = _mapping(event.get("args"), f"{where}: args")
@@ -103,7 +102,7 @@ def _span(event: Mapping[str, Any], placement: Placement, microbatches: int) -> 
 
 
 def _check_complete(spans: list[Span], placement: Placement, microbatches: int) -> None:
-    """Few questions that protect what follows: against a header of 10**12 microbatches, and divisions by zero."""
+    """Raise :class:`DataError` for missing passes and for a stage without measured time."""
     forwards = placement.num_virtual_stages * microbatches
     if len(spans) < forwards:
         raise DataError(f"the trace has {len(spans)} passes, but {forwards} forward passes ran: it is truncated.")
@@ -120,9 +119,8 @@ def _mapping(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _count(values: Mapping[str, Any], key: str, least: int, end: int | None = None, where: str = "otherData") -> int:
-    """The integer at ``key``, from ``least`` up to, and without, ``end``."""
+    """The integer at ``key``, at least ``least`` and below ``end``."""
     value = values.get(key)
-    # True is an integer to Python, and not to a person.
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (end is not None and value >= end):
         limits = f"{least} or more" if end is None else f"{least} to {end - 1}"
         raise DataError(f"{where}: {key} is {value!r}, not an integer of {limits}: {_REMEDY}.")
@@ -138,10 +136,7 @@ def _time(event: Mapping[str, Any], key: str, least: float, where: str) -> float
 
 
 def median_durations(schedule: Schedule, timeline: Timeline) -> Durations:
-    """By virtual stage, the median over the microbatches of what each pass took in ``timeline``.
-
-    A kind that did not run takes 0, and so does a message.
-    """
+    """By virtual stage, the median over microbatches of the duration of each pass; 0 for passes that did not run."""
     measured: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in timeline.spans:
         kind, _, virtual_stage = schedule.result(span.stage, span.action)

@@ -1,4 +1,4 @@
-"""Profiling some iterations: traces of torch's profiler, or a range for nsys (``--profile``)."""
+"""Profiles of some iterations: traces of torch's profiler, or a range for nsys (``--profile``)."""
 
 import logging
 from contextlib import AbstractContextManager, ExitStack
@@ -16,14 +16,14 @@ _logger = logging.getLogger(__name__)
 
 
 def build_profile(config: RunConfig, rank: int, device: torch.device, log_rank0: LogRank0) -> Listener | None:
-    """What records the iterations of ``--profile`` on this rank, if it is one of those that do."""
+    """The profile of ``--profile`` on this rank; None if it is not profiled."""
     logging = config.logging
     if not logging.profile or rank not in (logging.profile_ranks or (0,)):
         return None
     start, end = logging.profile_step_start, logging.profile_step_end
     if logging.use_pytorch_profiler:
         root = logging.tensorboard_dir or config.checkpoint.save
-        assert root is not None  # RunConfig.check has seen to it
+        assert root is not None  # checked by RunConfig.check
         return TraceProfile(start, end, log_rank0, Path(root) / "profile" / f"rank_{rank}.pt.trace.json", device)
     if device.type == "cpu":
         log_rank0("--profile without --use-pytorch-profiler needs a GPU and nsys: nothing is recorded")
@@ -39,25 +39,21 @@ class WindowProfile(Listener):
         self._has_begun = self._is_recording = False
 
     def on_iteration_start(self, trainer: Trainer) -> None:
-        """Begin to record, if the iteration is the first."""
         if not self._is_recording and self._start <= trainer.state.progress.iteration < self._end:
             self._has_begun = self._is_recording = True
             self.begin()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        """Finish, if the iteration was the last."""
         if trainer.state.progress.iteration >= self._end:
             self.close()
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        """Say so where none of the iterations came."""
         if not self._has_begun:
             self._log_rank0(
                 f"--profile recorded nothing: iterations {self._start + 1} to {self._end} are not in this run"
             )
 
     def close(self) -> None:
-        """Finish what was begun."""
         if self._is_recording:
             self._is_recording = False
             self.finish()
@@ -67,7 +63,7 @@ class WindowProfile(Listener):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Stop recording, and keep what was recorded."""
+        """Stop recording, and write the profile."""
         raise NotImplementedError
 
 
@@ -84,7 +80,6 @@ class TraceProfile(WindowProfile):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            # Of the ranks that record, perhaps this one alone.
             raise RankError(
                 f"--profile cannot write {path} ({error.strerror}): use another --tensorboard-dir or --save."
             ) from error
@@ -97,10 +92,8 @@ class TraceProfile(WindowProfile):
         try:
             self._path.unlink(missing_ok=True)
             self._profiler.export_chrome_trace(str(self._path))
-            # torch only logs that it could not open a file.
-            self._path.stat()
+            self._path.stat()  # torch only logs that it could not open a file
         except (OSError, RuntimeError) as error:
-            # Not worth a training run, but worth a word, whichever rank it is.
             _logger.warning("--profile could not write %s (%s)", self._path, error)
         else:
             self._log_rank0(f"profile written to {self._path}")
