@@ -115,7 +115,7 @@ class PipelineConfig:
         return 2 if needs_two else 1
 
     def schedule(self, num_layers: int, num_stages: int) -> str:
-        """The schedule in force; raises :class:`ConfigError` where it does not run that many chunks."""
+        """The effective schedule; raises :class:`ConfigError` if it does not support the number of chunks."""
         if num_stages == 1:
             return "1f1b"  # One rank never waits for another: any other order would only save more activations.
         chunks = self.num_chunks(num_layers, num_stages)

@@ -2,8 +2,8 @@
 
     RUN_DIR/failed_attempts.json    {"newest_iteration": 40, "failed": 2}
 
-An attempt counts from its start until it ends as it should, so one that is killed has counted. Restarts by a launcher
-and starts by a scheduler are the same here.
+An attempt counts from its start until it ends successfully, so a killed one remains counted. Restarts by a launcher and
+starts by a scheduler count alike.
 """
 
 import json

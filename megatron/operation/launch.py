@@ -1,4 +1,4 @@
-"""torchrun that obeys the exit codes of ``pretrain_llama.py``.
+"""torchrun with an agent for the exit codes of ``pretrain_llama.py``.
 
     python -m megatron.operation.launch [FLAGS OF torchrun] pretrain_llama.py FLAGS
 
@@ -62,12 +62,12 @@ class Agent(LocalElasticAgent):
         try:
             result = super().run(role)
         except SignalException:
-            # The ranks received the signal, too, and have ended since.
+            # The ranks received the signal, too, and have ended.
             codes = self._rank_codes().values()
             self.exit_code = final_code(codes) or (ExitCode.CRASH if any(codes) or not codes else ExitCode.COMPLETE)
             result = RunResult(WorkerState.STOPPED)
         except RendezvousError:
-            # Closed by the agent that has ended the job.
+            # The agent that ended the job has closed the rendezvous.
             code = self._nodes.exit_code() if self._nodes is not None else None
             if code is None:
                 raise
@@ -115,9 +115,9 @@ class Agent(LocalElasticAgent):
         return self._pcontext is not None and len(self._rank_codes()) < self._pcontext.nprocs
 
     def _end_ranks_after_failure(self) -> None:
-        """Let the other ranks finish as far as they can; torch would terminate them immediately."""
+        """Wait for the other ranks if they stop on request; torch would terminate them immediately."""
         deadline = time.monotonic() + self._save_seconds
-        # All ranks have saved when the first has stopped on request, but some still copy or report.
+        # All ranks have saved when the first has stopped on request, but some may still copy.
         while set(self._rank_codes().values()) <= {ExitCode.STOPPED, ExitCode.COMPLETE} and self._has_running_ranks():
             if time.monotonic() > deadline:
                 break
@@ -162,7 +162,7 @@ class Agent(LocalElasticAgent):
         self._nodes_read_at = now
         code = nodes.exit_code()
         if code == ExitCode.STOPPED:
-            return False  # all ranks stop together, those of this node soon
+            return False  # the ranks of this node stop, too
         if code is not None:
             self._end_job(code)
         return code is not None or nodes.must_restart(self._restarts)
@@ -172,7 +172,7 @@ class Agent(LocalElasticAgent):
             return
         self._nodes.end_job(self.exit_code)
         with suppress(RendezvousError):
-            self._rdzv_handler.set_closed()  # for agents that wait there for this one
+            self._rdzv_handler.set_closed()  # for agents that wait in the rendezvous
         with suppress(SignalException):
             self._nodes.part(_PARTING_SECONDS)
 

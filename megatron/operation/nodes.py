@@ -12,7 +12,7 @@ _PREFIX = "megatron/launch"
 
 
 class Nodes:
-    """The launchers of one rendezvous; ``store`` belongs to this rendezvous.
+    """The launchers of one rendezvous, which share ``store``.
 
     If the store cannot be reached, its launcher has ended, and torch's own rules apply.
     """
@@ -45,7 +45,7 @@ class Nodes:
         return False
 
     def part(self, seconds: float) -> None:
-        """Wait until all launchers know that the job has ended, because one of them hosts the store."""
+        """Wait until all launchers have read the end of the job, because one of them hosts the store."""
         deadline = time.monotonic() + seconds
         with suppress(DistError):
             parting = self._store.add(f"{_PREFIX}/parting", 1)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES
 from megatron.errors import ConfigError
+from megatron.flags import values_of
 from megatron.schedules.registry import SCHEDULES
 
 if TYPE_CHECKING:
@@ -14,11 +15,7 @@ if TYPE_CHECKING:
 def check_tensor_parallel(run: "RunConfig", world_size: int) -> None:
     size = run.parallel.tensor_model_parallel_size
     model = run.model.resolve(1, size, run.data.seq_length or 1)
-    for flag, value in (
-        ("--num-attention-heads", model.num_attention_heads),
-        ("--num-query-groups", model.num_query_groups),
-        ("--ffn-hidden-size", model.ffn_hidden_size),
-    ):
+    for flag, value in values_of(model, "num_attention_heads", "num_query_groups", "ffn_hidden_size").items():
         if value % size:
             raise ConfigError(
                 f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}: lower the latter to a "
@@ -116,10 +113,7 @@ def check_activations(run: "RunConfig", world_size: int) -> None:
     model = run.model.resolve(1, size, run.data.seq_length or 1)
     stages = run.pipeline.virtual_stages(model.num_layers, parallel.pipeline_model_parallel_size)
     layers = max(len(stage.layers) for stage in stages)
-    for flag, count in (
-        ("--recompute-num-layers", activations.recompute_num_layers),
-        ("--cpu-offloading-num-layers", activations.cpu_offloading_num_layers),
-    ):
+    for flag, count in values_of(activations, "recompute_num_layers", "cpu_offloading_num_layers").items():
         if count is not None and count > layers:
             raise ConfigError(f"{flag} {count} exceeds the {layers} layers of a pipeline chunk: lower it.")
     if not activations.distribute_saved_activations:

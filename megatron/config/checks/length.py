@@ -1,4 +1,4 @@
-"""Checks of required flags, of data, and of the length of a run and what happens on the way."""
+"""Checks of required flags, data, the length of a run, profiles and evaluation."""
 
 from typing import TYPE_CHECKING
 

@@ -45,7 +45,8 @@ class StopConditions:
         limit = self.config.exit_duration_in_mins
         is_late = limit is not None and time.monotonic() - self.started > limit * 60
         found_damage = self.data_check is not None and self.data_check.has_found_damage
-        # Signals, clocks and data differ between ranks.
+        # Signals, clocks and data differ between ranks. The flags have a collective of their own: the reduction of the
+        # loss does not span tensor-parallel ranks, and precedes evaluation, saves and the wait for data.
         mine = [self.signals.received is not None, is_late, found_damage, lacks_data]
         flags = torch.tensor(mine, dtype=torch.int32).to(self.device)
         got_signal, time_is_up, is_damaged, lacks_data = self.world.all_reduce(flags, "max").tolist()
