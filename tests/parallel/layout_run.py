@@ -4,9 +4,11 @@ A later parallelism adds fields to :class:`Layout` and rows to the matrix, not f
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Literal
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.models.layer import BuildContext, LocalProvider
 from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
+from megatron.core.offload import HostCopies
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import scaled_product_reference
@@ -46,6 +49,7 @@ from megatron.schedules.registry import ScheduleName, build_schedule, placement_
 from megatron.schedules.stages import split_by_layout, split_evenly
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
+from tests.late_transport import LateTopology, late_host_copies
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
 from tests.stand_ins import transformer_engine
 
@@ -100,6 +104,8 @@ class Layout:
     tp_overlap: TensorParallelOverlap | None = None
     transformer_engine: bool = False
     """Linear layers are those of the stand-in for Transformer Engine."""
+    late: bool = False
+    """Collectives and copies to the host give their results only with their wait, as on GPUs."""
 
     @property
     def world_size(self) -> int:
@@ -260,7 +266,9 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     else:
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
-    model = build_model(task.model, context(topology, layout, formats.weight, task.fp8), SEED, mine, layout.activations)
+    built_in = context(topology, layout, formats.weight, task.fp8)
+    with mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext():
+        model = build_model(task.model, built_in, SEED, mine, layout.activations)
     fp8 = model.context.fp8
     if fp8 is not None:
         start_scales(fp8)
@@ -290,16 +298,16 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
 
 
 @cache
-def topology_of(grid: RankGrid, rank: int, world: object) -> Topology:
+def topology_of(grid: RankGrid, rank: int, world: object, late: bool) -> Topology:
     """One topology for all cases of a grid in one ``world``, so that its process groups are made once."""
-    return Topology(grid, rank, CPU)
+    return (LateTopology if late else Topology)(grid, rank, CPU)
 
 
 def place_in(layout: Layout) -> Topology:
     """This rank's place in the grid of a layout."""
     is_joined = torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.group.WORLD) if is_joined else (0, None)
-    return topology_of(grid_of(layout), rank, world)
+    return topology_of(grid_of(layout), rank, world, layout.late)
 
 
 def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:

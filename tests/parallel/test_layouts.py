@@ -4,6 +4,8 @@ Compared: the loss, the gradient norm, every parameter's gradient and the weight
 whose ranks and microbatches have very different numbers of unmasked tokens.
 
 Of the products of factors those rows run in which every three factors are seen together; ``--whole-matrix`` runs all.
+Half of the rows run on the late transport (:mod:`tests.late_transport`), which takes the branches that NCCL takes;
+``--whole-matrix`` runs every row on both.
 """
 
 import math
@@ -12,6 +14,7 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import product
 from typing import Any, get_args
+from zlib import crc32
 
 import pytest
 
@@ -447,8 +450,18 @@ def rows_of(others: Iterable[Case], product_name: str | None = None) -> list[Any
     if product_name is not None:
         by_default = default_places(product_name)
         rows += [(case, place not in by_default) for place, case in enumerate(PRODUCTS[product_name]())]
-    rows.sort(key=lambda row: ranks_of(row[0]))
+    rows = [
+        ((task, replace(layout, late=late)), is_extra or late != is_late_by_default(task, layout))
+        for (task, layout), is_extra in rows
+        for late in (False, True)
+    ]
+    rows.sort(key=lambda row: (ranks_of(row[0]), row[0][1].late))
     return [pytest.param(*case, marks=[pytest.mark.whole_matrix] * is_extra) for case, is_extra in rows]
+
+
+def is_late_by_default(task: Task, layout: Layout) -> bool:
+    """Half of the rows, always the same ones."""
+    return bool(crc32(f"{_identifier(task)}-{_identifier(layout)}".encode()) % 2)
 
 
 @cache
@@ -466,6 +479,7 @@ def _identifier(value: object) -> str:
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
         flags += f"-{'x'.join(map(str, value.cp_sizes))}" if value.cp_sizes else ""
         flags += "-te" if value.transformer_engine else ""
+        flags += "-late" if value.late else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
         return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
