@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.ops.attention_kernels import AttentionKernel, PartialAttention, TorchAttention
+from megatron.core.ops.attention_kernels import AttentionKernel, AttentionOutput, TorchAttention
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""
@@ -81,7 +81,7 @@ class BareAttention:
         self._kernel = kernel or TorchAttention()
         self._query, self._grad = random(model.num_attention_heads), random(model.num_attention_heads)
         self._key, self._value = random(model.num_query_groups), random(model.num_query_groups)
-        self._attended: list[PartialAttention] = []
+        self._attended: list[AttentionOutput] = []
 
     def forward(self) -> None:
         """Outputs, kept for backward."""

@@ -24,11 +24,11 @@ from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
 from megatron.core.ops.attention_kernels import (
     AttentionKernel,
+    AttentionOutput,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,
     Gradients,
-    PartialAttention,
     ReferenceAttention,
     TorchAttention,
 )
@@ -128,9 +128,8 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     tiled.add(diagonal, key, value, is_first=True)
     tiled.add(before, key, value)
     assert_close(tiled.output, expected, dtype)
-    output = tiled.output.to(dtype)
-    grads = TiledGradients(kernel, grad, query, output, tiled.log_sum_exp, tiled.kept)
-    grad_key, grad_value = (torch.zeros_like(tensor, dtype=tiled.log_sum_exp.dtype) for tensor in (key, value))
+    grads = TiledGradients(kernel, grad, query, tiled.result())
+    grad_key, grad_value = (torch.zeros_like(tensor, dtype=grads.dtype) for tensor in (key, value))
     grads.add([*diagonal, *before], key, value, grad_key, grad_value)
     for found, wanted in zip((grads.query, grad_key, grad_value), expected_grads):
         assert_close(found, wanted, dtype)
@@ -144,9 +143,9 @@ def test_documents_do_not_see_each_other(kernel: AttentionKernel, shape: Shape, 
     expected, expected_grads = definition(shape, starts, dtype)
     query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
     attention = LocalAttention(kernel)
-    output, kept = attention.forward(AttentionInputs(query, key, value, marked(starts)))
-    assert_close(output, expected, dtype)
-    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), output, kept)
+    attended = attention.forward(AttentionInputs(query, key, value, marked(starts)))
+    assert_close(attended.output, expected, dtype)
+    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), attended)
     for found, wanted in zip(grads, expected_grads):
         assert_close(found, wanted, dtype)
 
@@ -164,10 +163,10 @@ def on_ranks(
     positions = ContextSplit(ranks.rank, size).positions(shape[3])
     query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(shape))
     attention = ContextParallel(ranks, (kind,), levels).attention(0, CpuFlashAttention())
-    output, kept = attention.forward(AttentionInputs(query, key, value, marked(starts)))
-    assert output.dtype == dtype
-    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), output, kept)
-    return output, grads, [record.kind for record in records]
+    attended = attention.forward(AttentionInputs(query, key, value, marked(starts)))
+    assert attended.output.dtype == dtype
+    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), attended)
+    return attended.output, grads, [record.kind for record in records]
 
 
 CASES: list[tuple[Shape, tuple[int, ...] | None]] = [
@@ -223,7 +222,7 @@ def order_of_events(kind: ContextParallelType) -> list[str]:
     kernel = CpuFlashAttention()
     forward = kernel.forward
 
-    def noted(*arguments: Any, **options: Any) -> PartialAttention:
+    def noted(*arguments: Any, **options: Any) -> AttentionOutput:
         events.append("attend")
         return forward(*arguments, **options)
 

@@ -23,7 +23,7 @@ from megatron.core.kernels.selection import (
     try_weight_gradient,
 )
 from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_kernels import CpuFlashAttention, CudnnAttention, PartialAttention, ReferenceAttention
+from megatron.core.ops.attention_kernels import AttentionOutput, CpuFlashAttention, CudnnAttention, ReferenceAttention
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
@@ -269,7 +269,7 @@ def test_the_kernels_pass_their_own_trials() -> None:
 class TakesHeadsForContiguous(ReferenceAttention):
     """As some kernels do."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> PartialAttention:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
         query, key, value = (
             part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value)
         )

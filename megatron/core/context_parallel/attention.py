@@ -1,17 +1,16 @@
-"""Attention over a sequence that several ranks share: three exchanges that bring queries and keys together.
+"""Context-parallel attention: three exchanges, and their combination in levels.
 
-``p2p``: keys and values travel around the ring of ranks, and each rank attends to what is there (ring attention, arXiv
-2310.01889, on balanced chunks). ``allgather``: every rank gathers all keys and values (Llama 3, arXiv 2407.21783,
-section 3.3.2). ``a2a``: ranks exchange positions for heads, and each attends over the whole sequence with its share of
-the heads (DeepSpeed Ulysses, arXiv 2309.14509).
+``p2p``: keys and values are sent around the ring of ranks (ring attention, arXiv 2310.01889, on balanced chunks).
+``allgather``: every rank gathers all keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). ``a2a``: an all-to-all
+exchanges positions for heads, and each rank attends over the whole sequence with its shard of the heads (DeepSpeed
+Ulysses, arXiv 2309.14509).
 
 ``a2a+p2p`` has two levels (USP, arXiv 2405.07719; LoongTrain, arXiv 2406.18485): ``a2a`` in groups of A neighbouring
-ranks, then ring attention over the P groups with each rank's share of the heads.
+ranks, then ring attention over the P groups with each rank's shard of the heads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextPara
 from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention, TiledAttention, TiledGradients
-from megatron.core.ops.attention_kernels import AttentionKernel, Gradients
+from megatron.core.ops.attention_kernels import AttentionKernel, AttentionOutput, Gradients
 from megatron.core.ops.documents import Span
 
 
@@ -38,7 +37,7 @@ class _AttentionOverRanks:
 
 
 class RingAttention(_AttentionOverRanks):
-    """Keys and values move around the ring while each rank attends to those that it has."""
+    """Keys and values are sent around the ring while each rank attends to those that it has."""
 
     def _sources(self) -> list[int]:
         """The rank whose keys are here, by step."""
@@ -47,7 +46,7 @@ class RingAttention(_AttentionOverRanks):
     def _pass_on(self, key_value: Tensor, step: int) -> Work[Tensor] | None:
         return self._ranks.start_shift(key_value) if step < self._ranks.size - 1 else None
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         spans, length = self._whole(inputs)
         tiled = TiledAttention(self._kernel, inputs.query)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
@@ -57,18 +56,17 @@ class RingAttention(_AttentionOverRanks):
             tiled.add(ring_tiles(self._split, source, spans, length), key, value, is_first=step == 0)
             if arriving is not None:
                 key_value = arriving.wait()
-        return tiled.output.to(inputs.query.dtype), (tiled.log_sum_exp, tiled.kept)
+        return tiled.result()
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
-        # Each rank adds its part to the gradients of keys and values, which follow these around the ring.
-        log_sum_exp, rest = kept
+    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
+        # The gradients of keys and values follow them around the ring; each rank adds its part.
         spans, length = self._whole(inputs)
-        gradients = TiledGradients(self._kernel, grad, inputs.query, output, log_sum_exp, rest)
+        gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         following: Work[Tensor] | None = None
         for step, source in enumerate(self._sources()):
             arriving = self._pass_on(key_value, step)
-            grad_key_value = torch.zeros_like(key_value, dtype=log_sum_exp.dtype)
+            grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)
             gradients.add(ring_tiles(self._split, source, spans, length), *key_value, *grad_key_value)
             if following is not None:
                 grad_key_value += following.wait()
@@ -81,44 +79,42 @@ class RingAttention(_AttentionOverRanks):
 
 
 class AllGatherAttention(_AttentionOverRanks):
-    """All keys and values on every rank, gathered while it attends to its own chunks."""
+    """All keys and values are gathered while the rank attends to its own chunks."""
 
     def _start_gather(self, inputs: AttentionInputs) -> Work[Tensor]:
-        """Gather the keys and values of all ranks: ``[ranks * s, 2, b, groups, d]``."""
-        return self._ranks.start_all_gather(torch.stack((inputs.key, inputs.value)).movedim(3, 0).contiguous())
+        """All ranks' keys and values in the order of the sequence, ``[2, b, groups, s, d]``."""
+        by_position = torch.stack((inputs.key, inputs.value)).movedim(3, 0).contiguous()  # [s/cp, 2, b, groups, d]
+        gathering = self._ranks.start_all_gather(by_position)
+        ranks = self._ranks.size
+        return gathering.then(lambda whole: self._split.natural(whole.unflatten(0, (ranks, -1))).movedim(0, 3))
 
-    def _natural(self, gathered: Tensor) -> Tensor:
-        """Keys and values in the order of the sequence, ``[2, b, groups, s, d]``."""
-        return self._split.natural(gathered.unflatten(0, (self._ranks.size, -1))).movedim(0, 3)
-
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         spans, length = self._whole(inputs)
         tiled = TiledAttention(self._kernel, inputs.query)
         gathering = self._start_gather(inputs)
         tiled.add(diagonal_tiles(self._split, spans, length), inputs.key, inputs.value, is_first=True)
-        tiled.add(earlier_tiles(self._split, spans, length), *self._natural(gathering.wait()))
-        return tiled.output.to(inputs.query.dtype), (tiled.log_sum_exp, tiled.kept)
+        tiled.add(earlier_tiles(self._split, spans, length), *gathering.wait())
+        return tiled.result()
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
+    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
         # Keys and values are gathered again; a reduce-scatter sums their gradients over the ranks.
-        log_sum_exp, rest = kept
         spans, length = self._whole(inputs)
-        gradients = TiledGradients(self._kernel, grad, inputs.query, output, log_sum_exp, rest)
+        gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
         gathering = self._start_gather(inputs)
         key, value = inputs.key, inputs.value
-        grad_key, grad_value = (torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (key, value))
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=gradients.dtype) for tensor in (key, value))
         gradients.add(diagonal_tiles(self._split, spans, length), key, value, grad_key, grad_value)
-        natural = self._natural(gathering.wait())
-        grad_natural = torch.zeros_like(natural, dtype=log_sum_exp.dtype)
-        gradients.add(earlier_tiles(self._split, spans, length), *natural, *grad_natural)
-        by_rank = self._split.by_rank(grad_natural.movedim(3, 0)).flatten(0, 1)
-        for own, others in zip((grad_key, grad_value), self._ranks.reduce_scatter(by_rank).movedim(0, 3)):
-            own += others
+        key_value = gathering.wait()
+        grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)  # [2, b, groups, s, d]
+        gradients.add(earlier_tiles(self._split, spans, length), *key_value, *grad_key_value)
+        by_rank = self._split.by_rank(grad_key_value.movedim(3, 0)).flatten(0, 1)  # [s, 2, b, groups, d]
+        for own, reduced in zip((grad_key, grad_value), self._ranks.reduce_scatter(by_rank).movedim(0, 3)):
+            own += reduced
         return gradients.query, grad_key, grad_value
 
 
 class UlyssesAttention:
-    """All positions of ``ranks``, for a share of the heads; both kinds of heads must divide evenly over ``ranks``.
+    """Attention over the positions of all ``ranks`` with a shard of the heads; both kinds of heads must be divisible.
 
     ``inner`` attends with these heads: locally, or over the groups of a hierarchy. Rank a of group p holds the chunks
     pA + a and 2AP - 1 - (pA + a) of 2AP. In the order of the sequence the chunks of a group are therefore two
@@ -130,33 +126,31 @@ class UlyssesAttention:
         self._split = ContextSplit(ranks.rank, ranks.size)
 
     def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """``[b, heads, s of this rank, d]`` each, to ``[b, heads of this rank, s, d]``, in one exchange."""
-        ranks = self._ranks.size
-        # [ranks, s, heads for that rank, b, d], side by side.
-        parts = [tensor.unflatten(1, (ranks, -1)).permute(1, 3, 2, 0, 4) for tensor in tensors]
-        received = self._ranks.all_to_all(torch.cat(parts, dim=2))
+        """``[b, heads, s/cp, d]`` each to ``[b, heads/cp, s, d]``, in one all-to-all."""
+        parts = [tensor.unflatten(1, (self._ranks.size, -1)).permute(1, 3, 2, 0, 4) for tensor in tensors]
+        received = self._ranks.all_to_all(torch.cat(parts, dim=2))  # [cp, s/cp, all heads/cp, b, d]
         heads = [part.shape[2] for part in parts]
         return [part.permute(2, 1, 0, 3) for part in self._split.natural(received).split(heads, dim=1)]
 
     def _to_positions(self, *tensors: Tensor) -> list[Tensor]:
         """The inverse of :meth:`_to_heads`."""
-        together = torch.cat([tensor.permute(2, 1, 0, 3) for tensor in tensors], dim=1)
-        received = self._ranks.all_to_all(self._split.by_rank(together))
+        together = torch.cat([tensor.permute(2, 1, 0, 3) for tensor in tensors], dim=1)  # [s, all heads/cp, b, d]
+        received = self._ranks.all_to_all(self._split.by_rank(together))  # [cp, s/cp, all heads/cp, b, d]
         heads = [tensor.shape[1] for tensor in tensors]
-        # [ranks, s, heads of that rank, b, d] each.
         return [part.permute(3, 0, 2, 1, 4).flatten(1, 2) for part in received.split(heads, dim=2)]
 
-    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, tuple[Any, ...]]:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         query, key, value = self._to_heads(inputs.query, inputs.key, inputs.value)
-        output, kept = self._inner.forward(AttentionInputs(query, key, value, inputs.documents))
-        return self._to_positions(output)[0], ((query, key, value), output, kept)
+        inner = self._inner.forward(AttentionInputs(query, key, value, inputs.documents))
+        kept = query, key, value, inner.output, inner.log_sum_exp, inner.kept
+        return AttentionOutput(self._to_positions(inner.output)[0], None, kept)
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, output: Tensor, kept: tuple[Any, ...]) -> Gradients:
-        (query, key, value), whole_output, rest = kept
-        (whole_grad,) = self._to_heads(grad)
-        whole = AttentionInputs(query, key, value, inputs.documents)
-        grads = self._inner.backward(whole_grad, whole, whole_output, rest)
-        # The exchange adds nothing up, so gradients need no wider format.
+    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
+        query, key, value, *inner = attended.kept
+        (inner_grad,) = self._to_heads(grad)
+        inner_inputs = AttentionInputs(query, key, value, inputs.documents)
+        grads = self._inner.backward(inner_grad, inner_inputs, AttentionOutput(*inner))
+        # An all-to-all sums nothing, so gradients need no wider dtype.
         grad_query, grad_key, grad_value = self._to_positions(*(part.to(grad.dtype) for part in grads))
         return grad_query, grad_key, grad_value
 
@@ -164,19 +158,19 @@ class UlyssesAttention:
 def build_attention(
     levels: Sequence[Exchange], communicators: Sequence[Communicator], kernel: AttentionKernel
 ) -> Attention:
-    """Attention by the exchanges ``levels``, each among its communicator's ranks, from neighbouring ranks outwards."""
+    """Attention by the exchanges ``levels``, each over its communicator, from neighbouring ranks outwards."""
     if not levels:
         return LocalAttention(kernel)
     ranks = communicators[0]
     if levels[0] == "a2a":
         return UlyssesAttention(ranks, build_attention(levels[1:], communicators[1:], kernel))
-    assert len(levels) == 1, "only a2a leaves each rank whole heads, among which another exchange can follow"
+    assert len(levels) == 1, "only a2a can be combined with a further exchange"
     return RingAttention(kernel, ranks) if levels[0] == "p2p" else AllGatherAttention(kernel, ranks)
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share a sequence, and how they attend: in one way, or in one for each layer."""
+    """The ranks that share a sequence, and their exchanges: one for all layers, or one for each layer."""
 
     ranks: Communicator = field(default_factory=lambda: Communicator((0,), 0))
     comm_types: Sequence[ContextParallelType] = ("p2p",)
@@ -185,11 +179,10 @@ class ContextParallel:
 
     @property
     def split(self) -> ContextSplit:
-        """This rank's part of a sequence; the same for all types."""
         return ContextSplit(self.ranks.rank, self.ranks.size)
 
     def attention(self, layer: int, kernel: AttentionKernel) -> Attention:
-        """How layer number ``layer`` attends."""
+        """The attention of layer number ``layer``."""
         if self.ranks.size == 1:
             return LocalAttention(kernel)
         exchanges = CONTEXT_PARALLEL_TYPES[self.comm_types[layer if len(self.comm_types) > 1 else 0]].levels

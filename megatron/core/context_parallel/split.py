@@ -1,7 +1,7 @@
-"""How ranks divide a sequence, and which part of the causal triangle each computes when. Pure arithmetic.
+"""How context-parallel ranks divide a sequence, and which tiles of the causal triangle each computes. Pure arithmetic.
 
-A sequence is cut in two chunks per rank; rank i holds chunks i and 2 size - 1 - i, one after the other ("zig-zag"), so
-that every rank has the same share of the causal triangle (Llama 3, arXiv 2407.21783, section 3.3.2).
+A sequence is cut into two chunks per rank; rank i has chunks i and 2 size - 1 - i, one after the other ("zig-zag"), so
+that every rank has the same part of the causal triangle (Llama 3, arXiv 2407.21783, section 3.3.2).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from megatron.core.ops.documents import Span
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """The part of ``rank`` among ``size``."""
+    """The positions of one context-parallel rank."""
 
     rank: int = 0
     size: int = 1
@@ -27,14 +27,14 @@ class ContextSplit:
         return self.rank, 2 * self.size - 1 - self.rank
 
     def positions(self, length: int) -> Tensor:
-        """The places of this rank's tokens in the sequence of ``length``, ``[length / size]``."""
+        """The positions of this rank's tokens in a sequence of ``length``, ``[length / size]``."""
         if self.size == 1:
             return torch.arange(length)
         chunk = length // (2 * self.size)
         return torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in self.chunks])
 
-    def pieces(self, span: Span, length: int) -> tuple[range, range]:
-        """The local positions of ``span`` in the rank's first and second chunk. If both have some, these adjoin."""
+    def local_ranges(self, span: Span, length: int) -> tuple[range, range]:
+        """The local positions of ``span`` in the rank's first and second chunk; if neither is empty, they adjoin."""
         chunk = length // (2 * self.size)
         first, second = (
             range(offset + max(span.start - start, 0), offset + min(span.stop - start, chunk))
@@ -43,8 +43,8 @@ class ContextSplit:
         return first, second
 
     def natural(self, by_rank: Tensor) -> Tensor:
-        """``[size, length / size, ...]``, every rank's part, to ``[length, ...]`` in the order of the sequence."""
-        chunks = by_rank.unflatten(1, (2, -1)).flatten(0, 1)
+        """All ranks' positions ``[size, length / size, ...]`` to ``[length, ...]`` in the order of the sequence."""
+        chunks = by_rank.unflatten(1, (2, -1)).flatten(0, 1)  # [2 size, chunk, ...]
         order = [2 * rank for rank in range(self.size)] + [2 * rank + 1 for rank in reversed(range(self.size))]
         return chunks[order].flatten(0, 1)
 
@@ -56,47 +56,47 @@ class ContextSplit:
 
 
 def ring_tiles(split: ContextSplit, source: int, spans: Sequence[Span], length: int) -> Iterator[Tile]:
-    """What the queries of ``split`` see of the keys of rank ``source``: half of its tokens, or of the rank's own.
+    """The tiles of this rank's queries and the keys of rank ``source``: half of its keys, or of this rank's queries.
 
-    A document that lies in both chunks of a rank fills the end of the first and the beginning of the second, which
-    adjoin in local positions, so each document is one tile at most.
+    A document in both chunks of a rank ends the first and starts the second, which adjoin in local positions, so that
+    each document is at most one tile.
     """
-    others = ContextSplit(source, split.size)
+    source_split = ContextSplit(source, split.size)
     for span in spans:
-        mine, theirs = split.pieces(span, length), others.pieces(span, length)
+        query_ranges, key_ranges = split.local_ranges(span, length), source_split.local_ranges(span, length)
         if source == split.rank:
-            queries, keys = _joined(mine), _joined(mine)
+            queries, keys = _joined(query_ranges), _joined(query_ranges)
         elif source < split.rank:
-            # Its first chunk lies before both of ours, its second behind both.
-            queries, keys = _joined(mine), theirs[0]
+            # The source's first chunk precedes both of this rank's chunks, its second follows both.
+            queries, keys = _joined(query_ranges), key_ranges[0]
         else:
-            # Our first chunk lies before both of its, our second behind both.
-            queries, keys = mine[1], _joined(theirs)
+            # This rank's first chunk precedes both of the source's chunks, its second follows both.
+            queries, keys = query_ranges[1], _joined(key_ranges)
         if len(queries) and len(keys):
             yield Tile(span.rows, _slice(queries), _slice(keys), is_causal=source == split.rank)
 
 
 def diagonal_tiles(split: ContextSplit, spans: Sequence[Span], length: int) -> Iterator[Tile]:
-    """What the queries of each chunk see of the keys of the same chunk, in local positions of both."""
+    """The tiles of each chunk's queries and the keys of the same chunk, in local positions."""
     for span in spans:
-        for piece in split.pieces(span, length):
-            if len(piece):
-                yield Tile(span.rows, _slice(piece), _slice(piece), is_causal=True)
+        for positions in split.local_ranges(span, length):
+            if len(positions):
+                yield Tile(span.rows, _slice(positions), _slice(positions), is_causal=True)
 
 
 def earlier_tiles(split: ContextSplit, spans: Sequence[Span], length: int) -> Iterator[Tile]:
-    """What the queries of each chunk see of all earlier chunks, with keys by their place in the sequence."""
+    """The tiles of each chunk's queries (local positions) and all earlier keys (positions in the sequence)."""
     chunk = length // (2 * split.size)
     for span in spans:
-        for number, piece in zip(split.chunks, split.pieces(span, length)):
-            if len(piece) and span.start < number * chunk:
-                yield Tile(span.rows, _slice(piece), slice(span.start, number * chunk), is_causal=False)
+        for number, positions in zip(split.chunks, split.local_ranges(span, length)):
+            if len(positions) and span.start < number * chunk:
+                yield Tile(span.rows, _slice(positions), slice(span.start, number * chunk), is_causal=False)
 
 
-def _joined(pieces: tuple[range, range]) -> range:
-    first, second = pieces
+def _joined(ranges: tuple[range, range]) -> range:
+    first, second = ranges
     if len(first) and len(second):
-        assert first.stop == second.start, pieces
+        assert first.stop == second.start, ranges
         return range(first.start, second.stop)
     return first if len(first) else second
 
