@@ -44,13 +44,13 @@ class _Compiled:
 class _FusedCrossEntropy:
     """Allocates only the log-sum-exp: it converts the logits while it reads them."""
 
-    def log_sum(self, scores: Tensor, dtype: torch.dtype) -> Tensor:
-        return scores.new_empty(scores.shape[:1], dtype=dtype)
+    def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        return logits.new_empty(logits.shape[:1], dtype=dtype)
 
     def write_gradient(
-        self, scores: Tensor, log_sum: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
+        self, logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
     ) -> None:
-        """The gradient overwrites the scores."""
+        """The gradient overwrites the logits."""
 
 
 class _InPlaceWeightGradient:

@@ -17,7 +17,7 @@ from megatron.core.ops.cross_entropy import (
     CrossEntropyKernel,
     EagerCrossEntropy,
     compared_with_columns,
-    wide_log_sum,
+    wide_log_sum_exp,
 )
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, normalise, normalise_backward
 from megatron.core.ops.rope import CompiledRotation, rotary_frequencies, rotary_table, rotate_, rotated
@@ -78,20 +78,20 @@ def check_cross_entropy(
     for rows, _, width in shapes:
         # As of a padded vocabulary: not contiguous.
         scores = made(rows, width + 3, dtype=dtype)[:, :width]
-        log_sum = kernel.log_sum(scores, wide)
-        assert_close(log_sum, eager.log_sum(scores, wide), wide)
+        log_sum_exp = kernel.log_sum_exp(scores, wide)
+        assert_close(log_sum_exp, eager.log_sum_exp(scores, wide), wide)
         columns = torch.arange(rows) * 7 % width
         gradient, at_label = made(rows, dtype=wide), made(rows, dtype=wide, seed=2)
         found, expected = scores.clone(), scores.clone()
-        kernel.write_gradient(found, log_sum, columns, gradient, at_label)
-        eager.write_gradient(expected, log_sum, columns, gradient, at_label)
+        kernel.write_gradient(found, log_sum_exp, columns, gradient, at_label)
+        eager.write_gradient(expected, log_sum_exp, columns, gradient, at_label)
         assert_close(found, expected, dtype)
 
 
 class Uncompiled:
     """The functions that :class:`CompiledCrossEntropy` compiles."""
 
-    log_sum = staticmethod(wide_log_sum)
+    log_sum_exp = staticmethod(wide_log_sum_exp)
 
     def write_gradient(self, scores: Tensor, *more: Tensor) -> None:
         scores.copy_(compared_with_columns(scores, *more))

@@ -1,1 +1,1 @@
-"""The operations of a Llama layer: a plain reference of each, and the faster version that training uses."""
+"""The operations of a transformer layer: a reference of each, and the faster version that training uses."""

@@ -1,6 +1,5 @@
-"""Where documents begin in packed sequences, for attention that stays inside them and positions that restart."""
+"""Documents in packed sequences, for attention within documents and positions that restart."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,10 +18,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a microbatch of whole sequences, on the host: what attention does depends on them."""
+    """The documents of a microbatch of whole sequences, on the host, since they determine which kernels run."""
 
     starts: Tensor
-    """Whether a document begins there, ``[b, s]`` bool on the CPU; at position 0 one always does."""
+    """Whether a document begins at a position, ``[b, s]`` bool on the CPU; one always begins at position 0."""
     masks_attention: bool
     """Whether attention stays inside documents."""
     resets_positions: bool
@@ -31,25 +30,23 @@ class Documents:
     @cached_property
     def spans(self) -> list[Span]:
         """The documents, row by row."""
-        return list(self._spans())
-
-    def _spans(self) -> Iterator[Span]:
-        length = self.starts.shape[1]
+        spans, length = [], self.starts.shape[1]
         for row, flags in enumerate(self.starts):
             starts = flags.nonzero().flatten().tolist()
             starts = starts if starts and starts[0] == 0 else [0, *starts]
             for start, stop in zip(starts, [*starts[1:], length]):
-                yield Span(slice(row, row + 1), start, stop)
+                spans.append(Span(slice(row, row + 1), start, stop))
+        return spans
 
     def positions(self) -> Tensor:
-        """The place of every token in its document, ``[s, b]``."""
+        """The position of every token in its document, ``[s, b]``."""
         numbers = torch.arange(self.starts.shape[1])
         latest_start = torch.where(self.starts, numbers, 0).cummax(dim=1).values
         return (numbers - latest_start).t()
 
 
 def attention_spans(documents: Documents | None, length: int) -> list[Span]:
-    """What attention goes over: documents, or rows of ``length`` as a whole."""
+    """The ranges within which attention is causal: documents, or whole rows of ``length``."""
     if documents is None or not documents.masks_attention:
         return [Span(slice(None), 0, length)]
     return documents.spans

@@ -1,4 +1,4 @@
-"""FP8: tensors quantised with one scale each, their products, and how a scale follows from magnitudes.
+"""FP8: tensors quantised with one scale each, their GEMMs, and the scale for an amax.
 
 A tensor ``x`` is kept as ``round(x * scale)`` in e4m3 (range 448, 3 bits of fraction) or e5m2 (range 57344, 2 bits),
 together with ``1 / scale``. *amax* is the largest magnitude of a tensor. Sources: FP8 formats for deep learning
@@ -22,53 +22,45 @@ LARGEST_SCALE = 2.0**126
 
 
 def largest_value(dtype: torch.dtype) -> float:
-    """The largest finite number of an FP8 format."""
     return float(torch.finfo(dtype).max)
 
 
 def amax_of(tensor: Tensor) -> Tensor:
-    """Largest magnitude of ``tensor`` as a number in fp32; NaN if it has one."""
+    """Largest magnitude of ``tensor``, ``[]`` in fp32; NaN if it has one."""
     return torch.linalg.vector_norm(tensor, torch.inf).float()
 
 
 def scale_from_amax(amax: Tensor, largest: float | Tensor, previous: float | Tensor, margin: int = 0) -> Tensor:
-    """``largest / amax / 2^margin``, elementwise in fp32: the scale with which ``amax`` becomes ``largest``.
-
-    Where ``amax`` is zero or not finite it tells nothing, and the scale stays ``previous``.
-    """
+    """``largest / amax / 2^margin``, elementwise in fp32: the scale that maps ``amax`` to ``largest``; ``previous``
+    where ``amax`` is zero or not finite."""
     scale = torch.clamp(largest / amax / 2.0**margin, max=LARGEST_SCALE)
     return torch.where((amax > 0.0) & torch.isfinite(amax), scale, previous)
 
 
 def push_amax(history: Tensor, amax: Tensor) -> None:
-    """Put ``amax`` ``[...]`` at the front of ``history`` ``[..., length]``, in place, and forget the oldest.
-
-    One that is not finite enters as zero: it would otherwise hide the others for as long as it is remembered.
-    """
+    """Insert ``amax`` ``[...]`` at the front of ``history`` ``[..., length]``, in place, and drop the oldest. A
+    non-finite one is recorded as zero, so that it does not determine the maximum of the history."""
     history.copy_(history.roll(1, dims=-1))
     history[..., 0] = torch.where(torch.isfinite(amax), amax, 0.0)
 
 
 def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
-    """The amax ``[...]`` by which to scale next: the newest of ``history`` ``[..., length]``, or the largest."""
+    """The newest or the largest amax ``[...]`` of ``history`` ``[..., length]``."""
     return history[..., 0] if algorithm == "most_recent" else history.amax(dim=-1)
 
 
 def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """``tensor`` times ``scale`` in the FP8 format ``dtype``; what is beyond its range becomes the largest number.
-
-    ``amax`` is that of ``tensor``. Where it is not finite every product of the result is NaN, so that an overflow of
-    the tensor itself is seen as it would be without FP8, although the numbers saturate.
-    """
+    """``tensor`` times ``scale`` in the FP8 format ``dtype``, saturated. If ``amax``, the amax of ``tensor``, is not
+    finite, every product with the result is NaN, so that an overflow is visible as without FP8."""
     largest = largest_value(dtype)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    # torch's own conversion saturates in some versions and not in others.
+    # torch's conversion saturates in some versions only.
     data = (wide * scale).clamp_(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
     return QuantizedTensor(data, scale.reciprocal() + (amax - amax))
 
 
 def transposed(operand: QuantizedTensor) -> QuantizedTensor:
-    """The transpose ``[n, m]`` of ``[m, n]``, in memory of its own."""
+    """A contiguous copy ``[n, m]`` of the transpose of ``[m, n]``."""
     return QuantizedTensor(operand.data.t().contiguous(), operand.inverse_scale)
 
 
@@ -79,40 +71,36 @@ class ScaledProduct(Protocol):
 
 
 def scaled_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """``a [m, k] @ b [n, k]^T`` in ``dtype`` (bf16 or fp32), accumulated in fp32 or, where the hardware has it and
-    ``fast`` allows it, with fewer bits.
-
-    Hopper multiplies FP8 in this form alone, with contiguous rows of multiples of 16, and not e5m2 with e5m2.
-    """
+    """A :class:`ScaledProduct` in bf16 or fp32, accumulated in fp32, or with fewer bits if ``fast`` and the hardware
+    supports it. Hopper requires this layout, with rows of multiples of 16, and does not multiply e5m2 by e5m2."""
     assert a.data.is_contiguous() and b.data.is_contiguous(), (a.data.stride(), b.data.stride())
     assert a.inverse_scale is not None and b.inverse_scale is not None
     return scaled_mm(a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def widened_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """:func:`scaled_product` of fp32 copies of the numbers, for devices without FP8 units."""
+    """:func:`scaled_product` by an fp32 GEMM, for devices without FP8 units."""
     assert a.inverse_scale is not None and b.inverse_scale is not None
     product = a.data.float() @ b.data.float().t()
     return product.mul_(a.inverse_scale * b.inverse_scale).to(dtype)
 
 
 def product_for(device: torch.device) -> ScaledProduct:
-    """How ``device`` multiplies; for a product torch's own takes seconds, not milliseconds, on some CPUs."""
+    """The product for ``device``; on some CPUs torch's own takes seconds instead of milliseconds."""
     return widened_product if device.type == "cpu" else scaled_product
 
 
 def scaled_product_reference(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """:func:`scaled_product` from the numbers that the operands stand for, in fp64."""
-    wide_a, wide_b = dequantize(a), dequantize(b)
-    return (wide_a @ wide_b.t()).to(dtype)
+    """:func:`scaled_product` in fp64."""
+    return (dequantize(a) @ dequantize(b).t()).to(dtype)
 
 
 def dequantize(operand: QuantizedTensor) -> Tensor:
-    """The numbers that ``operand`` stands for, in fp64."""
+    """The values of ``operand`` in fp64."""
     assert operand.inverse_scale is not None
     return operand.data.double() * operand.inverse_scale.double()
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Whether :func:`product_for` has one for ``device``: GPUs need Ada or newer."""
+    """Whether :func:`product_for` supports ``device``: GPUs from Ada on."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,11 +1,11 @@
-"""Matrix products of linear layers.
+"""GEMMs of linear layers.
 
-On x86 CPUs torch multiplies fp32 matrices with MKL, which does not use the wide vectors of every processor;
-oneDNN does (measured: 2.3 times as fast on a Zen 5 core, see ``docs/performance.md``). torch exposes oneDNN's
-fp32 product as the operator that its compiler uses; where it is missing, the ordinary product serves.
+On x86 CPUs torch multiplies fp32 matrices with MKL, which does not use the wide vectors of every processor; oneDNN does
+(measured: 2.3 times as fast on a Zen 5 core, see ``docs/performance.md``). torch exposes oneDNN's fp32 GEMM as the
+operator that its compiler uses.
 
-fp16 matrices CPUs multiply in fp32, and round the result: what GPUs do, too, where torch's own product for CPUs takes
-7 to 30 times as long (measured on a Zen 5 core, which has no arithmetic in fp16).
+On CPUs fp16 matrices are multiplied in fp32 and the result is rounded, as on GPUs; torch's own fp16 GEMM for CPUs takes
+7 to 30 times as long (measured on a Zen 5 core, which has no fp16 arithmetic).
 """
 
 from dataclasses import dataclass
@@ -41,30 +41,29 @@ def linear(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(grad_outputs: Tensor, inputs: Tensor) -> Tensor:
-    """``grad_outputs [..., n]^T @ inputs [..., k]``, summed over all other dims: ``[n, k]``, maybe a view."""
+    """``grad_outputs [..., n]^T @ inputs [..., k]``, summed over all other dims: ``[n, k]``, possibly a view."""
     if _is_widened(inputs):
         return weight_gradient(grad_outputs.float(), inputs.float()).half()
     grad_outputs, inputs = grad_outputs.flatten(0, -2), inputs.flatten(0, -2)
     if not _uses_onednn(inputs):
         return grad_outputs.t() @ inputs
-    # oneDNN copies its first operand when it is transposed, so that should be the smaller one.
+    # oneDNN copies a transposed first operand, so the smaller one comes first.
     if inputs.shape[1] < grad_outputs.shape[1]:
         return linear(inputs.t(), grad_outputs.t()).t()
     return linear(grad_outputs.t(), inputs.t())
 
 
 class WeightGradientKernel(Protocol):
-    """How the gradient of a weight comes into a buffer ``[n, k]``, which may be wider than its operands."""
+    """The weight-gradient GEMM into a buffer ``[n, k]``, whose dtype may be wider than the operands' dtype."""
 
     def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
-        """Add ``grad_outputs [..., n]^T @ inputs [..., k]`` to ``buffer``, or overwrite what is there."""
+        """Add ``grad_outputs [..., n]^T @ inputs [..., k]`` to ``buffer``, or overwrite it."""
 
 
 class SeparateWeightGradient:
-    """A product in the format of its operands, which is then added: one more pass, and memory for the product."""
+    """A GEMM in the operands' dtype, then a sum: one more pass, and memory for the product."""
 
     def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
-        """As in the protocol."""
         product = weight_gradient(grad_outputs, inputs)
         if accumulate:
             buffer.add_(product)
@@ -73,10 +72,10 @@ class SeparateWeightGradient:
 
 
 class InPlaceWeightGradient:
-    """The product adds to the buffer itself; what it adds was never rounded to the format of its operands."""
+    """The GEMM accumulates in the buffer, without rounding to the operands' dtype. A buffer wider than the operands
+    must be fp32 on a GPU."""
 
     def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
-        """As in the protocol; a buffer wider than the operands is a matter of GPUs, and of fp32."""
         left, right = grad_outputs.flatten(0, -2).t(), inputs.flatten(0, -2)
         if buffer.dtype == inputs.dtype:
             buffer.addmm_(left, right, beta=float(accumulate))
@@ -95,22 +94,20 @@ class WeightGradientProduct:
     kernel: WeightGradientKernel
 
     def value(self) -> Tensor:
-        """``[n, k]`` in the format of the operands."""
         return weight_gradient(self.grad_outputs, self.inputs)
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
-        """Into ``buffer`` ``[n, k]``."""
         self.kernel.write(buffer, self.grad_outputs, self.inputs, accumulate)
 
 
 class Gemm(Protocol):
-    """The three GEMMs of a linear layer ``y = x W^T`` with ``W`` ``[n, k]``, and the format of their operands."""
+    """The three GEMMs of a linear layer ``y = x W^T`` with ``W`` ``[n, k]``, and the dtype of their operands."""
 
     is_plain: bool
-    """Whether operands are the tensors themselves, in the format of the weight."""
+    """Whether the operands are not quantised."""
 
     def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
-        """``x`` ``[..., k]``, or this rank's rows of it; backward keeps the result."""
+        """``x`` ``[..., k]``, or this rank's rows of it; saved for backward."""
 
     def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
         """``dy`` ``[..., n]``, or this rank's rows of it."""
@@ -122,7 +119,7 @@ class Gemm(Protocol):
         """``dy W`` ``[..., k]``; rows are independent."""
 
     def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Gradient:
-        """``dy^T x`` ``[n, k]``, perhaps not multiplied yet; may be wider than the weight."""
+        """``dy^T x`` ``[n, k]``, possibly not multiplied yet; its dtype may be wider than the weight's."""
 
 
 class PlainGemm:

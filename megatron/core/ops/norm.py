@@ -10,35 +10,34 @@ from megatron.core.gradient import accumulate_main_grad
 
 
 class RMSNormKernel(Protocol):
-    """The two passes of RMSNorm over the last dim, ``h``; what is kept are the inputs and some number per token."""
+    """The two passes of RMSNorm over the last dim, ``h``; autograd saves the inputs and the inverse RMS."""
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """The output ``[..., h]``, and the inverse RMS of every token in the shape that ``backward`` takes."""
+        """The output ``[..., h]``, and the inverse RMS of every token in any shape that ``backward`` accepts."""
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the inputs, ``[..., h]``, and of the weight, ``[h]``, which may be wider than it."""
+        """Gradients of the inputs ``[..., h]`` and of the weight ``[h]``, which may have a wider dtype. Must not change
+        its arguments."""
 
 
 def normalise(inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The definition, ``inputs / rms(inputs) * weight`` with statistics in fp32 or wider, and the inverse RMS
-    ``[..., 1]``."""
+    """``inputs / rms(inputs) * weight`` with statistics in fp32 or wider, and the inverse RMS ``[..., 1]``."""
     wide = inputs.to(_compute_dtype(inputs))
     inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     return (wide * inverse_rms).to(inputs.dtype) * weight, inverse_rms
 
 
 def normalise_backward(gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivative of :func:`normalise`, without a change of any argument; the weight's in fp32 or wider."""
+    """The derivative of :func:`normalise`; the weight's gradient is in fp32 or wider."""
     gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
     normalised = inputs * inverse_rms
-    along = gradient * wide_weight
-    mean = (along * normalised).mean(dim=-1, keepdim=True)
-    grad_inputs = (along - normalised * mean) * inverse_rms
+    scaled = gradient * wide_weight
+    mean = (scaled * normalised).mean(dim=-1, keepdim=True)
+    grad_inputs = (scaled - normalised * mean) * inverse_rms
     return grad_inputs.to(inputs.dtype), (gradient * normalised).flatten(0, -2).sum(dim=0)
 
 
 def rms_norm_reference(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """``inputs / rms(inputs) * weight`` over the last dim ``[..., h]``, computed in fp32 or wider."""
     return normalise(inputs, weight, epsilon)[0]
 
 
@@ -47,20 +46,18 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 class EagerRMSNorm:
-    """One operation after the other, with few passes over the activations and in place where that goes."""
+    """Few passes over the activations, in place where possible."""
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """Output, and inverse RMS ``[..., 1]``."""
         norm = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True, dtype=_compute_dtype(inputs))
         inverse_rms = norm.square_().div_(inputs.shape[-1]).add_(epsilon).rsqrt_()
         return (inputs * inverse_rms).to(inputs.dtype).mul_(weight), inverse_rms
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of inputs and weight, the latter in fp32 or wider."""
         gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
-        normalised = inputs * inverse_rms
+        normalised = inputs * inverse_rms  # [..., h]
         product = gradient * normalised
-        grad_weight = product.flatten(0, -2).sum(dim=0)
+        grad_weight = product.flatten(0, -2).sum(dim=0)  # [h]
         mean = (product @ wide_weight).div_(inputs.shape[-1]).unsqueeze(-1)
         grad_inputs = torch.mul(gradient, wide_weight, out=product)
         grad_inputs.addcmul_(normalised, mean, value=-1).mul_(inverse_rms)
@@ -68,15 +65,13 @@ class EagerRMSNorm:
 
 
 class CompiledRMSNorm:
-    """The definition and its derivative through ``torch.compile``."""
-
     def __init__(self) -> None:
         self.forward = torch.compile(normalise, fullgraph=True)
         self.backward = torch.compile(normalise_backward, fullgraph=True)
 
 
 class _RMSNorm(Function):
-    """Keeps its input and one number per token."""
+    """Saves its input and one number per token."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel) -> Tensor:
@@ -95,6 +90,6 @@ class _RMSNorm(Function):
 
 
 def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel | None = None) -> Tensor:
-    """``inputs / rms(inputs) * weight`` over the last dim ``[..., h]``; statistics in fp32 or wider."""
+    """RMSNorm over the last dim ``[..., h]``; statistics in fp32 or wider."""
     output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm())
     return output

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864) with Llama 3.1's frequency scaling.
 
-Neighbouring elements ``(2i, 2i+1)`` of a head are the pair that is rotated, as in the paper and in Meta's own
-weights: a pair is one complex number and the rotation one complex product. Hugging Face stores heads with the
-two halves of the pairs apart; conversion permutes the rows of the query and key weights.
+The rotated pairs are neighbouring elements ``(2i, 2i+1)`` of a head, as in the paper and in Meta's weights: a pair is
+one complex number and the rotation one complex product. Hugging Face stores the two halves of a head apart; conversion
+permutes the rows of the query and key weights.
 """
 
 import math
@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
-"""Rotates every head of ``[s, b, heads * head_size]`` in place by a table of complex numbers; the conjugate table, as
-``table.conj()`` makes it, rotates back."""
+"""Rotates every head of ``[s, b, heads * head_size]`` in place by a complex table; ``table.conj()`` rotates back."""
 
 
 def rotary_frequencies(
     head_size: int, base: float, *, scaling_factor: float | None = None, original_length: int = 8192
 ) -> Tensor:
-    """Angles per position, ``[head_size / 2]`` in fp64; ``scaling_factor`` turns on Llama 3.1's scaling.
+    """Angles per position, ``[head_size / 2]`` in fp64; ``scaling_factor`` enables Llama 3.1's scaling.
 
-    The scaling keeps wavelengths under ``original_length / 4``, stretches those over ``original_length`` by the
-    factor, and blends between (the constants 1 and 4 of Llama 3.1's released model code).
+    It keeps wavelengths below ``original_length / 4``, multiplies wavelengths above ``original_length`` by the factor,
+    and interpolates between (the constants 1 and 4 of Llama 3.1's released model code).
     """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     frequencies = 1.0 / base**exponents
@@ -37,10 +36,8 @@ def rotary_frequencies(
 
 
 def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotations ``[s, 1, 1, head_size / 2]`` as complex numbers, or ``[s, b, 1, head_size / 2]``.
-
-    ``positions`` ``[s]`` or ``[s, b]``; ``dtype`` is that of the activations (half precisions rotate in fp32).
-    """
+    """Complex rotations ``[s, 1 or b, 1, head_size / 2]`` of ``positions`` ``[s]`` or ``[s, b]``; ``dtype`` is the
+    activations' dtype (half precisions rotate in fp32)."""
     by_row = positions if positions.dim() == 2 else positions[:, None]
     angles = (by_row.to(torch.float64)[..., None] * frequencies.to(positions.device)).unsqueeze(2)
     return torch.polar(torch.ones_like(angles), angles).to(
@@ -49,9 +46,9 @@ def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> 
 
 
 def rotate_(activations: Tensor, table: Tensor) -> Tensor:
-    """Rotate every head of ``[s, b, heads * head_size]`` in place; the conjugate table rotates back."""
+    """The eager :data:`Rotation`."""
     if activations.dtype in (torch.float32, torch.float64):
-        pairs = torch.view_as_complex(activations.unflatten(-1, (-1, table.shape[-1], 2)))
+        pairs = torch.view_as_complex(activations.unflatten(-1, (-1, table.shape[-1], 2)))  # [s, b, heads, d / 2]
         pairs.mul_(table)
         return activations
     return activations.copy_(rotate_(activations.to(torch.float32, copy=True), table))
@@ -68,7 +65,7 @@ class _Rotary(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        # The adjoint of a rotation is the rotation back.
+        # The adjoint of a rotation is its inverse.
         ctx.rotate(gradients[0][..., : ctx.rotated_size], ctx.table.conj())
         return gradients[0], None, None, None
 
@@ -76,45 +73,42 @@ class _Rotary(Function):
 def apply_rotary(qkv: Tensor, table: Tensor, rotated_size: int, rotate: Rotation = rotate_) -> Tensor:
     """Rotate queries and keys, the first ``rotated_size`` of ``[s, b, (n + 2g) d]``, in place.
 
-    ``qkv`` must be a fresh result that nothing else reads, and so must its gradient. ``table`` comes from
-    :func:`rotary_table`.
+    Nothing else may read ``qkv`` or its gradient. ``table`` is from :func:`rotary_table`.
     """
     output: Tensor = _Rotary.apply(qkv, table, rotated_size, rotate)
     return output
 
 
 def rotated(activations: Tensor, table: Tensor, sign: int) -> Tensor:
-    """Heads ``[s, b, heads * head_size]``, rotated by ``sign`` times the angles of the real table
-    ``[..., head_size / 2, 2]`` of cosines and sines, written out with real numbers."""
-    pairs = activations.unflatten(-1, (-1, *table.shape[-2:])).to(table.dtype)
+    """``[s, b, heads * head_size]`` rotated by ``sign`` times the angles of a real table ``[..., head_size / 2, 2]`` of
+    cosines and sines, in real arithmetic."""
+    pairs = activations.unflatten(-1, (-1, *table.shape[-2:])).to(table.dtype)  # [s, b, heads, head_size / 2, 2]
     even, odd = pairs.unbind(-1)
     cosine, sine = table[..., 0], sign * table[..., 1]
     turned = even * cosine - odd * sine, even * sine + odd * cosine
-    # Rounded before they are stacked: what replaces its own inputs is put aside in memory, compiled as well.
+    # Rounded before the stack: an in-place result is first written to a temporary, compiled code included.
     return torch.stack([part.to(activations.dtype) for part in turned], dim=-1).flatten(-3)
 
 
 class CompiledRotation:
-    """:func:`rotated` through ``torch.compile``, which has no complex numbers."""
+    """:func:`rotated` through ``torch.compile``, which does not support complex numbers."""
 
     def __init__(self) -> None:
-        self._rotate = torch.compile(_write_rotated, fullgraph=True)
+        def rotate(activations: Tensor, table: Tensor, sign: int) -> None:
+            activations.copy_(rotated(activations, table, sign))
+
+        self._rotate = torch.compile(rotate, fullgraph=True)
 
     def __call__(self, activations: Tensor, table: Tensor) -> Tensor:
-        """Rotate in place."""
-        # A conjugate is a mark on the same numbers, which real views do not know: no table is computed for it.
+        # conj() only sets a flag, which a real view does not have, so the sign is passed instead.
         is_conjugate = table.is_conj()
         plain = table.conj() if is_conjugate else table
         self._rotate(activations, torch.view_as_real(plain), -1 if is_conjugate else 1)
         return activations
 
 
-def _write_rotated(activations: Tensor, table: Tensor, sign: int) -> None:
-    activations.copy_(rotated(activations, table, sign))
-
-
 def rotate_reference(heads: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:
-    """Rotate ``[s, b, n, head_size]``, written out with sines and cosines."""
+    """Rotate ``[s, b, n, head_size]`` with sines and cosines."""
     angles = torch.outer(positions.to(torch.float64), frequencies)[:, None, None, :]
     even, odd = heads[..., 0::2].double(), heads[..., 1::2].double()
     rotated = (even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos())

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 
 class SwiGLUKernel(Protocol):
-    """The two passes of SwiGLU; inputs are ``[..., 2f] = [gate, up]``, and must be left as they are."""
+    """The two passes of SwiGLU on ``[..., 2f] = [gate, up]``; neither may change its arguments."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """``silu(gate) * up``, ``[..., f]``."""
@@ -19,13 +19,12 @@ class SwiGLUKernel(Protocol):
 
 
 def swiglu_reference(gate_and_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` with ``[..., 2f] = [gate, up] -> [..., f]``."""
     gate, up = gate_and_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def swiglu_backward(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-    """The derivative of :func:`swiglu_reference`, in fp32 or wider; changes none of its arguments."""
+    """The derivative of :func:`swiglu_reference`, computed in fp32 or wider."""
     wide = torch.promote_types(gate_and_up.dtype, torch.float32)
     gate, up = gate_and_up.to(wide).chunk(2, dim=-1)
     gradient, sigmoid = gradient.to(wide), torch.sigmoid(gate)
@@ -35,15 +34,13 @@ def swiglu_backward(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
 
 
 class EagerSwiGLU:
-    """One operation after the other, in place where that goes."""
+    """In place where possible."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
-        """``silu(gate) * up``."""
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
-        """Gradients of gate and up, side by side."""
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_input = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_input.chunk(2, dim=-1)
@@ -55,15 +52,13 @@ class EagerSwiGLU:
 
 
 class CompiledSwiGLU:
-    """The definition and its derivative through ``torch.compile``."""
-
     def __init__(self) -> None:
         self.forward = torch.compile(swiglu_reference, fullgraph=True)
         self.backward = torch.compile(swiglu_backward, fullgraph=True)
 
 
 class _SwiGLU(Function):
-    """Keeps its input only, and computes the activation again in backward."""
+    """Saves its input only; backward computes the activation again."""
 
     @staticmethod
     def forward(ctx: Any, gate_and_up: Tensor, kernel: SwiGLUKernel) -> Tensor:
