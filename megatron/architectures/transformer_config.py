@@ -1,5 +1,6 @@
 """The sizes of a decoder-only transformer."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -43,6 +44,11 @@ class TransformerConfig:
     def qkv_size(self) -> int:
         """Width of the fused query-key-value projection."""
         return self.query_size + 2 * self.key_value_size
+
+    @property
+    def residual_init_std(self) -> float:
+        """Initial deviation of projections into the residual stream: scaled by ``1 / sqrt(2 layers)`` (GPT-2)."""
+        return self.init_method_std / math.sqrt(2 * self.num_layers)
 
     def layer_gemm_parameters(self) -> int:
         """Number of weights of one layer that are GEMM operands."""

@@ -1,7 +1,7 @@
-"""The one thin layer through which every collective goes, so that it can be counted, timed and faked.
+"""All collectives, in one layer in which they can be counted, timed and faked.
 
-A :class:`Communicator` of one rank communicates nothing and needs no ``torch.distributed``. Every collective
-has a ``start_`` form that returns a :class:`Work` result, so that computation can go on meanwhile.
+A :class:`Communicator` of one rank communicates nothing and needs no ``torch.distributed``. ``start_`` methods return a
+:class:`Work`, so that computation can overlap.
 """
 
 import queue
@@ -27,27 +27,27 @@ Reduction = Literal["sum", "max"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 Message = tuple[Literal["send", "receive"], Tensor, int]
-"""What is sent or received, and the global rank at the other end."""
+"""A tensor to send or receive, and the global rank of the peer."""
 
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """What an observer is told of a collective: its kind, the axes, the ranks in the group, the bytes of its
-    largest tensor (input of a reduce-scatter, output of an all-gather)."""
+    """A collective for an observer: its kind, the axes, the ranks in the group, the bytes of its largest tensor (input
+    of a reduce-scatter, output of an all-gather)."""
 
     kind: str
     axes: str
     group_size: int
     num_bytes: int
     peer: int | None = field(default=None, compare=False)
-    """Of a message: the global rank at the other end; of a shift: the next one of the ring."""
+    """The global rank of the peer of a message; the next rank of the ring for a shift."""
 
 
 Observer = Callable[[CollectiveRecord], None]
 
 
 class Work(Generic[T_co]):
-    """The result of a collective under way."""
+    """The result of a collective that has started."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T_co]) -> None:
         self._works = works
@@ -55,27 +55,27 @@ class Work(Generic[T_co]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether :meth:`wait` would return immediately."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> T_co:
-        """Block (or make the current stream wait) until the result is there, and return it."""
+        """Block (or make the current stream wait) until the collective is complete; returns the result."""
         for work in self._works:
             work.wait()
         return self._finish()
 
     def then(self, change: Callable[[T_co], T]) -> "Work[T]":
-        """The result after ``change``."""
+        """Apply ``change`` to the result."""
         return Work(self._works, lambda: change(self._finish()))
 
     @staticmethod
     def all_of(parts: Sequence["Work[T]"], combine: Callable[[list[T]], R]) -> "Work[R]":
-        """What ``combine`` makes of the results of ``parts``."""
+        """Apply ``combine`` to the results of ``parts``."""
         works = [work for part in parts for work in part._works]
         return Work(works, lambda: combine([part._finish() for part in parts]))
 
 
-class _Awaited:
+class _GlooSend:
     """A send that a thread waits for, because gloo does not report whether it is complete."""
 
     def __init__(self, work: Any) -> None:
@@ -84,13 +84,12 @@ class _Awaited:
         self._done = threading.Event()
 
     def run(self) -> None:
-        """Wait for the work, in the thread."""
+        """Wait for the send, in the thread."""
         try:
             self._work.wait()
         except Exception as error:
             self._error = error
-        # It holds the tensor that was sent.
-        self._work = None
+        self._work = None  # frees the tensor
         self._done.set()
 
     def is_completed(self) -> bool:
@@ -102,22 +101,22 @@ class _Awaited:
             raise self._error
 
 
+def _run_all(sends: "queue.SimpleQueue[_GlooSend | None]") -> None:
+    while (send := sends.get()) is not None:
+        send.run()
+
+
 def _is_fp8(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.itemsize == 1
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """``tensor`` in a format that every backend knows; to send FP8 is to copy bytes."""
+    """``tensor`` in a dtype that every backend supports: FP8 is sent as bytes."""
     return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
 
 
-def _run_in_turn(works: "queue.SimpleQueue[_Awaited | None]") -> None:
-    while (work := works.get()) is not None:
-        work.run()
-
-
 def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tensor:
-    """The sum of two or more ``parts`` from first to last, in ``output``, which may be one of them, if given."""
+    """The sum of two or more ``parts`` from first to last, in ``output`` if given, which may be one of them."""
     if len(parts) == 2:
         return torch.add(parts[0], parts[1], out=output)
     total = parts[0] + parts[1]
@@ -127,66 +126,58 @@ def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tenso
 
 
 class Transport:
-    """What :class:`Communicator` needs of the network: the operations of one process group. All return at once what is
-    to be waited for; ranks are global."""
+    """The operations of one process group. They are asynchronous unless they return None; ranks are global."""
 
     def __init__(self, process_group: Any) -> None:
         self._group = process_group
         is_gloo = bool(dist.get_backend(process_group) == "gloo")
         self.prefers_messages = is_gloo
-        """Whether collectives are best made of messages between all pairs."""
+        """Whether messages between all pairs of ranks are faster than collectives."""
         self.hides_completion = is_gloo
         """Whether ``is_completed`` of a send is unreliable."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
-        """Reduce in place."""
         return dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self._group, async_op=True)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
-        """Concatenate into ``output``."""
         return all_gather_single(output, tensor, group=self._group, async_op=True)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
-        """Sum this rank's part into ``output``."""
         return reduce_scatter_single(output, tensor, group=self._group, async_op=True)
 
     def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
-        """Exchange equal parts."""
         return dist.all_to_all_single(output, tensor, group=self._group, async_op=True)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy in place; waits."""
         dist.broadcast(tensor, source, group=self._group)
 
     def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
-        """Messages that belong together, sent and received at once."""
+        """Start all ``messages`` together."""
         operations = {"send": dist.isend, "receive": dist.irecv}
         return dist.batch_isend_irecv(
             [dist.P2POp(operations[kind], tensor, peer, self._group) for kind, tensor, peer in messages]
         )
 
     def send(self, tensor: Tensor, target: int) -> Any:
-        """One message."""
         return dist.isend(tensor, target, self._group)
 
     def receive(self, tensor: Tensor, source: int) -> Any:
-        """One message."""
         return dist.irecv(tensor, source, self._group)
 
     def all_gather_object(self, values: list[Any], value: Any) -> None:
-        """Fill ``values``; waits."""
+        """Write every rank's ``value`` to ``values``."""
         dist.all_gather_object(values, value, group=self._group)
 
     def broadcast_object(self, values: list[Any], source: int) -> None:
-        """Replace ``values`` by those of ``source``; waits."""
+        """Replace ``values`` by the ``values`` of ``source``."""
         dist.broadcast_object_list(values, source, group=self._group)
 
 
 class Communicator:
-    """Collectives among ``ranks``; ``rank`` is this process's global rank.
+    """Collectives over ``ranks``; ``rank`` is this process's global rank.
 
-    ``twin`` is a communicator of the same ranks whose process group this one shares; an ``exclusive`` one shares its
-    group with nobody, so that its messages keep an order of their own. ``timeout`` is that of a collective.
+    ``twin`` is a communicator of the same ranks with which this one shares its process group. With ``exclusive`` the
+    process group is not shared, so that its messages are ordered independently. ``timeout`` applies to each collective.
     """
 
     def __init__(
@@ -210,10 +201,10 @@ class Communicator:
 
     @cached_property
     def process_group(self) -> Any:
-        """The ``torch.distributed`` group; made by its members alone, on first use.
+        """The ``torch.distributed`` group, created on first use by its members alone.
 
-        torch names such a group after its ranks and the number of groups that the process has made before, so
-        every rank must first use its communicators in the same order, which one program on all ranks does.
+        torch names such a group by its ranks and the number of groups that the process created before, so all ranks
+        must use their communicators for the first time in the same order.
         """
         if self._twin is not None:
             return self._twin.process_group
@@ -223,37 +214,31 @@ class Communicator:
         return dist.new_group(self.ranks, use_local_synchronization=True, group_desc=self.name, timeout=self._timeout)
 
     def device_mesh(self, device_type: str, name: str) -> Any:
-        """The group as a ``DeviceMesh`` of one axis, which FSDP2 wants."""
-        # Only now: it is torch's distributed tensors that need it.
+        """The group as a ``DeviceMesh`` of one axis, for FSDP2."""
+        # Imported here because it imports torch's distributed tensors.
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
 
     def open(self) -> None:
-        """Make the process group now; all members call it."""
+        """Create the process group now. Collective."""
         if self.size > 1:
             _ = self.transport
 
     @cached_property
     def transport(self) -> Transport:
-        """The network; made with the process group."""
         return Transport(self.process_group)
 
     @cached_property
-    def _sends(self) -> "queue.SimpleQueue[_Awaited | None]":
-        """Sends that a thread waits for. A daemon: a send that nobody takes must not keep the process alive."""
-        works: queue.SimpleQueue[_Awaited | None] = queue.SimpleQueue()
-        threading.Thread(target=_run_in_turn, args=(works,), daemon=True, name=f"sends {self.name}").start()
-        weakref.finalize(self, works.put, None)
-        return works
-
-    def _watched(self, work: Any) -> _Awaited:
-        awaited = _Awaited(work)
-        self._sends.put(awaited)
-        return awaited
+    def _gloo_sends(self) -> "queue.SimpleQueue[_GlooSend | None]":
+        """Sends for which a thread waits. A daemon: a send without a receiver must not keep the process alive."""
+        sends: queue.SimpleQueue[_GlooSend | None] = queue.SimpleQueue()
+        threading.Thread(target=_run_all, args=(sends,), daemon=True, name=f"sends {self.name}").start()
+        weakref.finalize(self, sends.put, None)
+        return sends
 
     def record(self, kind: str, num_bytes: int, peer: int | None = None) -> None:
-        """Tell the observer of a collective; called from elsewhere for those that are part of an operator."""
+        """Call the observer. Operators that contain a collective call this themselves."""
         if self.observer is not None:
             self.observer(CollectiveRecord(kind, self.name, self.size, num_bytes, peer))
 
@@ -268,7 +253,6 @@ class Communicator:
         return Work((self.transport.all_reduce(tensor, reduction),), lambda: tensor)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
-        """Reduce ``tensor`` over the group, in place, and return it."""
         return self.start_all_reduce(tensor, reduction).wait()
 
     def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
@@ -286,24 +270,20 @@ class Communicator:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self._record("all_gather", output)
         tensor = tensor.contiguous()
-        if self.transport.prefers_messages:
-            return self._start_direct_all_gather(tensor, output)
-        return Work((self.transport.all_gather(output, tensor),), lambda: output)
-
-    def all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
-        """Concatenate every rank's ``tensor`` along dim 0."""
-        return self.start_all_gather(tensor, output).wait()
-
-    def _start_direct_all_gather(self, tensor: Tensor, output: Tensor) -> Work[Tensor]:
-        """Every rank sends its part to every other: measured several times faster than gloo's own all-gather."""
+        if not self.transport.prefers_messages:
+            return Work((self.transport.all_gather(output, tensor),), lambda: output)
+        # Measured several times faster than gloo's all-gather.
         parts = output.chunk(self.size)
         works = self._start_pairwise([tensor] * self.size, parts)
         if not _is_same_memory(parts[self.rank], tensor):
             parts[self.rank].copy_(tensor)
         return Work(works, lambda: output)
 
+    def all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
+        return self.start_all_gather(tensor, output).wait()
+
     def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
-        """Sum ``tensor`` over the group and keep this rank's part along dim 0, in ``output`` if given.
+        """Sum ``tensor`` over the group and return this rank's part along dim 0, in ``output`` if given.
 
         ``output`` may be the rank's own part of ``tensor``.
         """
@@ -313,22 +293,17 @@ class Communicator:
         tensor = tensor.contiguous()
         if output is None:
             output = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        if self.transport.prefers_messages:
-            return self._start_direct_reduce_scatter(tensor, output)
-        return Work((self.transport.reduce_scatter(output, tensor),), lambda: output)
-
-    def reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
-        """Sum ``tensor`` over the group and keep this rank's part along dim 0."""
-        return self.start_reduce_scatter(tensor, output).wait()
-
-    def _start_direct_reduce_scatter(self, tensor: Tensor, output: Tensor) -> Work[Tensor]:
-        """Every rank receives its part from every other and adds them up in rank order, so that the sum does not
-        depend on arrival; gloo's own reduce-scatter reduces the whole tensor everywhere."""
+        if not self.transport.prefers_messages:
+            return Work((self.transport.reduce_scatter(output, tensor),), lambda: output)
+        # Each rank adds the parts that it receives in rank order; gloo's reduce-scatter reduces the whole tensor on
+        # every rank.
         parts = tensor.chunk(self.size)
         own = parts[self.rank]
         received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]
-        works = self._start_pairwise(parts, received)
-        return Work(works, lambda: add_in_order(received, output))
+        return Work(self._start_pairwise(parts, received), lambda: add_in_order(received, output))
+
+    def reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Tensor:
+        return self.start_reduce_scatter(tensor, output).wait()
 
     def _start_pairwise(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[Any]:
         """Send ``sent[i]`` to every other rank i and receive from it into ``received[i]``; empty parts are not sent."""
@@ -342,21 +317,19 @@ class Communicator:
         return self.transport.exchange(messages) if messages else ()
 
     def start_shift(self, tensor: Tensor) -> Work[Tensor]:
-        """Send ``tensor``, which must stay as it is until then, to the next rank of the ring, and receive the like from
-        the one before."""
+        """Send ``tensor`` to the next rank of the ring and receive from the previous one. ``tensor`` must not change
+        until then."""
         if self.size == 1:
             return Work((), lambda: tensor)
-        following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self._record("shift", tensor, self.ranks[following])
-        return self._start_exchange(tensor, following, torch.empty_like(tensor), before)
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self.start_exchange(tensor, following, torch.empty_like(tensor), previous, kind="shift")
 
-    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
-        """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``, and receive into
-        ``received`` from the rank ``source``. All ranks exchange at once, in the same order."""
-        self._record("exchange", tensor, self.ranks[target])
-        return self._start_exchange(tensor, target, received, source)
-
-    def _start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
+    def start_exchange(
+        self, tensor: Tensor, target: int, received: Tensor, source: int, kind: str = "exchange"
+    ) -> Work[Tensor]:
+        """Send ``tensor`` to the group's rank ``target`` and receive into ``received`` from the rank ``source``. All
+        ranks exchange in the same order; ``tensor`` must not change until then."""
+        self._record(kind, tensor, self.ranks[target])
         works = self.transport.exchange(
             [
                 ("send", _sendable(tensor), self.ranks[target]),
@@ -366,7 +339,7 @@ class Communicator:
         return Work(works, lambda: received)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Send part i of ``tensor`` along dim 0 to rank i; the parts received, in rank order."""
+        """Send part i of ``tensor`` along dim 0 to rank i; returns the received parts in rank order."""
         if self.size == 1:
             return tensor
         self._record("all_to_all", tensor)
@@ -383,33 +356,36 @@ class Communicator:
         return output
 
     def exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send ``sent[i]`` to rank i and receive its part for this rank into ``received[i]``; parts differ in size, and
-        both ends of an empty one know that it is empty."""
+        """Send ``sent[i]`` to rank i and receive from it into ``received[i]``. Sizes may differ between pairs of ranks;
+        empty parts are not sent."""
         received[self.rank].copy_(sent[self.rank])
         self.record("exchange", sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank))
         for work in self._start_pairwise(sent, received):
             work.wait()
 
     def start_send(self, tensor: Tensor, target: int) -> Work[Tensor]:
-        """Send ``tensor``, which must stay as it is until then, to the group's rank ``target``."""
+        """Send ``tensor``, which must not change until then, to the group's rank ``target``."""
         self._record("send", tensor, self.ranks[target])
         work = self.transport.send(tensor, self.ranks[target])
-        return Work((self._watched(work) if self.transport.hides_completion else work,), lambda: tensor)
+        if self.transport.hides_completion:
+            work = _GlooSend(work)
+            self._gloo_sends.put(work)
+        return Work((work,), lambda: tensor)
 
     def start_receive(self, tensor: Tensor, source: int) -> Work[Tensor]:
-        """Receive into ``tensor`` what the group's rank ``source`` sends; messages arrive in the order of sending."""
+        """Receive into ``tensor`` from the group's rank ``source``; messages arrive in the order of sending."""
         self._record("receive", tensor, self.ranks[source])
         return Work((self.transport.receive(tensor, self.ranks[source]),), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Copy ``tensor`` of the group's rank ``source`` to all, in place."""
+        """Copy ``tensor`` of the group's rank ``source`` to all ranks, in place."""
         if self.size > 1:
             self._record("broadcast", tensor)
             self.transport.broadcast(tensor, self.ranks[source])
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order; for small control data."""
+        """Every rank's ``value`` in rank order; for small control data."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -417,7 +393,7 @@ class Communicator:
         return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The ``value`` of the group's rank ``source``, on all; for small control data."""
+        """The ``value`` of the group's rank ``source``; for small control data."""
         if self.size == 1:
             return value
         values = [value]
@@ -426,6 +402,6 @@ class Communicator:
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape begin at the same place."""
+    """Whether two tensors of one shape begin at the same address."""
     is_same_storage = storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
     return is_same_storage and one.storage_offset() == other.storage_offset()

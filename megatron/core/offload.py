@@ -6,7 +6,7 @@ own and host memory is pinned; elsewhere they are plain copies, which prove that
 """
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -19,17 +19,17 @@ TensorPair = tuple[Tensor, Tensor]
 
 
 class CopyEvent(Protocol):
-    """The end of some copies."""
+    """The completion of copies."""
 
     def wait(self) -> None:
         """Make the current stream wait for it."""
 
 
 class CopyStream(Protocol):
-    """Copies in order, concurrently with the computation."""
+    """Copies in order, concurrent with computation."""
 
     def copy(self, pairs: Sequence[TensorPair]) -> CopyEvent | None:
-        """Start copies that wait for the computation so far; None if they are complete on return."""
+        """Start copies after the computation so far; None if they are complete on return."""
 
 
 class PlainCopies:
@@ -60,24 +60,23 @@ class HostCopies:
 
     def __init__(self, device: torch.device, out: CopyStream, back: CopyStream) -> None:
         self.device, self.out, self.back = device, out, back
-        self._copying: SavedTensors | None = None
+        self._copying: OffloadedTensors | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> "HostCopies":
-        """The copies for ``device``."""
         if device.type == "cuda":
             return cls(device, CudaCopyStream(device), CudaCopyStream(device))
         return cls(device, PlainCopies(), PlainCopies())
 
-    def started(self, saved: "SavedTensors | None") -> None:
+    def started(self, saved: "OffloadedTensors | None") -> None:
         """The copy of ``saved`` to the host has started: free the device memory of the one before it."""
         before, self._copying = self._copying, saved
         if before is not None:
             before.free_on_device()
 
 
-class _SavedTensor:
-    """A tensor that a layer saved, perhaps several times."""
+class _OffloadedTensor:
+    """A tensor that a layer saved, possibly several times."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.on_device: Tensor | None = tensor
@@ -85,12 +84,12 @@ class _SavedTensor:
         self.uses = 0
 
 
-class SavedTensors:
+class OffloadedTensors:
     """The tensors that one layer saved in one forward pass."""
 
     def __init__(self, copies: HostCopies) -> None:
         self._copies = copies
-        self._tensors: dict[Hashable, _SavedTensor] = {}
+        self._tensors: dict[Hashable, _OffloadedTensor] = {}
         self._is_fetched = False
         self._on_host: CopyEvent | None = None
         self._on_device: CopyEvent | None = None
@@ -100,65 +99,59 @@ class SavedTensors:
         """Collect the tensors that are saved inside, then start to copy them to the host."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
-        self._send()
+        pairs = []
+        pins = self._copies.device.type == "cuda"
+        for tensor in self._tensors.values():
+            assert tensor.on_device is not None
+            tensor.on_host = torch.empty_like(tensor.on_device, device="cpu", pin_memory=pins)
+            pairs.append((tensor.on_host, tensor.on_device))
+        self._on_host = self._copies.out.copy(pairs)
+        self._copies.started(self)
+        if self._on_host is None:
+            self._copies.started(None)
 
     def _pack(self, tensor: Tensor) -> Hashable:
         # No saved tensor is freed while the layer runs, so an address identifies one tensor.
         key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        self._tensors.setdefault(key, _SavedTensor(tensor)).uses += 1
+        self._tensors.setdefault(key, _OffloadedTensor(tensor)).uses += 1
         return key
 
     def _unpack(self, key: Hashable) -> Tensor:
         self.fetch()
         if self._on_device is not None:
             self._on_device.wait()
-        kept = self._tensors[key]
-        kept.uses -= 1
-        if kept.uses == 0:
+        tensor = self._tensors[key]
+        tensor.uses -= 1
+        if tensor.uses == 0:
             del self._tensors[key]
-        assert kept.on_device is not None
-        return kept.on_device
-
-    def _send(self) -> None:
-        pairs = []
-        for kept in self._tensors.values():
-            assert kept.on_device is not None
-            kept.on_host = torch.empty_like(kept.on_device, device="cpu", pin_memory=self._copies.device.type == "cuda")
-            pairs.append((kept.on_host, kept.on_device))
-        self._on_host = self._copies.out.copy(pairs)
-        self._copies.started(self)
-        if self._on_host is None:
-            self._copies.started(None)
+        assert tensor.on_device is not None
+        return tensor.on_device
 
     def free_on_device(self) -> None:
         """Free the device memory, unless the backward pass has fetched the tensors already."""
         if self._is_fetched:
             return
         if self._on_host is not None:
-            # Whatever is allocated in their memory next must be written after the copy.
+            # The next owner of the memory must write to it after the copy.
             self._on_host.wait()
-        for kept in self._tensors.values():
-            kept.on_device = None
+        for tensor in self._tensors.values():
+            tensor.on_device = None
 
     def fetch(self) -> None:
-        """Start to copy back what is no longer on the device; once."""
+        """Start to copy back the tensors that are only on the host; once."""
         if self._is_fetched:
             return
         self._is_fetched = True
-        pairs = list(_allocate_on_device(self._tensors.values(), self._copies.device))
+        pairs = []
+        for tensor in self._tensors.values():
+            if tensor.on_device is None:
+                assert tensor.on_host is not None
+                # Allocated on the stream that reads it.
+                tensor.on_device = torch.empty_like(tensor.on_host, device=self._copies.device)
+                pairs.append((tensor.on_device, tensor.on_host))
+            tensor.on_host = None
         if pairs:
             self._on_device = self._copies.back.copy(pairs)
-
-
-def _allocate_on_device(tensors: Iterable[_SavedTensor], device: torch.device) -> Iterator[TensorPair]:
-    """Device memory for the tensors that are only on the host, with their copies there."""
-    for kept in tensors:
-        if kept.on_device is None:
-            assert kept.on_host is not None
-            # Allocated on the stream that reads it.
-            kept.on_device = torch.empty_like(kept.on_host, device=device)
-            yield kept.on_device, kept.on_host
-        kept.on_host = None
 
 
 class Offloaded(nn.Module):
@@ -168,33 +161,24 @@ class Offloaded(nn.Module):
         super().__init__()
         self.module, self.copies = module, copies
         # Weak: the graph of the forward pass owns the saved tensors.
-        self._saved: weakref.ref[SavedTensors] | None = None
+        self._saved: weakref.ref[OffloadedTensors] | None = None
 
     def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return cast(Tensor, self.module(inputs, *arguments))
-        saved = SavedTensors(self.copies)
+        saved = OffloadedTensors(self.copies)
         with saved.saving():
             output: Tensor = self.module(inputs, *arguments)
         self._saved = weakref.ref(saved)
-        # There may be no module after this one that would have fetched them.
-        _fetch_with_gradient(output, saved)
+        # There may be no module after this one that prefetches them.
+        output.register_hook(lambda gradient: saved.fetch())
         return output
 
     def prefetch(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        """Forward hook of the module after this one."""
+        """Forward hook of the module after this one: fetch when the gradient of its output has been computed."""
         saved = None if self._saved is None else self._saved()
         if saved is not None and output.requires_grad:
-            _fetch_with_gradient(output, saved)
-
-
-def _fetch_with_gradient(output: Tensor, saved: SavedTensors) -> None:
-    """Start to fetch ``saved`` when the gradient of ``output`` has been computed."""
-
-    def fetch(gradient: Tensor) -> None:
-        saved.fetch()
-
-    output.register_hook(fetch)
+            output.register_hook(lambda gradient: saved.fetch())
 
 
 def offload(modules: Sequence[nn.Module], after: nn.Module | None, copies: HostCopies) -> list[nn.Module]:

@@ -1,14 +1,13 @@
-"""Activation recomputation: a segment of the model keeps only its input, and runs again before its backward pass.
+"""Activation recomputation: a segment of the model saves only its input, and runs again in the backward pass.
 
 Sources: Chen et al., arXiv 1604.06174; for segments of a layer Korthikanti et al., arXiv 2205.05198, section 5.
 
 The second run and its backward pass happen inside the backward pass of one autograd function, so weight gradients are
-accumulated, or deferred, exactly as without recomputation. ``torch.utils.checkpoint`` without reentrance passes weights
-to the backward pass as new tensors, which have no main gradient.
+accumulated, or deferred, as without recomputation. Non-reentrant ``torch.utils.checkpoint`` passes weights to the
+backward pass as new tensors, which have no main gradient.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,11 +25,10 @@ class SkippableLinear(Protocol):
 
 
 class Recomputed(nn.Module):
-    """Runs ``segment``, keeps its first argument alone, and runs it again before its backward pass.
+    """Runs ``segment``, saves its first argument alone, and runs it again in the backward pass.
 
-    A segment ends with a linear layer, ``segment.last_linear``, which does not multiply in the second run: nothing
-    reads its output. ``shards`` are ranks that all have the same input; each keeps an equal part of it, and all gather
-    it again.
+    A segment ends with a linear layer, ``segment.last_linear``, which does not multiply in the second run, since
+    nothing reads its output. ``shards`` are ranks with the same input; each saves an equal part, gathered in backward.
     """
 
     def __init__(self, segment: nn.Module, shards: Communicator | None = None) -> None:
@@ -39,11 +37,10 @@ class Recomputed(nn.Module):
 
     @property
     def last_linear(self) -> SkippableLinear:
-        """The linear layer at the end of the segment."""
         return cast(SkippableLinear, self.segment.last_linear)
 
     def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
-        """The output of the segment; only ``inputs`` gets a gradient."""
+        """The output of the segment; only ``inputs`` has a gradient."""
         if not torch.is_grad_enabled():
             return cast(Tensor, self.segment(inputs, *arguments))
         assert inputs.requires_grad, "without a gradient of the input, autograd does not reach the segment"
@@ -55,9 +52,9 @@ class _Recompute(Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, module: Recomputed, arguments: tuple[Any, ...]) -> Tensor:
         shards = module.shards
-        # The part is a copy, so that the whole input can be freed.
-        kept = inputs if shards is None else inputs.flatten().chunk(shards.size)[shards.rank].clone()
-        ctx.save_for_backward(kept.detach())
+        # The shard is a copy, so that the whole input can be freed.
+        saved = inputs if shards is None else inputs.flatten().chunk(shards.size)[shards.rank].clone()
+        ctx.save_for_backward(saved.detach())
         ctx.module, ctx.arguments, ctx.shape = module, arguments, inputs.shape
         return cast(Tensor, module.segment(inputs, *arguments))
 
@@ -69,19 +66,14 @@ class _Recompute(Function):
             inputs = module.shards.all_gather(inputs).view(ctx.shape)
         inputs = inputs.detach().requires_grad_()
         arguments, ctx.arguments = ctx.arguments, ()
-        with torch.enable_grad(), _skipping_output(module.last_linear):
-            root = get_gradient_edge(module.segment(inputs, *arguments))
+        module.last_linear.skip_output = True
+        try:
+            with torch.enable_grad():
+                root = get_gradient_edge(module.segment(inputs, *arguments))
+        finally:
+            module.last_linear.skip_output = False
         torch.autograd.backward(root, gradients[0])
         return inputs.grad, None, None
-
-
-@contextmanager
-def _skipping_output(linear: SkippableLinear) -> Iterator[None]:
-    linear.skip_output = True
-    try:
-        yield
-    finally:
-        linear.skip_output = False
 
 
 SEGMENTS = {
@@ -94,7 +86,7 @@ SEGMENTS = {
 
 
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:
-    """Recompute the segments of ``layer`` that ``modules`` names."""
+    """Wrap the segments of ``layer`` that ``modules`` names."""
     paths = {path for module in modules for path in SEGMENTS[module]}
     for path in paths:
         if not any(path.startswith(f"{outer}.") for outer in paths):
@@ -110,7 +102,6 @@ class LayerGroup(nn.Module):
 
     @property
     def last_linear(self) -> SkippableLinear:
-        """The linear layer at the end of the last layer."""
         return cast(SkippableLinear, self.layers[-1].last_linear)
 
     def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:

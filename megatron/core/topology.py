@@ -1,8 +1,7 @@
-"""The rank grid and its communicators: the only place that knows degrees and rank order.
+"""The rank grid and its communicators.
 
-The grid is arithmetic over rank numbers; a process group is made when a communicator is first used, by its
-members alone, so a grid of 16,384 ranks costs nothing. (Llama 3 orders ranks [TP, CP, PP, DP] from the fastest
-link to the slowest: arXiv 2407.21783, section 3.3.2.)
+The grid is arithmetic over rank numbers. A process group is created when a communicator is first used, by its members
+alone. (Llama 3 orders ranks [TP, CP, PP, DP] from the fastest link to the slowest: arXiv 2407.21783, section 3.3.2.)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +18,8 @@ from megatron.core.communication import Communicator
 
 @dataclass(frozen=True)
 class RankGrid:
-    """A grid of ranks with one size per axis.
-
-    The axis ``dp`` consists of ``dp_shard`` (neighbouring ranks, which may divide optimizer state among them)
-    and ``dp_replicate`` (``dp_replicas`` copies of such a group).
-    """
+    """A grid of ranks with one size per axis. The axis ``dp`` consists of ``dp_shard`` (neighbouring ranks, a shard
+    group) and ``dp_replicate`` (``dp_replicas`` such groups)."""
 
     tp: int = 1
     cp: int = 1
@@ -39,11 +35,10 @@ class RankGrid:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the grid."""
         return prod(size for _, size in self._dimensions())
 
     def _dimensions(self) -> list[tuple[str, int]]:
-        """(axis, size) from the fastest-varying to the slowest."""
+        """(axis, size) from the fastest-varying axis to the slowest."""
         dimensions = []
         for axis in self.order.split("-"):
             if axis == "dp":
@@ -53,7 +48,7 @@ class RankGrid:
         return dimensions
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of ``rank`` on every axis, ``dp`` and its two parts included."""
+        """The position of ``rank`` on every axis, including ``dp`` and its two parts."""
         position = {}
         rest = rank
         for axis, size in self._dimensions():
@@ -63,7 +58,10 @@ class RankGrid:
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` on ``axes`` alone, ascending along them."""
-        chosen = set(_expand(axes))
+        chosen: set[str] = set()
+        for axis in axes:
+            assert axis in (*RANK_AXES, "dp_shard", "dp_replicate"), axis
+            chosen.update(("dp_shard", "dp_replicate") if axis == "dp" else (axis,))
         position = self.coordinates(rank)
         offsets: list[range] = []
         stride = 1
@@ -98,17 +96,11 @@ class RankGrid:
                 yield members
 
 
-def _expand(axes: Iterable[str]) -> Iterator[str]:
-    for axis in axes:
-        assert axis in (*RANK_AXES, "dp_shard", "dp_replicate"), axis
-        yield from ("dp_shard", "dp_replicate") if axis == "dp" else (axis,)
-
-
 class Topology:
-    """One rank's place in the grid, its device, and the communicators along the axes.
+    """The coordinates, the device and the communicators of one rank. ``timeout`` applies to each collective."""
 
-    ``timeout`` is that of their collectives.
-    """
+    has_memory = True
+    """Whether tensors have memory; False in a dry run."""
 
     def __init__(self, grid: RankGrid, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
         self.grid = grid
@@ -119,16 +111,13 @@ class Topology:
         self._communicators: dict[tuple[str | int, ...], Communicator] = {}
         self._channels: dict[tuple[str, bool], Communicator] = {}
 
-    has_memory = True
-    """Whether tensors have memory; False where a run is only rehearsed."""
-
     def communicator(self, *axes: str) -> Communicator:
-        """The communicator along ``axes`` that this rank belongs to; its process group is made on first use."""
+        """This rank's communicator along ``axes``; its process group is created on first use."""
         return self._communicator(axes, self.grid.group(self.rank, axes), "x".join(axes))
 
     def _communicator(self, key: tuple[str | int, ...], ranks: tuple[int, ...], name: str) -> Communicator:
         if key not in self._communicators:
-            # Two communicators of the same ranks are counted under their own names and share one process group.
+            # Communicators of the same ranks have their own names for counting and share one process group.
             twin = next((other for other in self._communicators.values() if other.ranks == ranks), None)
             self._communicators[key] = self._connect(ranks, name, twin)
         return self._communicators[key]
@@ -141,9 +130,8 @@ class Topology:
     def pipeline_channel(self, kind: str, source: int, target: int) -> Communicator:
         """The communicator for messages of one ``kind`` from stage ``source`` to stage ``target``.
 
-        Messages of different kinds, or in different directions, must not wait for each other: NCCL carries what two
-        ranks send each other in one process group strictly in order. Hence a group of its own for each; all ranks of
-        the pipeline must first use them in the same order.
+        NCCL orders all messages of two ranks in one process group, so each kind and direction has its own group. All
+        ranks of the pipeline must use them for the first time in the same order.
         """
         key = kind, source < target
         if key not in self._channels:
@@ -154,46 +142,41 @@ class Topology:
 
     @property
     def pipeline_parallel(self) -> Communicator:
-        """Ranks that hold the stages of one copy of the model."""
+        """The stages of one replica."""
         return self.communicator("pp")
 
     @property
     def loss_ranks(self) -> Communicator:
-        """Ranks whose losses add up: the parts of a sequence, and the stages, of which the last has the loss, of all
-        copies of the model."""
+        """Ranks over which losses are summed; of the stages only the last has a loss."""
         return self.communicator("cp", "pp", "dp")
 
     @property
     def stage_ranks(self) -> Communicator:
-        """Ranks that compute with the same layers: all of them but those of other stages."""
+        """Ranks with the same layers: all ranks of one stage."""
         return self.communicator("tp", "cp", "dp")
 
     @property
     def tensor_parallel(self) -> Communicator:
-        """Ranks that share every layer."""
         return self.communicator("tp")
 
     @property
     def context_parallel(self) -> Communicator:
-        """Ranks that share a sequence."""
         return self.communicator("cp")
 
     def context_parallel_levels(self, sizes: Sequence[int]) -> tuple[Communicator, ...]:
-        """This rank's communicator on each level of the context-parallel ranks (:meth:`RankGrid.levels`)."""
+        """This rank's communicator on each level of the context-parallel axis (:meth:`RankGrid.levels`)."""
         groups = self.grid.levels(self.rank, "cp", sizes)
         return tuple(self._communicator(("cp", *sizes, level), ranks, "cp") for level, ranks in enumerate(groups))
 
     @property
     def data_parallel(self) -> Communicator:
-        """Ranks that hold the same part of the model and see different samples."""
+        """Ranks with the same part of the model and different samples."""
         return self.communicator("dp")
 
     @property
     def world(self) -> Communicator:
-        """All ranks."""
         return self.communicator(*RANK_AXES)
 
 
 def single_process(device: torch.device | None = None) -> Topology:
-    """The topology of a run of one process."""
     return Topology(RankGrid(), 0, device or torch.device("cpu"))

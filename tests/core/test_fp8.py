@@ -7,12 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
+from megatron.core.models.layer import NormLinear
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
@@ -346,7 +347,7 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
         for factor in (1.0, 3.0, 0.5):
             inputs = (layer_inputs() * factor).requires_grad_()
             scaling.start_step()
-            output = Recomputed(linear)(inputs) if runs_again else linear(inputs)
+            output = Recomputed(NormLinear(nn.Identity(), linear))(inputs) if runs_again else linear(inputs)
             output.backward(torch.full_like(output, factor))
             scaling.finish_step()
             assert inputs.grad is not None

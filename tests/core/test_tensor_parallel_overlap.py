@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.collectives import NoOverlap, TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import (
     P2POverlap,
+    RankDevice,
     RowGemm,
-    Seat,
     SymmetricMemoryOverlap,
     TPOverlap,
     choose_overlap,
@@ -245,7 +245,7 @@ def test_the_ranks_are_added_in_their_order(four_ranks: RankPool) -> None:
 
 # --- which way -----------------------------------------------------------------------------------------------
 
-SEATS = [Seat("node", device, (9, 0), "nccl") for device in range(4)]
+DEVICES = [RankDevice("node", device, (9, 0), "nccl") for device in range(4)]
 
 
 def everyone(mine: int, other: int) -> bool:
@@ -253,21 +253,25 @@ def everyone(mine: int, other: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("seats", "can_access", "why"),
+    ("devices", "can_access", "why"),
     [
-        (SEATS, everyone, None),
-        (SEATS, lambda mine, other: other != 3, "not every GPU reads the memory of every other"),
-        ([*SEATS[:3], replace(SEATS[3], host="another")], everyone, "all tensor-parallel ranks on one host"),
-        ([replace(seat, backend="gloo") for seat in SEATS], everyone, "needs NCCL, not gloo"),
-        ([replace(seat, capability=(8, 0)) for seat in SEATS], everyone, "from compute capability 9.0 on, not 8.0"),
+        (DEVICES, everyone, None),
+        (DEVICES, lambda mine, other: other != 3, "not every GPU reads the memory of every other"),
+        ([*DEVICES[:3], replace(DEVICES[3], host="another")], everyone, "all tensor-parallel ranks on one host"),
+        ([replace(device, backend="gloo") for device in DEVICES], everyone, "needs NCCL, not gloo"),
+        (
+            [replace(device, capability=(8, 0)) for device in DEVICES],
+            everyone,
+            "from compute capability 9.0 on, not 8.0",
+        ),
         # Each process sees one GPU, under the same number: nothing can be asked.
-        ([replace(seat, device=0) for seat in SEATS], everyone, "not every GPU reads the memory of every other"),
+        ([replace(device, device=0) for device in DEVICES], everyone, "not every GPU reads the memory of every other"),
     ],
 )
 def test_symmetric_memory_needs_gpus_that_read_each_others_memory(
-    seats: list[Seat], can_access: Callable[[int, int], bool], why: str | None
+    devices: list[RankDevice], can_access: Callable[[int, int], bool], why: str | None
 ) -> None:
-    found = obstacle_between(seats, 1, can_access)
+    found = obstacle_between(devices, 1, can_access)
     assert found == why or (found is not None and why is not None and why in found)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
 from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
@@ -34,6 +35,7 @@ from tests.stand_ins import transformer_engine
 from tests.transformer_engine.signatures import SIGNATURES
 
 SIZE, OUTPUTS, LENGTH, BATCH = 64, (32, 16, 16), 16, 2
+CONFIG = TransformerConfig(1, SIZE, SIZE, 2, 1, 16, 64, 64, LENGTH, init_method_std=1.0)
 STALE = 1e6
 """What the last step left in a buffer."""
 DELAYED = PrecisionConfig(
@@ -68,10 +70,10 @@ class Bench:
         )
 
     def column(self, context: BuildContext) -> nn.Module:
-        return self._filled(context.provider.norm_linear("norm", "linear", SIZE, OUTPUTS, context, 1.0, 1e-5))
+        return self._filled(context.provider.norm_linear("norm", "linear", OUTPUTS, CONFIG, context))
 
     def row(self, context: BuildContext) -> nn.Module:
-        return self._filled(context.provider.row_linear("linear", SIZE, sum(OUTPUTS), context, 1.0))
+        return self._filled(context.provider.row_linear("linear", SIZE, CONFIG, context))
 
     def _filled(self, layer: nn.Module) -> nn.Module:
         for parameter in layer.parameters():

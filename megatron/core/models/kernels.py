@@ -35,15 +35,14 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
 
 
 def check_kernels_agree(choices: Sequence[Choice], world: Communicator) -> None:
-    """Refuse ranks that chose different kernels, because of their packages, compilers or GPUs: tensors that
-    tensor-parallel ranks replicate would drift apart."""
-    for rank, others in enumerate(world.all_gather_object(choices)):
-        for mine, other in zip(choices, others, strict=True):
-            if mine.implementation != other.implementation:
+    """Refuse ranks with different kernels (other packages, compilers or GPUs): replicated tensors would diverge."""
+    for rank, rank_choices in enumerate(world.all_gather_object(choices)):
+        for own, other in zip(choices, rank_choices, strict=True):
+            if own.implementation != other.implementation:
                 raise ConfigError(
-                    f"The {mine.operation} kernel differs among ranks: on rank {world.rank} {mine.implementation} "
-                    f"({mine.reason}), on rank {rank} {other.implementation} ({other.reason}): install the same "
-                    f"packages on all hosts, or choose one with --kernel {mine.operation}={mine.implementation}."
+                    f"The {own.operation} kernel differs among ranks: on rank {world.rank} {own.implementation} "
+                    f"({own.reason}), on rank {rank} {other.implementation} ({other.reason}): install the same "
+                    f"packages on all hosts, or choose one with --kernel {own.operation}={own.implementation}."
                 )
 
 

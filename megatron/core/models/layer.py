@@ -5,7 +5,6 @@ Shapes: ``s`` sequence length, ``b`` sequences, ``h`` hidden size, ``n`` query h
 without it read ``s/(cp tp)`` as ``s/cp``.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -22,36 +21,25 @@ from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import apply_rotary
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
-from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
 class LayerProvider(Protocol):
-    """Makes the linear layers of a transformer layer and the norms before them: our own, or a backend's. The weights
-    have the same names, facts and layout in each."""
+    """Builds the linear layers of a transformer layer and the norms before them: our own, or a backend's. Weights have
+    the same names, facts and layout in each."""
 
     def norm_linear(
-        self,
-        norm: str,
-        name: str,
-        input_size: int,
-        output_sections: Sequence[int],
-        context: "BuildContext",
-        init_std: float,
-        epsilon: float,
+        self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: "BuildContext"
     ) -> nn.Module:
-        """The norm named ``norm`` and the column-parallel layer ``name`` behind it."""
+        """The norm ``norm`` and the column-parallel layer ``name`` behind it, on the residual stream."""
 
-    def row_linear(
-        self, name: str, input_size: int, output_size: int, context: "BuildContext", init_std: float
-    ) -> nn.Module:
-        """A row-parallel layer."""
+    def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: "BuildContext") -> nn.Module:
+        """A row-parallel layer into the residual stream."""
 
 
 @dataclass(frozen=True)
 class BuildContext(LayerContext):
-    """What layers are built with: beside :class:`LayerContext` the kernels, the ranks that share a sequence, and who
-    provides linear layers."""
+    """:class:`LayerContext` with the kernels, context parallelism, and the provider of linear layers."""
 
     attention_kernel: AttentionKernel
     provider: LayerProvider = field(default_factory=lambda: LocalProvider(), kw_only=True)
@@ -59,7 +47,7 @@ class BuildContext(LayerContext):
     kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
 
     def of_layer(self, layer: int, num_layers: int) -> "BuildContext":
-        """The context of one layer: the first and last may be excepted from FP8."""
+        """The context of one layer: the first and last layers may be excluded from FP8."""
         if self.fp8 is None or self.fp8.includes(layer, num_layers):
             return self
         return replace(self, fp8=None)
@@ -72,19 +60,8 @@ class RMSNorm(nn.Module):
         self, name: str, size: int, epsilon: float, context: BuildContext, gradient_is_partial: bool | None = None
     ) -> None:
         super().__init__()
-        if gradient_is_partial is None:
-            # Each rank sees its part of the sequence.
-            gradient_is_partial = context.parallel.sequence_parallel
         self.epsilon, self.kernel = epsilon, context.kernels.rms_norm
-        info = ParameterInfo(
-            f"{name}.weight",
-            *sharded_boxes((size,), (), rank=0, size=1),
-            init_std=None,
-            weight_decay=False,
-            tensor_parallel_sharded=False,
-            gradient_is_partial=gradient_is_partial,
-        )
-        self.weight = context.empty_parameter(info)
+        self.weight = context.empty_parameter(context.gain(name, size, gradient_is_partial))
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.epsilon, self.kernel)
@@ -126,24 +103,15 @@ class LocalProvider:
     """The layers of :mod:`megatron.core.tensor_parallel.layers`."""
 
     def norm_linear(
-        self,
-        norm: str,
-        name: str,
-        input_size: int,
-        output_sections: Sequence[int],
-        context: BuildContext,
-        init_std: float,
-        epsilon: float,
+        self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: BuildContext
     ) -> nn.Module:
         return NormLinear(
-            RMSNorm(norm, input_size, epsilon, context),
-            ColumnParallelLinear(name, input_size, output_sections, context, init_std),
+            RMSNorm(norm, config.hidden_size, config.norm_epsilon, context),
+            ColumnParallelLinear(name, config.hidden_size, output_sections, context, config.init_method_std),
         )
 
-    def row_linear(
-        self, name: str, input_size: int, output_size: int, context: BuildContext, init_std: float
-    ) -> nn.Module:
-        return RowParallelLinear(name, input_size, output_size, context, init_std)
+    def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: BuildContext) -> nn.Module:
+        return RowParallelLinear(name, input_size, config.hidden_size, context, config.residual_init_std)
 
 
 class SelfAttention(nn.Module):
@@ -154,16 +122,10 @@ class SelfAttention(nn.Module):
         name, tp = f"layers.{layer}.self_attention", context.parallel.size
         self.shape = AttentionShape(config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels)
         self.rotate = context.kernels.rotate
-        self.norm_qkv = context.provider.norm_linear(
-            f"layers.{layer}.input_layernorm",
-            f"{name}.linear_qkv",
-            config.hidden_size,
-            (config.query_size, config.key_value_size, config.key_value_size),
-            context,
-            config.init_method_std,
-            config.norm_epsilon,
-        )
         sections = (config.query_size, config.key_value_size, config.key_value_size)
+        self.norm_qkv = context.provider.norm_linear(
+            f"layers.{layer}.input_layernorm", f"{name}.linear_qkv", sections, config, context
+        )
         self.qkv_bias = Bias(f"{name}.linear_qkv", sections, context) if config.add_qkv_bias else nn.Identity()
         self.qk_norm = (
             HeadNorm(name, self.shape, config.norm_epsilon, context) if config.qk_layernorm else nn.Identity()
@@ -171,9 +133,7 @@ class SelfAttention(nn.Module):
         self.attend_proj = AttentionProjection(
             self.shape,
             context.context_parallel.attention(layer, context.attention_kernel),
-            context.provider.row_linear(
-                f"{name}.linear_proj", config.query_size, config.hidden_size, context, residual_init_std(config)
-            ),
+            context.provider.row_linear(f"{name}.linear_proj", config.query_size, config, context),
         )
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]
@@ -201,26 +161,15 @@ class MLP(nn.Module):
 
     def __init__(self, layer: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
-        name = f"layers.{layer}.mlp"
+        name, width = f"layers.{layer}.mlp", config.ffn_hidden_size
         self.norm_fc1 = context.provider.norm_linear(
-            f"layers.{layer}.pre_mlp_layernorm",
-            f"{name}.linear_fc1",
-            config.hidden_size,
-            (config.ffn_hidden_size, config.ffn_hidden_size),
-            context,
-            config.init_method_std,
-            config.norm_epsilon,
+            f"layers.{layer}.pre_mlp_layernorm", f"{name}.linear_fc1", (width, width), config, context
         )
-        self.swiglu_fc2 = SwiGLULinear(
-            context.kernels.swiglu,
-            context.provider.row_linear(
-                f"{name}.linear_fc2", config.ffn_hidden_size, config.hidden_size, context, residual_init_std(config)
-            ),
-        )
+        linear_fc2 = context.provider.row_linear(f"{name}.linear_fc2", width, config, context)
+        self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
 
     @property
     def last_linear(self) -> nn.Module:
-        """The linear layer that ends the MLP."""
         return self.swiglu_fc2.last_linear
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
@@ -251,14 +200,8 @@ class TransformerLayer(nn.Module):
 
     @property
     def last_linear(self) -> nn.Module:
-        """The linear layer that ends the layer."""
         return self.mlp.last_linear
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]
         x = x + self.self_attention(x, rotary, documents)
         return x + self.mlp(x)
-
-
-def residual_init_std(config: TransformerConfig) -> float:
-    """Standard deviation of projections into the residual stream: scaled by ``1 / sqrt(2 layers)`` (GPT-2)."""
-    return config.init_method_std / math.sqrt(2 * config.num_layers)

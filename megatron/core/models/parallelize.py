@@ -35,18 +35,21 @@ from megatron.schedules.stages import VirtualStage
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """What computes on a rank."""
+    """The model of a rank, its executor and its data parallelism."""
 
     model: TransformerModel
     executor: PipelineExecutor
-    """Runs the pipeline schedule; also with one stage."""
     data_parallel: DataParallel
-    """Owns the weights, which are not initialised yet."""
+    """Has the weights, which are not initialised yet."""
 
 
 def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> ParallelModel:
     """Build this rank's part of the model and apply everything that the flags ask for, in this order. Collective."""
     model = build_parallel_model(config, topology, vocab_size, kernels)
+    documents = None
+    if config.data.marks_documents:
+        data = config.data
+        documents = partial(Documents, masks_attention=data.masks_documents, resets_positions=data.reset_position_ids)
     executor = build_executor(
         model,
         topology,
@@ -54,16 +57,16 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
         config.seq_length,
         config.micro_batch_size,
         config.pipeline.overlap_p2p_communication,
-        document_reader(config),
+        documents,
     )
-    # Gradient buffers, ZeRO, FSDP: they take over the weights, so they come last.
+    # Gradient buffers, ZeRO and FSDP replace the weights' memory, so they come last.
     formats = number_formats(config.precision, config.optimizer)
     data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
     return ParallelModel(model, executor, data_parallel)
 
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> TransformerModel:
-    """This rank's chunks of the model with everything inside them; weights are not initialised."""
+    """This rank's chunks of the model with recompute and offload; weights are not initialised."""
     architecture = config.model.resolve(vocab_size, topology.tensor_parallel.size, config.seq_length)
     tensor_parallel = build_tensor_parallel(config, topology)
     context = BuildContext(
@@ -95,7 +98,7 @@ def build_model(
     virtual_stages: Sequence[VirtualStage] | None = None,
     activations: ActivationConfig | None = None,
 ) -> TransformerModel:
-    """The model of a ``context`` with initial weights, which are the same in every layout; for use without flags."""
+    """An initialised model without flags; its weights are the same in every layout."""
     model = TransformerModel(architecture, context, virtual_stages)
     if activations is not None:
         apply_recompute(model, activations)
@@ -108,7 +111,6 @@ def build_model(
 
 
 def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParallel:
-    """How layers are sharded; a single rank shards and overlaps nothing."""
     ranks = topology.tensor_parallel
     if ranks.size == 1 or not config.parallel.sequence_parallel:
         return TensorParallel(ranks)
@@ -117,7 +119,6 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
 
 
 def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
-    """Makes the norms and linear layers (``--transformer-impl``)."""
     if kernels.engine is None:
         return LocalProvider()
     from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
@@ -127,7 +128,7 @@ def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerPr
 
 def weights_device(config: RunConfig, topology: Topology) -> torch.device | None:
     """The meta device where FSDP allocates the weights, so that whole weights are never in memory."""
-    # FSDP2 cannot do that with tensors that have no memory at all.
+    # FSDP2 does not support this with fake tensors (dry run).
     is_meta = topology.has_memory and shards_weights(config.parallel, topology)
     return torch.device("meta") if is_meta else None
 
@@ -171,7 +172,7 @@ def chunks_of_stage(virtual_stages: Sequence[VirtualStage], placement: Placement
 
 
 def apply_recompute(model: TransformerModel, activations: ActivationConfig) -> None:
-    """Wrap what ``activations`` recomputes: modules inside each layer (selective), or whole layers (full)."""
+    """Wrap the recomputed modules: inside each layer (selective), or whole layers (full)."""
     parallel = model.context.parallel
     shards = parallel.communicator if activations.distribute_saved_activations else None
     for chunk in model.transformer_chunks:
@@ -191,7 +192,7 @@ def apply_offload(model: TransformerModel, activations: ActivationConfig) -> Non
         return
     copies = HostCopies.of(model.context.device)
     for chunk in model.transformer_chunks:
-        # The input that a recomputed group keeps belongs to its first layer.
+        # The saved input of a recomputed group counts as its first layer.
         layers = list(chunk.layers)
         count = sum(unit.is_offloaded for unit in activations.units(chunk.num_layers))
         after = layers[count] if count < len(layers) else chunk.head
@@ -199,22 +200,13 @@ def apply_offload(model: TransformerModel, activations: ActivationConfig) -> Non
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
-    """Makes the schedule of a number of microbatches."""
+    """A function from the number of microbatches to the schedule."""
     return partial(
         build_schedule,
         config.pipeline.schedule(num_layers, num_stages),
         num_stages,
         num_chunks=config.pipeline.num_chunks(num_layers, num_stages),
         microbatch_group_size=config.pipeline.microbatch_group_size_per_virtual_pipeline_stage,
-    )
-
-
-def document_reader(config: RunConfig) -> ReadDocuments | None:
-    """Reads where documents begin; None if no flag depends on it."""
-    if not config.data.marks_documents:
-        return None
-    return partial(
-        Documents, masks_attention=config.data.masks_documents, resets_positions=config.data.reset_position_ids
     )
 
 
@@ -227,7 +219,7 @@ def build_executor(
     overlap: bool = True,
     documents: ReadDocuments | None = None,
 ) -> PipelineExecutor:
-    """The executor of this rank's chunks. Collective among the ranks of a pipeline: it makes their process groups."""
+    """The executor of this rank's chunks. Collective over the pipeline: it creates process groups."""
     return PipelineExecutor(
         model.transformer_chunks,
         None if model.head is None else model.head.token_losses,
@@ -243,6 +235,6 @@ def build_executor(
 
 def activation_format(model: TransformerModel, seq_length: int, micro_batch_size: int) -> ActivationFormat:
     """The activations that stages send: ``[s/(cp tp), b, h]`` under sequence parallelism, else ``[s/cp, b, h]``."""
-    parallel, context = model.context.parallel, model.context
-    length = seq_length // context.context_parallel.split.size // parallel.sequence_parts
+    context = model.context
+    length = seq_length // context.context_parallel.split.size // context.parallel.sequence_parts
     return ActivationFormat((length, micro_batch_size, model.config.hidden_size), context.dtype, context.device)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as one rank holds it: the whole model, or the chunks of a pipeline stage."""
+"""A rank's part of a decoder-only transformer: the whole model, or the chunks of a pipeline stage."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,26 +12,27 @@ from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.matmul import PlainGemm
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
+from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
+    LinearFunction,
     LinearOp,
     VocabParallelEmbedding,
     VocabParallelWeight,
-    column_parallel_linear,
 )
 from megatron.schedules.stages import VirtualStage
 
 
 class RotaryTables:
-    """The rotations of this rank's positions; where these depend on the length alone, kept for the next call."""
+    """The rotations of this rank's positions; cached if they only depend on the length."""
 
     def __init__(self, config: TransformerConfig, context: BuildContext) -> None:
         self._config, self._context = config, context
         self._table: Tensor | None = None
 
     def __call__(self, length: int, documents: Documents | None = None) -> Tensor:
-        """``[length, 1, 1, head size / 2]``, complex, for this rank's ``length`` positions of a sequence; where they
-        count from the beginning of ``documents``, ``[length, b, 1, head size / 2]``."""
+        """``[length, 1, 1, head size / 2]``, complex, for this rank's ``length`` positions of a sequence; if positions
+        restart at each document, ``[length, b, 1, head size / 2]``."""
         if documents is not None and documents.resets_positions:
             return self._rotations(documents.positions()[self._positions(length)])
         if self._table is None or self._table.shape[0] != length:
@@ -68,7 +69,8 @@ class OutputLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included."""
-        return column_parallel_linear(self.final_layernorm(hidden), self.output_layer.weight, self.op)
+        logits: Tensor = LinearFunction.apply(self.final_layernorm(hidden), self.output_layer.weight, self.op, False)
+        return logits
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``."""
@@ -84,7 +86,7 @@ class OutputLayer(nn.Module):
 
 
 class TransformerChunk(nn.Module):
-    """One virtual stage: some layers, and at the ends of the model the embedding before or the output layer behind."""
+    """One virtual stage: layers, after the embedding and before the output layer at the ends of the model."""
 
     def __init__(
         self,
@@ -121,10 +123,8 @@ class TransformerChunk(nn.Module):
 
 
 class TransformerModel(nn.Module):
-    """This rank's chunks of the model, divided over the tensor-parallel ranks; weights are not initialised.
-
-    ``virtual_stages`` say what each chunk holds; the whole model by default.
-    """
+    """This rank's chunks of the model; weights are not initialised. ``virtual_stages`` are the chunks' contents; by
+    default one chunk is the whole model."""
 
     def __init__(
         self, config: TransformerConfig, context: BuildContext, virtual_stages: Sequence[VirtualStage] | None = None
@@ -133,9 +133,22 @@ class TransformerModel(nn.Module):
         self.config, self.context = config, context
         whole = VirtualStage(range(config.num_layers), has_embedding=True, has_head=True)
         self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
+        has_embedding = any(stage.has_embedding for stage in self.virtual_stages)
+        has_head = any(stage.has_head for stage in self.virtual_stages)
+        is_tied, shared_name = not config.untie_embeddings_and_output_weights, "embedding.word_embeddings"
+        embedding = head = None
+        if has_embedding:
+            uses = 2 if is_tied and has_head else 1
+            tied_end: TiedEnd | None = "embedding" if is_tied and not has_head else None
+            embedding = VocabParallelEmbedding(shared_name, config, context, uses, tied_end)
+        if has_head:
+            weight: VocabParallelWeight
+            if is_tied:
+                weight = embedding or VocabParallelWeight(shared_name, config, context, tied_end="head")
+            else:
+                weight = VocabParallelWeight("output_layer", config, context)
+            head = OutputLayer(config, context, weight)
         rotary = RotaryTables(config, context)
-        embedding = self._embedding() if self._has_embedding else None
-        head = OutputLayer(config, context, self._output_layer(embedding)) if self._has_head else None
         self.chunks = nn.ModuleList(
             TransformerChunk(
                 [
@@ -152,42 +165,14 @@ class TransformerModel(nn.Module):
 
     @property
     def transformer_chunks(self) -> list[TransformerChunk]:
-        """The chunks in their order on this rank."""
         return [cast(TransformerChunk, chunk) for chunk in self.chunks]
 
     @property
     def chunk_units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """Every chunk, and its embedding, layers and head in the order of the forward pass."""
+        """Every chunk with its units."""
         return [(chunk, chunk.units) for chunk in self.transformer_chunks]
 
     @property
     def head(self) -> OutputLayer | None:
-        """The head, on the rank that has it."""
+        """The output layer, on the rank that has it."""
         return self.transformer_chunks[-1].head
-
-    @property
-    def _has_embedding(self) -> bool:
-        return any(virtual_stage.has_embedding for virtual_stage in self.virtual_stages)
-
-    @property
-    def _has_head(self) -> bool:
-        return any(virtual_stage.has_head for virtual_stage in self.virtual_stages)
-
-    @property
-    def _vocabulary(self) -> tuple[int, int, int, BuildContext, float]:
-        config = self.config
-        return config.vocab_size, config.padded_vocab_size, config.hidden_size, self.context, config.init_method_std
-
-    def _embedding(self) -> VocabParallelEmbedding:
-        is_tied = not self.config.untie_embeddings_and_output_weights
-        return VocabParallelEmbedding(
-            "embedding.word_embeddings",
-            *self._vocabulary,
-            uses=2 if is_tied and self._has_head else 1,
-            tied_end="embedding" if is_tied and not self._has_head else None,
-        )
-
-    def _output_layer(self, embedding: VocabParallelEmbedding | None) -> VocabParallelWeight:
-        if self.config.untie_embeddings_and_output_weights:
-            return VocabParallelWeight("output_layer", *self._vocabulary)
-        return embedding or VocabParallelWeight("embedding.word_embeddings", *self._vocabulary, tied_end="head")

@@ -24,22 +24,20 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
-        """Ranks that share the layer."""
         return self.communicator.size
 
     @property
     def rank(self) -> int:
-        """This rank's index in the group."""
         return self.communicator.rank
 
     @property
     def sequence_parts(self) -> int:
-        """Parts into which the sequence is split between parallel regions."""
+        """Into how many parts the sequence is sharded between parallel regions."""
         return self.size if self.sequence_parallel else 1
 
     def gather_input(self, rows: QuantizedTensor) -> Work[QuantizedTensor]:
-        """Start the all-gather of a region's input under sequence parallelism, ``[s/tp, b, h] -> [s, b, h]``; without
-        it every rank has the whole input."""
+        """Start the all-gather of a region's input under sequence parallelism, ``[s/tp, b, h] -> [s, b, h]``; otherwise
+        every rank has the whole input."""
         if self.sequence_parallel:
             return rows.start_all_gather(self.communicator)
         return Work((), lambda: rows)
@@ -55,7 +53,7 @@ class TensorParallel:
 
 
 class NoOverlap:
-    """The whole collective before or after the whole GEMM; with or without sequence parallelism."""
+    """The collective before or after the GEMM; with or without sequence parallelism."""
 
     name = "none"
 

@@ -1,7 +1,7 @@
 """Column-parallel, row-parallel and vocabulary-parallel layers.
 
-Each backward starts the collective of the input gradient before it computes the weight gradient, which then
-goes straight to the gradient buffer, or waits in the queue (:mod:`megatron.core.gradient`).
+Backward starts the collective of the input gradient before it computes the weight gradient, which is accumulated in
+the main gradient or deferred (:mod:`megatron.core.gradient`).
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
@@ -27,12 +28,11 @@ from megatron.core.parameter import (
     sharded_boxes,
 )
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import RowGemm
 
 
 @dataclass(frozen=True)
 class LinearOp:
-    """What a linear layer is besides its weight: its GEMMs, and on which side of them the ranks communicate."""
+    """The GEMMs of a linear layer, and on which side of them the ranks communicate."""
 
     parallel: TensorParallel
     gemm: Gemm
@@ -41,20 +41,23 @@ class LinearOp:
     """Column-parallel: all-gather, then GEMM. Row-parallel: GEMM, then reduction."""
 
 
-class _ParallelLinear(Function):
+class LinearFunction(Function):
     """``y = x W^T`` at the edge of a tensor-parallel region: ``[s(/tp), b, in] -> [s, b, out/tp]`` if column-parallel,
     ``[s, b, in/tp] -> [s(/tp), b, out]`` if row-parallel."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, skip_output: bool) -> Tensor:
         x = op.gemm.quantize_input(inputs)
-        # Under sequence parallelism backward gathers x again: only this rank's rows are kept. The weight and a scale of
-        # the whole tensor are no activations, so hooks on saved tensors (CPU offload) must not see them.
+        # Under sequence parallelism only this rank's rows of x are saved; backward gathers them again. The weight and
+        # a scale of the whole tensor are no activations, so hooks on saved tensors (CPU offload) must not see them.
         ctx.save_for_backward(*x.row_tensors)
         ctx.scaling, ctx.weight, ctx.op = x.scaling, weight, op
         if skip_output:
-            return _no_values(inputs, op, weight)
-        matrix = weight.t() if op.gemm.is_plain else None
+            # Recompute: nothing reads the output, so it has a shape and no memory.
+            rows, parts = inputs.shape[0], op.parallel.sequence_parts
+            rows = rows * parts if op.is_column else rows // parts
+            return inputs.new_zeros(()).expand(rows, *inputs.shape[1:-1], weight.shape[0])
+        matrix = weight.t() if op.gemm.is_plain else None  # [in, out], of this rank
         gemm = partial(op.gemm.output, weight=weight)
         if op.is_column:
             return op.parallel.overlap.gather_gemm(x, gemm, matrix)[0]
@@ -68,59 +71,44 @@ class _ParallelLinear(Function):
         x = ctx.scaling.with_rows([tensor.detach() for tensor in ctx.saved_tensors])
         dy = op.gemm.quantize_gradient(gradients[0])
         dgrad = partial(op.gemm.input_gradient, weight=weight)
-        matrix = weight if op.gemm.is_plain else None
+        matrix = weight if op.gemm.is_plain else None  # [out, in], of this rank
         if op.is_column:
-            return _column_backward(op, x, dy, weight, dgrad, matrix)
+            if op.weight_gradients.is_deferring:
+                op.weight_gradients.put(weight, lambda: parallel.gather_input(x), lambda x: wgrad(dy, x))
+                return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None
+            # dx is reduced while the weight gradient is multiplied.
+            gathering = parallel.gather_input(x)
+            dx_reduction = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
+            grad_weight = accumulate_main_grad(weight, wgrad(dy, gathering.wait()))
+            return dx_reduction.wait(), grad_weight, None, None
         dx, whole_dy = parallel.overlap.gather_gemm(dy, dgrad, matrix)
         if op.weight_gradients.is_deferring:
-            # Keeps this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
+            # Stores this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
             op.weight_gradients.put(weight, lambda: parallel.gather_input(dy), lambda dy: wgrad(dy, x))
             return dx, None, None, None
         return dx, accumulate_main_grad(weight, wgrad(whole_dy, x)), None, None
 
 
-def _column_backward(
-    op: LinearOp, x: QuantizedTensor, dy: QuantizedTensor, weight: Tensor, dgrad: RowGemm, matrix: Tensor | None
-) -> tuple[Tensor, Tensor | None, None, None]:
-    """The input gradient is reduced while the weight gradient is multiplied."""
-    parallel, wgrad = op.parallel, op.gemm.weight_gradient
-    if op.weight_gradients.is_deferring:
-        op.weight_gradients.put(weight, lambda: parallel.gather_input(x), lambda x: wgrad(dy, x))
-        return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None
-    gathering = parallel.gather_input(x)
-    dx = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
-    grad_weight = accumulate_main_grad(weight, wgrad(dy, gathering.wait()))
-    return dx.wait(), grad_weight, None, None
-
-
-def _no_values(inputs: Tensor, op: LinearOp, weight: Tensor) -> Tensor:
-    """A tensor of the shape of the output, without memory for it."""
-    rows, parts = inputs.shape[0], op.parallel.sequence_parts
-    rows = rows * parts if op.is_column else rows // parts
-    return inputs.new_zeros(()).expand(rows, *inputs.shape[1:-1], weight.shape[0])
-
-
 class _VocabParallelEmbedding(Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_id: int, parallel: TensorParallel) -> Tensor:
-        # [b, s] -> [s, b]: the sequence comes first from here on.
-        rows = tokens.t() - first_id
-        foreign = (rows < 0) | (rows >= weight.shape[0])
-        rows = rows.masked_fill(foreign, 0)
-        ctx.save_for_backward(rows, foreign)
+        rows = tokens.t() - first_id  # [s, b]: the sequence comes first from here on
+        is_outside = (rows < 0) | (rows >= weight.shape[0])  # ids on other ranks
+        rows = rows.masked_fill(is_outside, 0)
+        ctx.save_for_backward(rows, is_outside)
         ctx.weight, ctx.parallel = weight, parallel
-        embedded = F.embedding(rows, weight)
+        embedded = F.embedding(rows, weight)  # [s, b, h]
         if parallel.size == 1:
             return embedded
-        return parallel.reduce_output(embedded.masked_fill_(foreign.unsqueeze(-1), 0.0)).wait()
+        return parallel.reduce_output(embedded.masked_fill_(is_outside.unsqueeze(-1), 0.0)).wait()  # [s(/tp), b, h]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None, None, None]:
-        rows, foreign = ctx.saved_tensors
+        rows, is_outside = ctx.saved_tensors
         weight: Tensor = ctx.weight
-        gradient = ctx.parallel.gather_input(QuantizedTensor(gradients[0])).wait().data
+        gradient = ctx.parallel.gather_input(QuantizedTensor(gradients[0])).wait().data  # [s, b, h]
         if ctx.parallel.size > 1:
-            gradient = gradient.masked_fill(foreign.unsqueeze(-1), 0.0)
+            gradient = gradient.masked_fill(is_outside.unsqueeze(-1), 0.0)
         main_grad = main_grad_of(weight)
         if main_grad is not None:
             main_grad.add_rows(rows.flatten(), gradient.flatten(0, 1))
@@ -131,107 +119,89 @@ class _VocabParallelEmbedding(Function):
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a parallel layer is built in: the ranks that share it, where its weights live in which format, and who
-    computes their gradients when."""
+    """What a parallel layer is built with: its tensor-parallel ranks, the dtype and device of its weights, and the
+    computation of its weight gradients."""
 
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
     weight_gradients: WeightGradStore = field(default_factory=WeightGradStore, kw_only=True)
     weights_device: torch.device | None = field(default=None, kw_only=True)
-    """Where weights are made instead; ``meta`` leaves their memory to data parallelism."""
+    """Device of the weights if it is not ``device``; with ``meta``, data parallelism allocates them."""
     weight_gradient: WeightGradientKernel | None = field(default=None, kw_only=True)
-    """How their products come into gradient buffers; None: a product, and then a sum."""
+    """The weight-gradient GEMM; None: a product, then a sum."""
     fp8: Fp8Layers | None = field(default=None, kw_only=True)
-    """Linear layers that multiply in FP8; None where they multiply in ``dtype``."""
+    """The FP8 state of the linear layers; None if they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
         """An uninitialised parameter."""
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
 
     def linear_op(self, name: str, is_column: bool) -> LinearOp:
-        """The linear layer ``name``."""
-        return LinearOp(self.parallel, self._gemm(name, is_column), self.weight_gradients, is_column)
+        """The GEMMs and collectives of the linear layer ``name``."""
+        gemm: Gemm = PlainGemm(self.weight_gradient)
+        if self.fp8 is not None:
+            assert isinstance(self.fp8, Fp8Scaling), "other backends have their own layers"
+            # The amax of a tensor that is sharded over the tensor-parallel ranks is reduced over these ranks.
+            sharded: set[Fp8Role] = {"weight", "output_gradient" if is_column else "input"}
+            if self.parallel.sequence_parallel:
+                sharded.add("input" if is_column else "output_gradient")
+            gemm = self.fp8.gemm(name, self.dtype, self.parallel.communicator, sharded)
+        return LinearOp(self.parallel, gemm, self.weight_gradients, is_column)
 
-    def _gemm(self, name: str, is_column: bool) -> Gemm:
-        if self.fp8 is None:
-            return PlainGemm(self.weight_gradient)
-        assert isinstance(self.fp8, Fp8Scaling), "others bring layers of their own"
-        # The amax of a tensor of which each tensor-parallel rank has a part is reduced over these ranks.
-        sharded: set[Fp8Role] = {"weight", "output_gradient" if is_column else "input"}
-        if self.parallel.sequence_parallel:
-            sharded.add("input" if is_column else "output_gradient")
-        return self.fp8.gemm(name, self.dtype, self.parallel.communicator, sharded)
+    def column_weight(
+        self, name: str, input_size: int, output_sections: Sequence[int], init_std: float
+    ) -> ParameterInfo:
+        """The facts of the weight ``[out/tp, in]`` of the column-parallel layer ``name``."""
+        layout = sharded_boxes(output_sections, (input_size,), self.parallel.rank, self.parallel.size)
+        return ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
+
+    def row_weight(self, name: str, input_size: int, output_size: int, init_std: float) -> ParameterInfo:
+        """The facts of the weight ``[out, in/tp]`` of the row-parallel layer ``name``."""
+        layout = columns_box(output_size, input_size, self.parallel.rank, self.parallel.size)
+        return ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
+
+    def gain(self, name: str, size: int, gradient_is_partial: bool | None = None) -> ParameterInfo:
+        """The facts of the gain ``[size]`` of the norm ``name``. By default its gradient is partial under sequence
+        parallelism, where each rank has its part of the sequence."""
+        if gradient_is_partial is None:
+            gradient_is_partial = self.parallel.sequence_parallel
+        layout = sharded_boxes((size,), (), rank=0, size=1)
+        return ParameterInfo(f"{name}.weight", *layout, None, False, False, gradient_is_partial=gradient_is_partial)
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    def __init__(self, name: str, info: ParameterInfo, context: LayerContext, is_column: bool) -> None:
+        super().__init__()
+        self.weight = context.empty_parameter(info)
+        self.op, self.skip_output = context.linear_op(name, is_column), False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
+        output: Tensor = LinearFunction.apply(inputs, self.weight, self.op, self.skip_output)
+        return output
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """``y = x W^T`` with the outputs divided over the ranks: ``[s(/tp), b, in] -> [s, b, out/tp]``.
 
-    ``output_sections`` are the sizes of the matrices fused into one weight (query, key, value; gate, up): every
-    rank holds its part of each, and its outputs are these parts side by side.
+    ``output_sections`` are the sizes of the matrices fused into one weight (query, key, value; gate, up): every rank
+    has its part of each, and its outputs are these parts side by side.
     """
 
     def __init__(
-        self,
-        name: str,
-        input_size: int,
-        output_sections: Sequence[int],
-        context: LayerContext,
-        init_std: float,
+        self, name: str, input_size: int, output_sections: Sequence[int], context: LayerContext, init_std: float
     ) -> None:
-        super().__init__()
-        self.context = context
-        parallel = context.parallel
-        layout = sharded_boxes(output_sections, (input_size,), parallel.rank, parallel.size)
-        info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = context.empty_parameter(info)
-        self.op, self.skip_output = context.linear_op(name, is_column=True), False
-
-    @property
-    def last_linear(self) -> "ColumnParallelLinear":
-        """The layer itself, for a recomputed segment that is this layer alone."""
-        return self
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[s(/tp), b, in] -> [s, b, out/tp]``; with ``skip_output`` the graph is built and nothing is multiplied."""
-        output: Tensor = _ParallelLinear.apply(inputs, self.weight, self.op, self.skip_output)
-        return output
+        info = context.column_weight(name, input_size, output_sections, init_std)
+        super().__init__(name, info, context, is_column=True)
 
 
-def column_parallel_linear(inputs: Tensor, weight: Tensor, op: LinearOp) -> Tensor:
-    """The column-parallel product with a given weight ``[out/tp, in]``, such as a tied embedding."""
-    output: Tensor = _ParallelLinear.apply(inputs, weight, op, False)
-    return output
-
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """``y = x W^T`` with the inputs divided over the ranks: ``[s, b, in/tp] -> [s(/tp), b, out]``."""
 
-    def __init__(
-        self,
-        name: str,
-        input_size: int,
-        output_size: int,
-        context: LayerContext,
-        init_std: float,
-    ) -> None:
-        super().__init__()
-        self.context = context
-        parallel = context.parallel
-        layout = columns_box(output_size, input_size, parallel.rank, parallel.size)
-        info = ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
-        self.weight = context.empty_parameter(info)
-        self.op, self.skip_output = context.linear_op(name, is_column=False), False
-
-    @property
-    def last_linear(self) -> "RowParallelLinear":
-        """The layer itself, for a recomputed segment that is this layer alone."""
-        return self
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[s, b, in/tp] -> [s(/tp), b, out]``; with ``skip_output`` the graph is built and nothing is multiplied."""
-        output: Tensor = _ParallelLinear.apply(inputs, self.weight, self.op, self.skip_output)
-        return output
+    def __init__(self, name: str, input_size: int, output_size: int, context: LayerContext, init_std: float) -> None:
+        info = context.row_weight(name, input_size, output_size, init_std)
+        super().__init__(name, info, context, is_column=False)
 
 
 class _AddBias(Function):
@@ -263,31 +233,27 @@ class Bias(nn.Module):
 
 
 class VocabParallelWeight(nn.Module):
-    """A weight ``[v/tp, h]`` with a row for each id of this rank's part of the vocabulary; the output head's.
+    """A weight ``[v/tp, h]`` with a row for each id of this rank's vocabulary shard; the weight of the output layer.
 
-    The vocabulary is padded with ids that no token has, so that the ranks divide it evenly. ``uses``
-    and ``tied_end`` are facts of a tied weight (:class:`~megatron.core.parameter.ParameterInfo`).
+    The vocabulary is padded to a multiple of the ranks. ``uses`` and ``tied_end`` are facts of a tied weight
+    (:class:`~megatron.core.parameter.ParameterInfo`).
     """
 
     def __init__(
         self,
         name: str,
-        vocab_size: int,
-        padded_vocab_size: int,
-        hidden_size: int,
+        config: TransformerConfig,
         context: LayerContext,
-        init_std: float,
         uses: int = 1,
         tied_end: TiedEnd | None = None,
     ) -> None:
         super().__init__()
         self.context = context
-        parallel = context.parallel
-        layout = padded_rows_box(vocab_size, padded_vocab_size, hidden_size, parallel.rank, parallel.size)
+        rank, size = context.parallel.rank, context.parallel.size
         info = ParameterInfo(
             f"{name}.weight",
-            *layout,
-            init_std,
+            *padded_rows_box(config.vocab_size, config.padded_vocab_size, config.hidden_size, rank, size),
+            config.init_method_std,
             weight_decay=True,
             tensor_parallel_sharded=True,
             uses=uses,
@@ -295,11 +261,11 @@ class VocabParallelWeight(nn.Module):
             tied_end=tied_end,
         )
         self.weight = context.empty_parameter(info)
-        self.first_id = parallel.rank * info.local_shape[0]
+        self.first_id = rank * info.local_shape[0]
 
 
 class VocabParallelEmbedding(VocabParallelWeight):
-    """Token embedding with the vocabulary divided over the ranks: ``[b, s] -> [s(/tp), b, h]``."""
+    """Token embedding with the vocabulary divided over the ranks."""
 
     backward_reads_weights = False
 

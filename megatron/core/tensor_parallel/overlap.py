@@ -1,13 +1,13 @@
 """GEMMs at the edges of a tensor-parallel region, overlapped with the collectives of sequence parallelism.
 
-The rows of a GEMM are independent, and each rank holds its part of the rows of the input or of the output. So a rank
+The rows of a GEMM are independent, and each rank has its part of the rows of the input or of the output. So a rank
 multiplies its own rows while it receives the others, and sends one part of a sum while it multiplies the next. Sources:
 Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); PyTorch's async tensor
-parallelism, which does the same with copies between the memories of GPUs.
+parallelism, which copies between GPU memories.
 """
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,13 +20,13 @@ from megatron.core.ops.quantized import QuantizedTensor
 from megatron.torch_compat import symmetric_memory_operators
 
 RowGemm = Callable[[QuantizedTensor], Tensor]
-"""A GEMM of some rows with a fixed matrix, ``[..., k] -> [..., n]``; rows are independent."""
+"""A GEMM of some rows with a fixed matrix, ``[..., k] -> [..., n]``."""
 
 
 class TPOverlap(Protocol):
-    """How a linear layer multiplies where a region begins (all-gather, GEMM) and where it ends (GEMM, reduction).
+    """The GEMM and collective where a region begins (all-gather, GEMM) and where it ends (GEMM, reduction).
 
-    ``matrix`` ``[k, n]`` is what ``gemm`` multiplies unquantised rows by; None if the rows are quantised.
+    ``matrix`` ``[k, n]`` is the matrix of ``gemm`` for unquantised rows; None if the rows are quantised.
     """
 
     @property
@@ -43,25 +43,22 @@ class TPOverlap(Protocol):
 
 
 class P2POverlap:
-    """Point-to-point messages, part by part, on every backend; sums are in the order of ranks.
-
-    Each rank sends as many bytes as in an all-gather or a reduce-scatter. ``reason`` is why it was chosen.
-    """
+    """Point-to-point messages, part by part, on every backend; sums are in rank order. Each rank sends as many bytes as
+    in an all-gather or a reduce-scatter. ``reason`` is why it was chosen."""
 
     def __init__(self, ranks: Communicator, reason: str = "") -> None:
         self._ranks = ranks
         self.name = f"pipelined ({reason})" if reason else "pipelined"
 
-    def _partners(self) -> Iterator[tuple[int, int]]:
+    def _partners(self) -> list[tuple[int, int]]:
         """(source, target) of each step: a different pair at every step, so that no rank has two requests at once."""
-        ranks = self._ranks
-        for step in range(1, ranks.size):
-            yield (ranks.rank - step) % ranks.size, (ranks.rank + step) % ranks.size
+        rank, size = self._ranks.rank, self._ranks.size
+        return [((rank - step) % size, (rank + step) % size) for step in range(1, size)]
 
     def gather_gemm(
         self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor]:
-        """All sends start at once; this rank's rows are multiplied first, the others as they arrive."""
+        # All sends start at once; this rank's rows are multiplied first, the others as they arrive.
         ranks = self._ranks
         own = rows.with_rows([tensor.contiguous() for tensor in rows.row_tensors])
         whole = rows.with_rows([_all_rows(tensor, ranks.size) for tensor in rows.row_tensors])
@@ -76,18 +73,18 @@ class P2POverlap:
             )
             for source, target in self._partners()
         }
-        for tensor, place in zip(own.row_tensors, parts[ranks.rank].row_tensors):
-            place.copy_(tensor)
-        first = gemm(own)
-        output = _all_rows(first, ranks.size)
+        for tensor, target_rows in zip(own.row_tensors, parts[ranks.rank].row_tensors):
+            target_rows.copy_(tensor)
+        first = gemm(own)  # [s/tp, b, n]
+        output = _all_rows(first, ranks.size)  # [s, b, n]
         outputs = output.chunk(ranks.size)
         outputs[ranks.rank].copy_(first)
-        for source, pending in arriving.items():
-            outputs[source].copy_(gemm(pending.wait()))
+        for source, work in arriving.items():
+            outputs[source].copy_(gemm(work.wait()))
         return output, whole
 
     def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
-        """The rows of other ranks are multiplied first; each part is sent while the next is multiplied."""
+        # The rows of other ranks are multiplied first; each part is sent while the next is multiplied.
         ranks = self._ranks
         parts = inputs.chunk(ranks.size)
         summands: dict[int, Work[Tensor]] = {}
@@ -100,14 +97,13 @@ class P2POverlap:
 
 
 def _all_rows(part: Tensor, size: int) -> Tensor:
-    """Memory for the rows of ``size`` ranks, each with as many rows as ``part``."""
+    """An empty tensor for the rows of ``size`` ranks, each with as many rows as ``part``."""
     return part.new_empty((size * part.shape[0], *part.shape[1:]))
 
 
 class SymmetricMemoryOverlap:
-    """PyTorch's asynchronous tensor parallelism: GPUs of a host copy from each other's memory, without kernels that
-    take multiprocessors from the GEMM. Quantised rows use :class:`P2POverlap`.
-    """
+    """PyTorch's asynchronous tensor parallelism: GPUs of a host copy from each other's memory, without using
+    multiprocessors. Quantised rows use :class:`P2POverlap`."""
 
     name = "PyTorch's symmetric memory"
 
@@ -127,7 +123,6 @@ class SymmetricMemoryOverlap:
         return output, rows.with_rows([whole])
 
     def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
-        """The operator adds in the order of ranks."""
         if matrix is None:
             return self._quantized.gemm_reduce(inputs, gemm, matrix)
         self._ranks.record("reduce_scatter", inputs.data.nbytes // inputs.data.shape[-1] * matrix.shape[1])
@@ -138,8 +133,8 @@ class SymmetricMemoryOverlap:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank runs, and on what."""
+class RankDevice:
+    """The host and device of a rank."""
 
     host: str
     device: int
@@ -159,28 +154,28 @@ def _obstacle_to_symmetric_memory(ranks: Communicator, device: torch.device) -> 
         return "symmetric memory needs GPUs"
     index = torch.cuda.current_device() if device.index is None else device.index
     backend = dist.get_backend(ranks.process_group)
-    seat = Seat(socket.gethostname(), index, torch.cuda.get_device_capability(device), backend)
-    seats = ranks.all_gather_object(seat)
-    # What one rank cannot do none does.
-    obstacles = ranks.all_gather_object(obstacle_between(seats, ranks.rank, peer_access))
+    own = RankDevice(socket.gethostname(), index, torch.cuda.get_device_capability(device), backend)
+    devices = ranks.all_gather_object(own)
+    # All ranks must choose the same overlap.
+    obstacles = ranks.all_gather_object(obstacle_between(devices, ranks.rank, _can_access_peer))
     return next((obstacle for obstacle in obstacles if obstacle is not None), None)
 
 
-def peer_access(mine: int, other: int) -> bool:
-    """Whether the GPU ``mine`` reads the memory of ``other``, as far as this process sees both."""
-    return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(mine, other)
+def _can_access_peer(own: int, other: int) -> bool:
+    """Whether the GPU ``own`` can read the memory of ``other``; False if this process does not see both."""
+    return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, other)
 
 
-def obstacle_between(seats: Sequence[Seat], rank: int, can_access: Callable[[int, int], bool]) -> str | None:
-    """Why ``rank`` of ``seats`` cannot share memory with all others; None if it can."""
-    mine = seats[rank]
-    if mine.backend != "nccl":
-        return f"symmetric memory needs NCCL, not {mine.backend}"
-    if mine.capability < (9, 0):
-        return f"symmetric memory is used from compute capability 9.0 on, not {mine.capability[0]}.{mine.capability[1]}"
-    others = [seat for other, seat in enumerate(seats) if other != rank]
-    if any(seat.host != mine.host for seat in others):
+def obstacle_between(devices: Sequence[RankDevice], rank: int, can_access: Callable[[int, int], bool]) -> str | None:
+    """Why ``rank`` cannot share memory with all others; None if it can."""
+    own = devices[rank]
+    if own.backend != "nccl":
+        return f"symmetric memory needs NCCL, not {own.backend}"
+    if own.capability < (9, 0):
+        return f"symmetric memory is used from compute capability 9.0 on, not {own.capability[0]}.{own.capability[1]}"
+    others = [device for number, device in enumerate(devices) if number != rank]
+    if any(other.host != own.host for other in others):
         return "symmetric memory needs all tensor-parallel ranks on one host"
-    if not all(seat.device != mine.device and can_access(mine.device, seat.device) for seat in others):
+    if not all(other.device != own.device and can_access(own.device, other.device) for other in others):
         return "not every GPU reads the memory of every other"
     return None

@@ -1,7 +1,7 @@
 """FP8 by Transformer Engine's recipes.
 
-Delayed scaling goes by microbatches there: when a chunk's forward pass ends, and when the backward pass leaves its
-first FP8 layer, magnitudes are reduced over the ranks and become scales. The other recipes have no memory.
+Under its delayed scaling every microbatch sets new scales: amaxes are reduced over the ranks at the end of a chunk's
+forward pass, and when the backward pass leaves its first FP8 layer. The other recipes have no state.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Layers
 
 _ROLES = (("scaling_fwd", 0), ("scaling_fwd", 1), ("scaling_bwd", 0))
-"""Where a module's ``fp8_meta`` has each of :data:`megatron.core.fp8.ROLES`: input, weight, gradient of the output."""
+"""The place of each of :data:`megatron.core.fp8.ROLES` (input, weight, output gradient) in a module's ``fp8_meta``."""
 
 
 def build_recipe(engine: TransformerEngine, config: PrecisionConfig, num_ranks: int) -> Any:
-    """The recipe of the flags, for layers that ``num_ranks`` compute with."""
+    """The recipe of the flags, for layers that ``num_ranks`` ranks share."""
     recipes = engine.recipe
     fp8_format = recipes.Format.HYBRID if config.fp8_format == "hybrid" else recipes.Format.E4M3
     if config.fp8_recipe == "delayed":
@@ -30,7 +30,7 @@ def build_recipe(engine: TransformerEngine, config: PrecisionConfig, num_ranks: 
             fp8_format=fp8_format,
             amax_history_len=config.fp8_amax_history_len,
             amax_compute_algo=config.fp8_amax_compute_algo,
-            # Without a group it would take all ranks.
+            # Without a group the reduction would be over all ranks.
             reduce_amax=num_ranks > 1,
         )
     kinds = {
@@ -42,7 +42,7 @@ def build_recipe(engine: TransformerEngine, config: PrecisionConfig, num_ranks: 
 
 
 def why_unsupported(engine: TransformerEngine, config: PrecisionConfig) -> str | None:
-    """Why the GPU has no products for the recipe of the flags, in Transformer Engine's words; None where it has."""
+    """Transformer Engine's reason why the GPU does not support the recipe of the flags; None if it does."""
     checks = {
         "blockwise": engine.pytorch.is_fp8_block_scaling_available,
         "mxfp8": engine.pytorch.is_mxfp8_available,
@@ -52,7 +52,7 @@ def why_unsupported(engine: TransformerEngine, config: PrecisionConfig) -> str |
 
 
 class TransformerEngineFp8(Fp8Layers):
-    """A rank's FP8 modules; ``ranks`` are those that compute with the same layers."""
+    """The FP8 modules of a rank; ``ranks`` compute with the same layers."""
 
     multiplier = "Transformer Engine"
 
@@ -70,53 +70,46 @@ class TransformerEngineFp8(Fp8Layers):
         return context
 
     def add(self, name: str, module: Any) -> None:
-        """Take part in a module that multiplies in FP8, whose global name is ``name``."""
+        """Register an FP8 module with the global name ``name``."""
         self._modules[name] = module
         if self.is_delayed:
             with self._autocast():
                 module.init_fp8_metadata()
 
     def forward_pass(self) -> AbstractContextManager[object]:
-        """Delayed scaling reduces magnitudes at its end, so that it stands around all layers of a chunk."""
+        # Delayed scaling reduces amaxes at the end of the context, so one context contains all layers of a chunk.
         return self._autocast() if self.is_delayed else nullcontext()
 
-    def product(self) -> AbstractContextManager[object]:
-        """Stands around each FP8 module: what has no memory may so run again in the backward pass."""
+    def layer_autocast(self) -> AbstractContextManager[object]:
+        """The context of each FP8 module; recipes without state can run again in the backward pass."""
         return nullcontext() if self.is_delayed else self._autocast()
 
     def start_step(self) -> None:
-        """Weights are others than those that an evaluation has quantised."""
-        self._forget_weights()
-
-    def finish_step(self) -> None:
-        """Weights will be others."""
-        self._forget_weights()
-
-    def _forget_weights(self) -> None:
+        # An evaluation may have quantised other weights.
         for module in self._modules.values():
             module._fp8_workspaces.clear()
 
+    finish_step = start_step
+
     def state(self) -> dict[str, Tensor]:
-        """As of all."""
         if not self.is_delayed:
             return {}
         state: dict[str, Tensor] = {}
         for name, module in self._modules.items():
             metas = [(module.fp8_meta[key], column) for key, column in _ROLES]
             state[f"{name}/scale"] = torch.stack([meta.scale[column] for meta, column in metas])
-            # Theirs collects in row 0, and has the past behind it, the oldest first.
+            # Row 0 is the current amax; the history follows, the oldest first. Ours has the newest first.
             past = torch.stack([meta.amax_history[1:, column].flip(0) for meta, column in metas])
             state[f"{name}/amax_history"] = torch.nn.functional.pad(past, (0, 1))
         return state
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """As of all."""
         for name, module in self._modules.items() if self.is_delayed else ():
             for role, (key, column) in enumerate(_ROLES):
                 meta = module.fp8_meta[key]
                 if f"{name}/scale" in saved:
                     scale = saved[f"{name}/scale"][role]
-                    # Where there is none yet, theirs is one.
+                    # Transformer Engine's initial scale is 1, ours is 0.
                     meta.scale[column] = torch.where(scale > 0.0, scale, 1.0)
                 if f"{name}/amax_history" in saved:
                     past, history = saved[f"{name}/amax_history"][role], meta.amax_history[:, column]
