@@ -22,7 +22,14 @@ from tests.checkpoint.frozen_checkpoints import (
     start_of,
     this_machine,
 )
-from tests.end_to_end.run_process import Record, assert_same_tensors, bytes_under, checkpoint_of, fork_training
+from tests.end_to_end.run_process import (
+    Record,
+    assert_same_tensors,
+    bytes_under,
+    call_training,
+    checkpoint_of,
+    fork_training,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +59,8 @@ def expected(folder: Path) -> dict[str, Any]:
 def run_from(start: Path, name: str, directory: Path, **changes: Any) -> Path:
     """Copy the checkpoint ``start`` into ``directory`` and go on from it; the metrics."""
     shutil.copytree(start, directory / "save" / start.name)
-    fork_training(flags_of_case(CASES[name], directory, **changes), CASES[name].processes).succeeded()
+    flags, processes = flags_of_case(CASES[name], directory, **changes), CASES[name].processes
+    (call_training(flags) if processes == 1 else fork_training(flags, processes)).succeeded()
     return directory / "metrics.jsonl"
 
 
@@ -93,13 +101,11 @@ def test_the_run_goes_on_as_it_did(kept: Path, tmp_path: Path) -> None:
     """With the metrics that the past version had, and to the bit as from a checkpoint that this version writes."""
     iteration = start_of(kept.name)
     frozen = checkpoint_of(kept, iteration)
-    first_flags = CASES[kept.name].first_flags
-    metrics = run_from(frozen, kept.name, tmp_path / "old", **first_flags)
+    metrics = run_from(frozen, kept.name, tmp_path / "old", save_interval=1, **CASES[kept.name].first_flags)
     assert_like_the_past(computed_iterations(metrics), kept)
     last = LENGTH if iteration == SAVED_AT else LENGTH - SAVED_AT
-    # Written anew by this version one iteration later, and gone on from there.
-    run_from(frozen, kept.name, tmp_path / "first", exit_interval=iteration + 1, **first_flags)
-    again = checkpoint_of(tmp_path / "first" / "save", iteration + 1)
+    # What this version wrote one iteration later, and gone on from there.
+    again = checkpoint_of(tmp_path / "old" / "save", iteration + 1)
     rest = run_from(again, kept.name, tmp_path / "second")
     assert computed_iterations(rest) == computed_iterations(metrics)[1:]
     assert_same_tensors(
