@@ -11,15 +11,23 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def words_of(name: str, value: Any) -> list[str]:
+    """The words of the command line that set the field ``name`` to ``value``."""
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    return [flag_of(name), *map(str, value if isinstance(value, tuple) else (value,))]
+
+
 def values_of(group: Any, *names: str) -> dict[str, Any]:
     """Value by flag, of the fields ``names``."""
     return {flag_of(name): getattr(group, name) for name in names}
 
 
 def changed_flags(group: Any, *names: str) -> list[str]:
-    """The flags among the fields ``names`` that are not at their default; ``--no-NAME`` for a switch turned off."""
-    changed = [name for name in names if getattr(group, name) != type(group).__dataclass_fields__[name].default]
-    return [flag_of(f"no_{name}" if getattr(group, name) is False else name) for name in changed]
+    """The flags among the fields ``names`` that are not at their default, without their values."""
+    values = {name: getattr(group, name) for name in names}
+    defaults = type(group).__dataclass_fields__
+    return [words_of(name, value)[0] for name, value in values.items() if value != defaults[name].default]
 
 
 def require_flag(needed: str, is_given: bool, dependent: Iterable[str]) -> None:

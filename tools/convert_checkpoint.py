@@ -25,6 +25,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig, preset
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError, report
+from megatron.flags import changed_flags, words_of
 from megatron.ranges import require_at_least
 from megatron.urls import check_place, refuse_urls
 
@@ -212,16 +213,12 @@ def model_flags(architecture: TransformerConfig) -> list[str]:
 
 def given_flags(group: ModelConfig | TokenizerConfig) -> list[str]:
     """The flags of a group that are not at their default."""
-    words = []
-    for field in fields(group):
-        value, flag = getattr(group, field.name), field.name.replace("_", "-")
-        if value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
+    return [
+        word
+        for field in fields(group)
+        if changed_flags(group, field.name)
+        for word in words_of(field.name, getattr(group, field.name))
+    ]
 
 
 # --- to Hugging Face -----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from megatron.config.compatibility import REFUSALS
 from megatron.config.megatron_flags import NOT_SUPPORTED
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, UserError
+from megatron.flags import flag_of
 from megatron.urls import refuse_urls
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -115,8 +116,8 @@ def flags_of(config: type) -> Iterator[Flag]:
     """The flags of a group, in order."""
     kinds, help_texts = get_type_hints(config), help_texts_of(config)
     for field in fields(config):
-        name = "--" + field.name.replace("_", "-")
-        yield Flag(name, describe_values(kinds[field.name]), describe_default(field.default), help_texts[field.name])
+        values, default = describe_values(kinds[field.name]), describe_default(field.default)
+        yield Flag(flag_of(field.name), values, default, help_texts[field.name])
 
 
 def describe_values(kind: Any) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags
+from megatron.flags import changed_flags, words_of
 
 REFUSALS = {
     "use_rotary_position_embeddings": "every model here has rotary position embeddings",
@@ -108,7 +108,6 @@ class CompatibilityConfig:
 
     def check(self) -> None:
         for name, reason in REFUSALS.items():
-            for flag in changed_flags(self, name):
-                value = getattr(self, name)
-                spelling = flag if isinstance(value, bool) else f"{flag} {value}"
+            if changed_flags(self, name):
+                spelling = " ".join(words_of(name, getattr(self, name)))
                 raise ConfigError(f"{spelling} is not supported, because {reason}: remove it.")

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.config.activations import RecomputeMethod, RecomputeModule
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.flags import flag_of, words_of
 from megatron.planner.plan import Plan, Run, simulate_rank
 
 Change = Callable[[RunConfig], RunConfig | None]
@@ -101,16 +102,8 @@ def flags_between(before: RunConfig, after: RunConfig) -> str:
         for field in fields(old):
             value = getattr(new, field.name)
             if getattr(old, field.name) != value:
-                words.append(_spelling(field.name.replace("_", "-"), value))
+                words += [f"(without {flag_of(field.name)})"] if value is None else words_of(field.name, value)
     return " ".join(words)
-
-
-def _spelling(flag: str, value: Any) -> str:
-    if value is None:
-        return f"(without --{flag})"
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def _most_layers(config: RunConfig) -> int:
