@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.data_rows import Row
 from megatron.config.data import DataConfig
 from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
-from megatron.data.corpus_digests import BlockDigester
+from megatron.data.corpus_digests import new_digests
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.order_cache import load_or_build
@@ -41,7 +41,7 @@ def verification_rows(directory: Path, megabytes: int = 512) -> Iterator[Row]:
 
 
 def _digest(num_bytes: int) -> None:
-    content, digester = bytes(_WRITE_BYTES), BlockDigester()
+    content, digester = bytes(_WRITE_BYTES), new_digests()
     for _ in range(num_bytes // _WRITE_BYTES):
         digester.update(content)
 

@@ -16,14 +16,11 @@ import tyro
 
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import (
+    check_blocks,
     check_file,
-    check_size,
     compute_digests,
-    describe_damage,
     digests_path,
-    is_whole,
     read_digests,
-    remedy_of,
     write_digests,
 )
 from megatron.data.indexed_dataset import IndexedDataset
@@ -143,12 +140,7 @@ def check_digests(dataset: IndexedDataset) -> Iterator[str]:
     if digests is None:
         return
     check_file(dataset.index_path, digests.index, name=f"{dataset.prefix}.idx")
-    check_size(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes)
-    for block in range(len(digests.tokens.blocks)):
-        start, stop = digests.tokens.range_of(block)
-        if not is_whole(dataset.stored(start, stop - start), digests.tokens, block):
-            path = f"{dataset.prefix}.bin"
-            raise DataError(f"{describe_damage(path, digests.tokens, block)}: {remedy_of(path)}.")
+    check_blocks(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes, dataset.stored)
     yield "digests    match every byte of both files"
 
 

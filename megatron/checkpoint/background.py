@@ -1,9 +1,8 @@
-"""Saves that training does not wait for: a process beside each rank writes what the rank has copied aside.
+"""Asynchronous saves: a background process of each rank writes files while training continues.
 
-The rank lays the file that it has to write into memory that it shares with its process (and keeps for the next save),
-which takes as long as a copy, and goes on training. The process writes the file, and says so by a small file beside it.
-That of the first rank waits for all of these, writes the manifest and commits. So nothing is communicated behind the
-back of the training's collectives.
+The rank copies its file to memory that it shares with its process; the next save reuses the memory. The process writes
+the file, and records it in a small file next to it. The coordinator's process waits for these records, writes the
+manifest and commits. So a save needs no collectives beside those of training.
 """
 
 import json
@@ -47,7 +46,7 @@ class SharedMemory:
         if self._map is None or len(self._map) < size:
             os.ftruncate(self.descriptor, size)
             if hasattr(os, "posix_fallocate"):
-                # At once is twice as quick as page by page, and memory that is not there is an error, not a crash.
+                # Twice as fast as page by page, and missing memory raises an error instead of SIGBUS.
                 os.posix_fallocate(self.descriptor, 0, size)
             self._map = mmap.mmap(self.descriptor, size)
         return self._map
@@ -59,10 +58,10 @@ class SharedMemory:
 
 
 class BackgroundProcess:
-    """A process that runs jobs in order and is watched.
+    """A process that runs jobs in order.
 
-    ``failure`` describes the first failed job, or the process: it is killed after ``timeout`` seconds without progress.
-    After a failure the remaining jobs are dropped; the next :meth:`submit` starts a new process.
+    ``failure`` describes the first failed job, or the failed process: it is killed after ``timeout`` seconds without
+    progress. After a failure the remaining jobs are dropped; the next :meth:`submit` starts a new process.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -70,9 +69,10 @@ class BackgroundProcess:
         self._memory = SharedMemory()
         self._process: subprocess.Popen[bytes] | None = None
         self._last_number = 0
-        self._waiting: list[int] = []
+        self.unfinished: list[int] = []
+        """Numbers of the submitted jobs, as of the last :meth:`poll`."""
         self._unread = b""
-        self._seen_at = 0.0
+        self._progress_at = 0.0
         self.failure: str | None = None
         self._notes: list[str] = []
 
@@ -80,21 +80,16 @@ class BackgroundProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a submitted job is unfinished, as of the last :meth:`poll`."""
-        return bool(self._waiting)
-
     def submit(self, job: Mapping[str, Any]) -> int:
         """Submit a job; returns its number."""
-        if not self._waiting:
+        if not self.unfinished:
             self.failure = None
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
         self._last_number += 1
-        self._waiting.append(self._last_number)
-        self._seen_at = time.monotonic()
+        self.unfinished.append(self._last_number)
+        self._progress_at = time.monotonic()
         try:
             self._process.stdin.write(f"{json.dumps({**job, 'number': self._last_number})}\n".encode())
             self._process.stdin.flush()
@@ -107,9 +102,9 @@ class BackgroundProcess:
         notes, self._notes = self._notes, []
         return notes
 
-    def lend(self, size: int) -> mmap.mmap:
-        """Memory for the next "write" job; none may be running."""
-        assert not self._waiting
+    def reserve_memory(self, size: int) -> mmap.mmap:
+        """Shared memory for the next "write" job; no job may be unfinished."""
+        assert not self.unfinished
         return self._memory.reserve(size)
 
     def _start(self) -> None:
@@ -134,41 +129,37 @@ class BackgroundProcess:
 
     def poll(self, patient: bool = False) -> None:
         """Read reports; almost free. A ``patient`` caller ignores a stalled process."""
-        if not self._waiting or self._process is None:
+        if not self.unfinished or self._process is None:
             return
         if self._read_reports():
-            self._seen_at = time.monotonic()
+            self._progress_at = time.monotonic()
         elif self._process.poll() is not None:
             self._fail(f"The background writer has died (exit code {self._process.returncode})")
-        elif not patient and time.monotonic() - self._seen_at > self._timeout:
+        elif not patient and time.monotonic() - self._progress_at > self._timeout:
             self._fail(f"The background writer has made no progress for {self._timeout:.0f} s (--async-save-timeout)")
 
     def _read_reports(self) -> bool:
         """Whether the process reported anything."""
         assert self._process is not None and self._process.stdout is not None
         try:
-            news = os.read(self._process.stdout.fileno(), 1 << 20)
+            content = os.read(self._process.stdout.fileno(), 1 << 20)
         except BlockingIOError:
             return False
-        *lines, self._unread = (self._unread + news).split(b"\n")
+        *lines, self._unread = (self._unread + content).split(b"\n")
         for report in map(json.loads, lines):
             if "done" in report:
-                self._waiting.remove(report["done"])
+                self.unfinished.remove(report["done"])
             elif "note" in report:
                 self._notes.append(report["note"])
             elif "failed" in report:
                 self._fail(report["error"])
                 break
-        return bool(news)
-
-    def has_before_it(self, number: int | None) -> bool:
-        """Whether job ``number`` is unfinished, as of the last :meth:`poll`."""
-        return number in self._waiting
+        return bool(content)
 
     def wait(self, number: int) -> str | None:
         """Wait for a job; returns its failure, if any."""
-        self._seen_at = time.monotonic()
-        while number in self._waiting:
+        self._progress_at = time.monotonic()
+        while number in self.unfinished:
             assert self._process is not None and self._process.stdout is not None
             select.select([self._process.stdout], [], [], 0.2)
             self.poll()
@@ -180,7 +171,7 @@ class BackgroundProcess:
 
     def cancel(self) -> None:
         """Stop immediately and drop all jobs."""
-        self._waiting = []
+        self.unfinished = []
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -190,7 +181,6 @@ class BackgroundProcess:
             self._process = None
 
     def close(self) -> None:
-        """End the process."""
         self.cancel()
         self._memory.close()
 
@@ -206,15 +196,15 @@ class AsyncSaveTask:
 
     def poll(self) -> str | None:
         """Detect a dead or stalled process; returns the failure, if any."""
-        # The coordinator's may have to wait for those of the others, each of which is watched by its own rank.
-        self._process.poll(patient=not self._process.has_before_it(self._own))
+        # After its own file the coordinator's process waits for the other ranks, which watch their own processes.
+        self._process.poll(patient=self._own not in self._process.unfinished)
         return self._process.failure
 
     @property
     def is_over(self) -> bool:
         """Whether this rank's part is complete or failed, as of the last :meth:`poll`; on the coordinator, the whole
         save."""
-        return not self._process.is_busy
+        return not self._process.unfinished
 
     def finish_own(self) -> str | None:
         """Wait for this rank's file; returns the failure, if any."""
@@ -227,7 +217,6 @@ class AsyncSaveTask:
         return self._process.wait(self._commit)
 
     def abandon(self) -> None:
-        """Stop immediately."""
         self._process.cancel()
 
 
@@ -280,14 +269,13 @@ class AsyncSaveBackend(DirectorySaveTask):
         """Copy the tensors to shared memory; the digests are not known yet."""
         image = SafetensorsImage(tensors)
         with explained("get memory for", path):
-            memory = self._process.lend(image.size)
+            memory = self._process.reserve_memory(image.size)
         image.copy_into(memory)
         job = {"kind": "write", "path": str(path), "bytes": image.size, "read_back": self._read_back}
         self._own = self._process.submit(job)
         return WrittenFile(path.name, image.size, ())
 
     def commit(self, directory: Path, manifest: Manifest) -> None:
-        """Submit the commit to the coordinator's process."""
         self._submit_commit(directory, {"kind": "commit", "content": encode_content(manifest)})
 
 

@@ -22,11 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.directory import MANIFEST, commit
-from megatron.checkpoint.files import DigestedFile, WrittenFile, explained, seal, sync_directory, verify_file
+from megatron.checkpoint.files import (
+    DigestedFile,
+    WrittenFile,
+    check_unmodified,
+    explained,
+    files_of,
+    sync_directory,
+    verify_file,
+)
 from megatron.checkpoint.lock import check_token
 from megatron.checkpoint.remote_path import RemotePath
 from megatron.checkpoint.upload import Attempt, Housekeeping
 from megatron.console import protect_console
+from megatron.data.digests import seal
 from megatron.errors import CheckpointError, UserError
 from megatron.operation.processes import die_with_parent
 
@@ -34,13 +43,13 @@ OUTCOMES = ".written"
 """Directory inside a save's directory for the outcome of every rank."""
 _BLOCK = 16 << 20  # bytes written at a time
 _POLL_SECONDS = 0.05
-_REMOTE_POLL_SECONDS = 1.0  # every look is a request, or several
+_REMOTE_POLL_SECONDS = 1.0  # every poll is one or several requests
 
 Job = Mapping[str, Any]
 
 
 class Worker:
-    """Runs the jobs; each job is a method."""
+    """Runs jobs; every kind of job is a method."""
 
     def __init__(self, memory: int, report: Callable[[Mapping[str, object]], None]) -> None:
         self._memory = memory
@@ -49,22 +58,13 @@ class Worker:
 
     def do(self, job: Job) -> None:
         """Run one job; errors are :class:`CheckpointError`."""
-        kinds = {
-            "write": self.write,
-            "commit": self.commit,
-            "copy": self.copy,
-            "mirror": self.mirror,
-            "clear": self.clear,
-            "upload": self.upload,
-            "publish": self.publish,
-        }
-        kinds[job["kind"]](job)
+        getattr(self, job["kind"])(job)
 
     def write(self, job: Job) -> None:
         """Write the first ``bytes`` of the shared memory to the file ``path``."""
         path = Path(job["path"])
         with explained("write", path), DigestedFile(path) as file:
-            # Not to be closed here: after an error, which must not be lost, its parts are still held.
+            # Not closed: after an error its slices are still referenced, and closing would raise another error.
             content = memoryview(mmap.mmap(self._memory, job["bytes"], prot=mmap.PROT_READ))
             for start in range(0, len(content), _BLOCK):
                 file.write(content[start : start + _BLOCK])
@@ -91,9 +91,7 @@ class Worker:
         content = json.loads(job["content"])
         written = self._collect(Path(job["directory"]), set(content["files"]))
         content["files"] = {name: file.to_json() for name, file in written.items()}
-        commit(
-            Path(job["directory"]), Path(job["root"]), job["iteration"], seal(json.dumps(content)), job["lock_token"]
-        )
+        self._commit(job, seal("manifest", json.dumps(content)))
 
     def mirror(self, job: Job) -> None:
         """Wait until every rank has copied its file of the checkpoint ``source``, then make the copy a checkpoint."""
@@ -101,14 +99,14 @@ class Worker:
         self._await(manifest)
         with explained("read", manifest):
             text = manifest.read_text()
-        files = json.loads(text)["manifest"]["files"]
+        files = files_of(text)
         for name, file in self._collect(Path(job["directory"]), set(files)).items():
-            if file != WrittenFile.from_json(name, files[name]):
-                raise CheckpointError(
-                    f"{manifest.with_name(name)} was modified after it was written, so it is not mirrored: check it "
-                    "with tools/inspect_checkpoint.py --verify."
-                )
-        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], text, job["lock_token"])
+            check_unmodified(manifest.with_name(name), file, files[name])
+        self._commit(job, text)
+
+    @staticmethod
+    def _commit(job: Job, manifest: str) -> None:
+        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], manifest, job["lock_token"])
 
     def clear(self, job: Job) -> None:
         """Delete the files of earlier attempts at the URL ``root``; a failure does not prevent the save."""
@@ -129,7 +127,7 @@ class Worker:
         manifest = Path(job["source"]) / MANIFEST
         self._await(manifest)
         with explained("read", manifest):
-            files = json.loads(manifest.read_text())["manifest"]["files"]
+            files = set(files_of(manifest.read_text()))
         attempt = _attempt(job)
         while files := attempt.missing(files):
             time.sleep(_REMOTE_POLL_SECONDS)
@@ -161,19 +159,15 @@ class Worker:
         with explained("write", path):
             sync_directory(path.parent)
         if read_back:
-            self._forget(path)
+            if hasattr(os, "posix_fadvise"):
+                # Drop the page cache of the file, so that the bytes are read from storage.
+                with explained("read", path), path.open("rb") as written:
+                    os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             verify_file(path.parent, file)
         with explained("write", outcome):
             draft = outcome.with_name(f"{outcome.name}.draft")
             draft.write_text(json.dumps(file.to_json()))
             draft.rename(outcome)
-
-    @staticmethod
-    def _forget(path: Path) -> None:
-        """Drop the page cache of ``path``, so that the next read comes from storage."""
-        if hasattr(os, "posix_fadvise"):
-            with explained("read", path), path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     @staticmethod
     def _await(path: Path) -> None:
@@ -202,7 +196,7 @@ def _attempt(job: Job) -> Attempt:
 def main(memory: int) -> None:
     """Run jobs until the rank ends."""
     die_with_parent()
-    # What asks the run to stop is the rank's to heed: it waits for what is being written.
+    # The rank handles stop signals, and waits for the files that are being written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     # A connection that breaks is reported as a failed job, in a sentence.
@@ -226,8 +220,7 @@ def main(memory: int) -> None:
 def _receive(jobs: "queue.SimpleQueue[Job]") -> None:
     for line in sys.stdin:
         jobs.put(json.loads(line))
-    # The rank is gone, or done with us.
-    os._exit(0)
+    os._exit(0)  # the rank has ended or closed the pipe
 
 
 def _report(report: Mapping[str, object]) -> None:
@@ -235,6 +228,6 @@ def _report(report: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    # A traceback that finds no room must not end the process.
+    # A traceback on a full disk must not end the process.
     protect_console()
     main(int(sys.argv[1]))

@@ -1,5 +1,4 @@
-"""Save and load the state of a run. Collective: every rank calls with its own shards, and all ranks raise the same
-error.
+"""Save and load the state of a run. Collective: every rank passes its own shards, and all ranks raise the same error.
 
 ``torch.distributed.checkpoint`` (DCP) plans; ``storage`` writes the files and ``directory`` makes a checkpoint visible.
 """
@@ -37,8 +36,8 @@ from megatron.errors import CheckpointError
 # The public save() and load() are these two behind a warning for every run of a single process.
 from megatron.torch_compat import load_state_dict, save_state_dict
 
-# A replicated box is shared out among its holders in slices of about this size.
 SLICE_BYTES = 16 << 20
+"""Replicated boxes are cut into slices of about this size, which are spread over the ranks."""
 
 
 def save_checkpoint(
@@ -140,8 +139,7 @@ def _same_error_on_all_ranks(process_group: dist.ProcessGroup | None) -> Iterato
     try:
         yield
     except CheckpointException as exception:
-        world_size = dist.get_world_size(process_group) if _is_distributed() else 1
-        raise _one_error(exception, world_size) from exception
+        raise _one_error(exception, dist.get_world_size(process_group) if _is_distributed() else 1) from exception
 
 
 def _one_error(exception: CheckpointException, world_size: int) -> BaseException:
@@ -153,7 +151,7 @@ def _one_error(exception: CheckpointException, world_size: int) -> BaseException
         if not isinstance(error, CheckpointError):
             return RuntimeError(str(exception))  # our own mistake: all tracebacks
     rank, first = next(iter(failures.items()))
-    # What every rank met needs no rank's name.
+    # An error of all ranks is reported without a rank.
     where = "" if len(failures) == world_size else f"Rank {rank}: "
     others = {str(error) for error in failures.values()} - {str(first)}
     more = f" ({len(failures) - 1} other ranks failed as well.)" if others else ""
@@ -318,14 +316,16 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
         raise CheckpointError(
             f"The checkpoint has no {_some(missing)}: it is from another model, or was saved without this part."
         )
-    # (name, what it is in the checkpoint, what it is here); a wrong shape tells more than a wrong dtype.
-    wrong: list[tuple[str, object, object]] = []
+    # (name, in the checkpoint, in this model); shapes first, since they tell more than dtypes.
+    wrong: list[tuple[str, object, object]] = [
+        (name, list(saved[name].size), list(tensor.size()))
+        for name, tensor in tensors.items()
+        if tensor.size() != saved[name].size
+    ]
     for name, tensor in tensors.items():
-        if tensor.size() != saved[name].size:
-            wrong.append((name, list(saved[name].size), list(tensor.size())))
-    for name, tensor in tensors.items():
-        if not _convertible(saved[name].properties.dtype, tensor.dtype):
-            wrong.append((name, saved[name].properties.dtype, tensor.dtype))
+        dtype = saved[name].properties.dtype
+        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+            wrong.append((name, dtype, tensor.dtype))
     if wrong:
         name, theirs, ours = wrong[0]
         more = f" (and {len(wrong) - 1} others differ)" if len(wrong) > 1 else ""
@@ -333,10 +333,6 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
             f"{name} is {theirs} in the checkpoint but {ours} in this model{more}: "
             "use the flags of the run that saved the checkpoint."
         )
-
-
-def _convertible(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    return saved == wanted or (saved.is_floating_point and wanted.is_floating_point)
 
 
 def _some(names: Sequence[str]) -> str:

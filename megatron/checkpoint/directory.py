@@ -1,4 +1,4 @@
-"""The directory that holds a run's checkpoints, and how one comes and goes without ever being torn.
+"""The directory with a run's checkpoints: a checkpoint appears and disappears atomically.
 
     DIR/iter_0000100/                            a complete checkpoint
     DIR/latest_checkpointed_iteration.txt        the tracker: "100"
@@ -6,12 +6,12 @@
     DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
     DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
 
-A checkpoint is written under a hidden name and renamed when it is complete, so what is called ``iter_...`` is
-complete. The directories are the truth; the tracker is for people and scripts, and is never needed.
+A checkpoint is written under a hidden name and renamed when it is complete, so a directory named ``iter_...`` is
+complete. The directories decide; the tracker is for people and scripts, and is never required.
 
-Saving an iteration again takes two renames, the old one away and the new one in. A crash between them leaves
-both complete under hidden names: readers then find the old one under its ``replaced`` name, and the next
-save renames it back.
+Saving an iteration again takes two renames: the old checkpoint away, then the new one in. A crash between them leaves
+both complete under hidden names: readers find the old one under its ``replaced`` name, and the next save renames it
+back.
 """
 
 import os
@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -40,6 +41,11 @@ _REMOVING = re.compile(r"\.iter_(\d{7,})\.removing-[0-9a-f]{8}")
 _TRACKER_DRAFT = re.compile(r"\.latest_checkpointed_iteration\.txt\.saving-[0-9a-f]{8}")
 
 
+def hidden_path(path: Path, kind: str) -> Path:
+    """A new hidden name next to ``path``."""
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
 def iteration_directory(root: PathT, iteration: int) -> PathT:
     """Final directory of the checkpoint of ``iteration``."""
     return cast(PathT, root / f"iter_{iteration:07d}")
@@ -57,7 +63,7 @@ def locate_checkpoint(root: PathT, iteration: int) -> PathT:
 
 def saved_iterations(root: AnyPath) -> list[int]:
     """Iterations with a directory, readable or not, in ascending order; at a URL, with a manifest."""
-    # What has no manifest at a URL was never a checkpoint: nothing is renamed there when it is complete.
+    # At a URL nothing is renamed: a directory without a manifest is not a checkpoint.
     needs_manifest = isinstance(root, RemotePath)
     complete = _matching(root, _COMPLETE)
     found = {number for path, number in complete if not needs_manifest or exists(path / MANIFEST)}
@@ -89,8 +95,8 @@ def new_saving_directory(root: Path, iteration: int) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         sync_directory(root.parent)
         clear_leftovers(root)
-        directory = root / f".{iteration_directory(root, iteration).name}.saving-{secrets.token_hex(4)}"
-        # Not by tempfile: its directories are closed to everybody else, and this one stays.
+        directory = hidden_path(iteration_directory(root, iteration), "saving")
+        # Not by tempfile, whose directories other users cannot read: this one stays.
         directory.mkdir()
     return directory
 
@@ -108,31 +114,23 @@ def commit(saving: Path, root: Path, iteration: int, manifest: str, lock_token: 
         check_token(root, lock_token)
     final = iteration_directory(root, iteration)
     with explained("write", final):
-        replaced = _move_away(final)
+        replaced = hidden_path(final, "replaced")
+        with suppress(FileNotFoundError):
+            os.rename(final, replaced)
         try:
             os.rename(saving, final)
         except OSError:
-            if replaced is not None:
+            with suppress(FileNotFoundError):
                 os.rename(replaced, final)
             raise
         sync_directory(root)
     write_tracker(root, iteration)
-    if replaced is not None:
-        remove_checkpoint(replaced)
-
-
-def _move_away(final: Path) -> Path | None:
-    replaced = final.with_name(f".{final.name}.replaced-{secrets.token_hex(4)}")
-    try:
-        os.rename(final, replaced)
-    except FileNotFoundError:
-        return None
-    return replaced
+    remove_checkpoint(replaced)
 
 
 def write_tracker(root: Path, iteration: int) -> None:
     """Replace the tracker atomically."""
-    draft = root / f".{TRACKER}.saving-{secrets.token_hex(4)}"
+    draft = hidden_path(root / TRACKER, "saving")
     with explained("write", root / TRACKER):
         write_text_durably(draft, str(iteration))
         os.replace(draft, root / TRACKER)
@@ -164,8 +162,8 @@ def remove_checkpoint(directory: Path) -> None:
         return
     try:
         if _COMPLETE.fullmatch(directory.name):
-            # Under its own name, what a crash leaves of it would count as a damaged checkpoint, which stays.
-            hidden = directory.with_name(f".{directory.name}.removing-{secrets.token_hex(4)}")
+            # Under its own name, its remains after a crash would count as a damaged checkpoint, which stays.
+            hidden = hidden_path(directory, "removing")
             os.rename(directory, hidden)
             directory = hidden
         # The manifest goes first: without it, half a directory cannot pass for a checkpoint.

@@ -4,6 +4,7 @@ Imports no torch, because the background writer imports this module.
 """
 
 import errno
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from typing import IO, Any, Self
 import xxhash
 
 from megatron.checkpoint.remote_path import AnyPath, Progress
-from megatron.data import sealed_text
+from megatron.data.digests import BlockDigests
 from megatron.errors import CheckpointError
 
 BLOCK_BYTES = 4 << 20
@@ -68,7 +69,7 @@ def write_text_durably(path: Path, text: str) -> None:
 
 def sync_file(file: IO[bytes]) -> None:
     """Flush and sync ``file``."""
-    # The flush must come first: fsync knows nothing of what Python still holds in its buffer.
+    # fsync does not write Python's buffer.
     file.flush()
     os.fsync(file.fileno())
 
@@ -83,6 +84,10 @@ class WrittenFile:
     """XXH3-128 of each block of ``block_bytes``, in hexadecimal; the last block may be shorter."""
     block_bytes: int | None = BLOCK_BYTES
     """None: one digest of the whole file (checkpoints of format version 2)."""
+
+    @classmethod
+    def of(cls, name: str, digests: BlockDigests) -> Self:
+        return cls(name, digests.size, tuple(digest.hex() for digest in digests.finish()))
 
     @property
     def digest(self) -> str:
@@ -107,39 +112,19 @@ class WrittenFile:
         return file
 
 
-class BlockDigests:
-    """Computes the digests of a file's blocks from its bytes in order. With ``block_bytes`` None, all bytes are one
-    block."""
+def files_of(manifest: str) -> dict[str, WrittenFile]:
+    """The files in the text of a manifest, by name."""
+    records = json.loads(manifest)["manifest"]["files"]
+    return {name: WrittenFile.from_json(name, record) for name, record in records.items()}
 
-    def __init__(self, block_bytes: int | None = BLOCK_BYTES) -> None:
-        self._block_bytes = block_bytes
-        self._digests: list[str] = []
-        self._digest = xxhash.xxh3_128()
-        self._in_block = 0
 
-    def update(self, content: bytes | memoryview) -> None:
-        rest = memoryview(content).cast("B")
-        if self._block_bytes is None:
-            self._digest.update(rest)
-            return
-        while rest:
-            part = rest[: self._block_bytes - self._in_block]
-            self._digest.update(part)
-            self._in_block += len(part)
-            rest = rest[len(part) :]
-            if self._in_block == self._block_bytes:
-                self._close_block()
-
-    def _close_block(self) -> None:
-        self._digests.append(self._digest.hexdigest())
-        self._digest = xxhash.xxh3_128()
-        self._in_block = 0
-
-    def finish(self) -> tuple[str, ...]:
-        """The digests of all blocks."""
-        if self._in_block or self._block_bytes is None:
-            self._close_block()
-        return tuple(self._digests)
+def check_unmodified(original: Path, copied: WrittenFile, written: WrittenFile) -> None:
+    """Raise :class:`CheckpointError` if the ``copied`` bytes of ``original`` are not those that were ``written``."""
+    if copied != written:
+        raise CheckpointError(
+            f"{original} was modified after it was written, so it is not mirrored: check it with "
+            "tools/inspect_checkpoint.py --verify."
+        )
 
 
 class DigestedFile:
@@ -149,35 +134,32 @@ class DigestedFile:
     """
 
     written: WrittenFile
-    """The file, once it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._digests = BlockDigests()
+        self._digests = BlockDigests(BLOCK_BYTES)
         self._syncing: Future[None] | None = None
         self._next_sync = SYNC_BYTES
 
     def __enter__(self) -> Self:
         """Create the file, which must not exist."""
         self._file = self._path.open("xb")
-        # One hashes, one syncs.
-        self._workers = ThreadPoolExecutor(2)
+        self._workers = ThreadPoolExecutor(2)  # one hashes, one syncs
         return self
 
     def write(self, content: bytes | memoryview) -> None:
-        """Write the next bytes."""
-        # The digest is of what is meant to be written, taken while it is; both let other threads run meanwhile.
+        # The bytes in memory are digested while they are written; both release the interpreter's lock.
         hashed = self._workers.submit(self._digests.update, content)
         self._file.write(content)
         hashed.result()
         if self._file.tell() >= self._next_sync:
             self._wait_for_sync()
-            # The disk works while more is copied, rather than after all is.
+            # The disk works while more bytes are copied.
             self._syncing = self._workers.submit(os.fsync, self._file.fileno())
             self._next_sync = self._file.tell() + SYNC_BYTES
 
     def _wait_for_sync(self) -> None:
-        # The system tells of an error once: the last sync would know nothing of that of an earlier one.
+        # The system reports an error once: the last sync would not report an error of an earlier sync.
         if self._syncing is not None:
             self._syncing.result()
 
@@ -187,17 +169,7 @@ class DigestedFile:
             if exception_type is None:
                 self._wait_for_sync()
                 sync_file(self._file)
-                self.written = WrittenFile(self._path.name, self._file.tell(), self._digests.finish())
-
-
-def seal(content: str) -> str:
-    """The text of a manifest: its JSON ``content`` with a digest."""
-    return sealed_text.seal("manifest", content)
-
-
-def is_sealed(text: str) -> bool:
-    """Whether the digest in ``text`` matches its content."""
-    return sealed_text.is_sealed("manifest", text)
+                self.written = WrittenFile.of(self._path.name, self._digests)
 
 
 def check_file(directory: AnyPath, file: WrittenFile) -> None:
@@ -213,15 +185,11 @@ def verify_file(directory: AnyPath, file: WrittenFile, progress: Progress = lamb
     """Raise :class:`CheckpointError` if ``file`` is missing in ``directory`` or its digests differ."""
     check_file(directory, file)
     path = directory / file.name
-    digests = BlockDigests(file.block_bytes)
-    buffer = memoryview(bytearray(BLOCK_BYTES))
     with explained("read", path), path.open("rb", buffering=0) as content:
-        while length := content.readinto(buffer):
-            digests.update(buffer[:length])
-            progress()
-    for block, (found, written) in enumerate(zip(digests.finish(), file.digests, strict=True)):
-        if found != written:
-            raise damaged_block(path, file, block, found)
+        digests = BlockDigests(file.block_bytes).read(content, progress)
+    for block, (found, written) in enumerate(zip(digests, file.digests, strict=True)):
+        if found.hex() != written:
+            raise damaged_block(path, file, block, found.hex())
 
 
 def damaged_block(path: AnyPath, file: WrittenFile, block: int, digest: str) -> CheckpointError:

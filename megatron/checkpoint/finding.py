@@ -34,19 +34,24 @@ def find_checkpoint(
 ) -> int | None:
     """The iteration to load: ``step`` if given, else the highest that has a readable manifest.
 
-    Iterations ``known_bad`` are passed over. Without ``fall_back`` none is: the highest must be readable.
+    Iterations ``known_bad`` are skipped. Without ``fall_back`` the highest must be readable.
 
-    After a return to an older checkpoint, those of the abandoned continuation do not count: they are above the
-    tracker's iteration but were written before the tracker; where ``root`` holds copies, also the tracker's of what
-    they are ``copied_from``, which may be ahead of them.
+    After a return to an older checkpoint, the checkpoints of the abandoned continuation do not count: they are above
+    the tracker's iteration but were written before the tracker. If ``root`` has copies, the tracker of the directory
+    that they are ``copied_from`` counts as well, since it may be newer.
 
-    None when ``root`` does not exist or nothing was ever saved there. Raises :class:`CheckpointError` when
-    ``step`` is not there, and when nothing readable is left of what was saved: a damaged directory must not
-    look like a fresh start. Ask on one rank and tell the others, so that all load the same.
+    Returns None if ``root`` does not exist or has no checkpoints. Raises :class:`CheckpointError` if ``step`` does not
+    exist, and if no saved checkpoint is readable: a damaged directory must not start a new run. Call it on one rank and
+    broadcast the result, so that all ranks load the same.
     """
-    if step is not None:
-        return _requested(root, step)
     iterations = saved_iterations(root)
+    if step is not None:
+        if step not in iterations:
+            there = ", ".join(map(str, list_checkpoints(root))) or "none"
+            raise CheckpointError(f"{root} has no checkpoint of iteration {step}; it has: {there}.")
+        if (defect := _defect(root, step)) is not None:
+            raise defect
+        return step
     kept = _without_abandoned(root, iterations, root)
     if copied_from is not None:
         kept = _without_abandoned(root, kept, copied_from)
@@ -72,7 +77,7 @@ def _without_abandoned(root: AnyPath, iterations: list[int], tracker_of: AnyPath
     tracker = tracker_of / TRACKER
     try:
         tracked = int(tracker.read_text())
-        # The tracker follows the manifest at once, but at a URL the store's clock is not the run's.
+        # At a URL the time is the manifest's, since the store's clock differs from the run's clock.
         at_url = isinstance(tracker_of, RemotePath)
         tracked_at = _saved_at(tracker_of, tracked) if at_url else tracker.stat().st_mtime_ns
     except (OSError, ValueError):
@@ -99,16 +104,6 @@ def _saved_at(root: AnyPath, iteration: int) -> float:
         return manifest.stat().st_mtime_ns
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return math.inf
-
-
-def _requested(root: AnyPath, step: int) -> int:
-    if step not in saved_iterations(root):
-        there = ", ".join(map(str, list_checkpoints(root))) or "none"
-        raise CheckpointError(f"{root} has no checkpoint of iteration {step}; it has: {there}.")
-    defect = _defect(root, step)
-    if defect is not None:
-        raise defect
-    return step
 
 
 def _defect(root: AnyPath, iteration: int) -> CheckpointError | None:

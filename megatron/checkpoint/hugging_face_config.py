@@ -35,40 +35,36 @@ def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
     Absent fields have the defaults that transformers gives them.
     """
     try:
-        return _transformer_config_of(fields)
+        architecture = _architecture(fields)
+        fields = {**architecture.field_defaults, **{name: value for name, value in fields.items() if value is not None}}
+        hidden, heads = _size(fields, "hidden_size"), _size(fields, "num_attention_heads")
+        groups = _size(fields, "num_key_value_heads", heads)
+        head_size = _size(fields, "head_dim", hidden // heads)
+        if heads % groups:
+            raise ValueError(
+                f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}: correct the file"
+            )
+        if head_size % 2:
+            raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings need an even size: correct the file")
+        vocab_size = _size(fields, "vocab_size")
+        return TransformerConfig(
+            num_layers=_size(fields, "num_hidden_layers"),
+            hidden_size=hidden,
+            ffn_hidden_size=_size(fields, "intermediate_size"),
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            kv_channels=head_size,
+            vocab_size=vocab_size,
+            padded_vocab_size=vocab_size,
+            max_position_embeddings=_size(fields, "max_position_embeddings", 2048),
+            **_rotary(fields),
+            norm_epsilon=_number(fields, "rms_norm_eps", 1e-6),
+            untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", False),
+            init_method_std=_number(fields, "initializer_range", 0.02),
+            **architecture.features,
+        )
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}.") from error
-
-
-def _transformer_config_of(fields: Fields) -> TransformerConfig:
-    architecture = _architecture(fields)
-    fields = {**architecture.field_defaults, **{name: value for name, value in fields.items() if value is not None}}
-    hidden, heads = _size(fields, "hidden_size"), _size(fields, "num_attention_heads")
-    groups = _size(fields, "num_key_value_heads", heads)
-    head_size = _size(fields, "head_dim", hidden // heads)
-    if heads % groups:
-        raise ValueError(
-            f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}: correct the file"
-        )
-    if head_size % 2:
-        raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings need an even size: correct the file")
-    vocab_size = _size(fields, "vocab_size")
-    return TransformerConfig(
-        num_layers=_size(fields, "num_hidden_layers"),
-        hidden_size=hidden,
-        ffn_hidden_size=_size(fields, "intermediate_size"),
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        kv_channels=head_size,
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        max_position_embeddings=_size(fields, "max_position_embeddings", 2048),
-        **_rotary(fields),
-        norm_epsilon=_number(fields, "rms_norm_eps", 1e-6),
-        untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", False),
-        init_method_std=_number(fields, "initializer_range", 0.02),
-        **architecture.features,
-    )
 
 
 def _architecture(fields: Fields) -> ArchitectureSpec:

@@ -1,13 +1,12 @@
-"""A model's directory as Hugging Face lays it out: ``config.json``, safetensors shards with an index, tokenizer.
+"""A model's directory in Hugging Face's format: ``config.json``, safetensors shards with an index, tokenizer.
 
-Only safetensors are opened, never a pickle. A directory is written under a hidden name beside its place, synced, and
-renamed when it is complete.
+Only safetensors are opened, never a pickle. A directory is written under a hidden name next to its final name, synced,
+and renamed when it is complete.
 """
 
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.checkpoint.directory import hidden_path
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
 from megatron.checkpoint.places import Place
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned
+from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned, packed
 from megatron.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -63,7 +63,7 @@ class HuggingFaceWeights:
         # A few files stay open and mapped: neighbouring layers share one.
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
         self._file_of = self._find_files()
-        self.shapes = {name: self._shape(name) for name in self._file_of}
+        self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
 
     def entry(self, name: str) -> Entry:
         """Dtype and shape of a tensor, which must be floating point with at least 16 bits."""
@@ -90,16 +90,13 @@ class HuggingFaceWeights:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self._directory / INDEX} has no weight_map: download the model again.")
         for file in weight_map.values():
-            # A name with a directory in it could lead out of the model's.
+            # A name with a directory could lead out of the model's directory.
             if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".safetensors"):
                 raise CheckpointError(
                     f"{self._directory / INDEX} names {file!r}, not a safetensors file of this directory: download the "
                     "model again."
                 )
         return weight_map
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
 
     def _slice(self, name: str) -> Any:
         path = self._directory / self._file_of[name]
@@ -144,8 +141,11 @@ def fresh_directory(target: Path) -> Iterator[Path]:
     check_free(target)
     with explained("write", target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _clear_leftovers(target)
-        saving = target.with_name(f".{target.name}.saving-{secrets.token_hex(4)}")
+        leftover = re.compile(re.escape(f".{target.name}.saving-") + "[0-9a-f]{8}")
+        for path in target.parent.iterdir():
+            if leftover.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        saving = hidden_path(target, "saving")
         saving.mkdir()
     try:
         yield saving
@@ -166,13 +166,6 @@ def check_free(target: Path) -> None:
         raise CheckpointError(f"{target} already exists and is not overwritten: choose another directory.")
 
 
-def _clear_leftovers(target: Path) -> None:
-    leftover = re.compile(re.escape(f".{target.name}.saving-") + "[0-9a-f]{8}")
-    for path in target.parent.iterdir():
-        if leftover.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def write_weights(
     directory: Path,
     entries: Mapping[str, Entry],
@@ -181,12 +174,12 @@ def write_weights(
 ) -> None:
     """Write ``entries`` in shards of at most ``max_shard_bytes`` (or one tensor), with an index if there are several.
     ``parts_of`` returns the parts of a tensor one after the other."""
-    shards = list(plan_shards(entries, max_shard_bytes))
+    shards = [dict(shard) for shard in packed(entries.items(), lambda item: item[1].nbytes, max_shard_bytes)]
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(shard, name)
-        # transformers refuses files that do not say for whom they are.
+        # transformers refuses files without a format.
         with (
             explained("write", directory / name),
             SafetensorsStream(directory / name, aligned(shard), {"format": "pt"}) as stream,
@@ -194,7 +187,7 @@ def write_weights(
             for tensor in aligned(shard):
                 for part in parts_of(tensor):
                     stream.write(part)
-                    # Before the next one is made, or two would live at once.
+                    # Freed before the next part is allocated.
                     del part
     if len(shards) > 1:
         sizes = {
@@ -202,20 +195,6 @@ def write_weights(
             "total_parameters": sum(prod(entry.shape) for entry in entries.values()),
         }
         write_json(directory / INDEX, {"metadata": sizes, "weight_map": weight_map})
-
-
-def plan_shards(entries: Mapping[str, Entry], max_bytes: int) -> Iterator[dict[str, Entry]]:
-    """The tensors of each shard, in order."""
-    shard: dict[str, Entry] = {}
-    size = 0
-    for name, entry in entries.items():
-        if shard and size + entry.nbytes > max_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = entry
-        size += entry.nbytes
-    if shard:
-        yield shard
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -239,12 +218,8 @@ def copy_tokenizer(source: Path, directory: Path) -> list[str]:
         with explained("write", directory):
             directory.mkdir(exist_ok=True)
             for name, path in copied.items():
-                _copy_durably(path, directory / name)
+                with path.open("rb") as content, (directory / name).open("xb") as copy:
+                    shutil.copyfileobj(content, copy)
+                    sync_file(copy)
             sync_directory(directory)
     return list(copied)
-
-
-def _copy_durably(source: Path, target: Path) -> None:
-    with source.open("rb") as content, target.open("xb") as copy:
-        shutil.copyfileobj(content, copy)
-        sync_file(copy)

@@ -1,14 +1,14 @@
-"""One run per directory: a lock that names its owner, and that a dead owner does not keep.
+"""The run lock: one run per checkpoint directory; the lock of a dead run is taken over.
 
     DIR/.run.lock    {"host", "pid", "process", "namespace", "token", "renewals", "renewed"}
 
-The owner rewrites the file every few seconds. Clocks of two hosts are never compared: whoever waits for the lock
-watches whether the file changes while one lease passes on its own monotonic clock. Only in the same boot of the same
-kernel and the same PID namespace can the owner's process be looked up, which decides at once.
+The owner rewrites the file every few seconds. Clocks of two hosts are never compared: a waiting run checks whether the
+file changes during one lease of its own monotonic clock. Only in the same boot and the same PID namespace can the
+owner's process be looked up, which decides at once.
 
-No file system has a rename that depends on another file, so a lock alone cannot stop an owner that was suspended and
-wakes up late. Whoever makes a checkpoint visible therefore reads the token in the lock right before the rename
-(:func:`check_token`); what remains is the moment between the two.
+No file system has a rename that depends on another file, so a lock alone cannot stop a suspended owner that wakes up
+late. Therefore the token in the lock is read right before a checkpoint is renamed (:func:`check_token`); only the time
+between the two is unprotected.
 """
 
 import json
@@ -29,11 +29,12 @@ from megatron.errors import CheckpointError
 
 LOCK = ".run.lock"
 LEASE = 60.0
-"""Seconds for which a lock holds without being renewed."""
+"""Seconds for which a lock is valid without renewal."""
 RENEWAL = 5.0
 """Seconds between two renewals."""
 POLL = 0.5
-"""Seconds between two looks at a lock that is waited for."""
+"""Seconds between two polls of a waiting run."""
+_NAMESPACE = "/proc/self/ns/pid"
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
 
@@ -61,18 +62,16 @@ class Owner:
     def this_process(cls) -> "Owner":
         """A new lock of this process."""
         identity = f"{_boot()}/{_start_of('self')[1]}"
-        return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), _namespace())
-
-    def renew(self) -> "Owner":
-        return replace(self, renewed=time.time(), renewals=self.renewals + 1)
+        namespace = _link(_NAMESPACE)
+        return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), namespace)
 
     def fate(self) -> Literal["alive", "gone", "unknown"]:
         """Whether the process is alive, if this can be determined from here."""
         boot, _, start = self.process.partition("/")
-        if not boot or boot != _boot() or self.namespace not in ("", _namespace()):
+        if not boot or boot != _boot() or self.namespace not in ("", _link(_NAMESPACE)):
             return "unknown"
         fate = self._fate_here(start)
-        # An older version did not write where the number has its meaning: another process may have it here.
+        # A file of an older version lacks the namespace of its pid, which may be another process here.
         return "unknown" if fate == "gone" and not self.namespace else fate
 
     def _fate_here(self, start: str) -> Literal["alive", "gone", "unknown"]:
@@ -82,12 +81,12 @@ class Owner:
             return "gone"
         except PermissionError:
             pass  # another user's process
-        if not _proc_is_of_this_namespace():
-            return "unknown"
+        if _link("/proc/self") != str(os.getpid()):
+            return "unknown"  # a container may see the /proc of its host
         state, actual_start = _start_of(str(self.pid))
         if not state:
             return "unknown"  # /proc may hide the processes of other users
-        # A process that has ended stays listed until its parent has waited for it, which in a container may be never.
+        # An ended process is listed until its parent waits for it, in a container possibly forever.
         return "alive" if actual_start == start and state not in "ZX" else "gone"
 
 
@@ -99,26 +98,18 @@ def _boot() -> str:
         return ""
 
 
-def _namespace() -> str:
-    """The PID namespace of this process."""
+def _link(path: str) -> str:
+    """Target of a symbolic link; empty if it cannot be read."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return os.readlink(path)
     except OSError:
         return ""
-
-
-def _proc_is_of_this_namespace() -> bool:
-    """Whether /proc lists pids of this PID namespace; a container may see its host's."""
-    try:
-        return os.readlink("/proc/self") == str(os.getpid())
-    except OSError:
-        return False
 
 
 def _start_of(process: str) -> tuple[str, str]:
     """State of a process and its start in clock ticks since boot; empty if /proc does not show it."""
     try:
-        # The name of the program stands in parentheses and may hold anything.
+        # The program's name is in parentheses and may contain any characters.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except (OSError, IndexError):
@@ -148,6 +139,12 @@ def _look(path: Path) -> _Sighting | None:
             return _Sighting(file.read(), os.fstat(file.fileno()).st_mtime_ns)
     except FileNotFoundError:
         return None
+
+
+def _owner_at(path: Path) -> Owner | None:
+    """Owner of the lock at ``path``; None for a missing or invalid file."""
+    found = _look(path)
+    return None if found is None else found.owner
 
 
 class LockAttempt:
@@ -223,8 +220,7 @@ def _create(path: Path, owner: Owner) -> bool:
         try:
             os.link(draft, path)
         except (FileExistsError, FileNotFoundError):
-            # The run that has got the lock removes the drafts of all others.
-            return False
+            return False  # the run that has the lock removes the drafts of all others
     return True
 
 
@@ -244,8 +240,7 @@ def _clear_drafts(path: Path) -> None:
     with suppress(OSError):
         for draft in path.parent.iterdir():
             if _DRAFT.fullmatch(draft.name):
-                found = _look(draft)
-                owner = None if found is None else found.owner
+                owner = _owner_at(draft)
                 if owner is None or owner.fate() != "alive":
                     draft.unlink(missing_ok=True)
 
@@ -265,8 +260,7 @@ def check_token(root: Path, token: str) -> None:
     """Raise :class:`CheckpointError` unless the lock on ``root`` has this ``token``. Call it right before every
     rename."""
     with explained("read", root / LOCK):
-        found = _look(root / LOCK)
-    owner = None if found is None else found.owner
+        owner = _owner_at(root / LOCK)
     if owner is None:
         raise CheckpointError(f"{root / LOCK} names no run, so nothing is saved: do not remove the file during a run.")
     if owner.token != token:
@@ -287,18 +281,18 @@ class RunLock:
     def __init__(self, path: Path, owner: Owner, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = path.parent
         self.token = owner.token
-        """What distinguishes this lock from all earlier and later ones."""
+        """Random; no other lock has it."""
         self._path, self._owner, self._clock = path, owner, clock
         self._renewed_at = clock()
         self._is_released = threading.Event()
         self._is_lost = False
-        # A daemon: a process that ends without releasing must not live on for its lock.
+        # A daemon, so that a process that does not release its lock can end.
         self._renewing = threading.Thread(target=self._keep, name="run lock", daemon=True)
         self._renewing.start()
 
     def _keep(self) -> None:
         while not self._is_released.wait(RENEWAL) and not self._is_lost:
-            # A file system that fails for a moment must not end the run; one that fails for a lease loses the lock.
+            # A short failure of the file system does not end the run; a failure for a whole lease loses the lock.
             with suppress(OSError):
                 self._renew()
 
@@ -308,9 +302,14 @@ class RunLock:
         if owner is not None and owner.token != self.token:
             self._is_lost = True
             return
-        self._owner = self._owner.renew()
+        self._owner = replace(self._owner, renewed=time.time(), renewals=self._owner.renewals + 1)
         if found is not None:
-            self._rewrite()
+            try:
+                with _draft(self._path, self._owner) as draft:
+                    os.replace(draft, self._path)
+            except OSError:
+                # A full disk has no space for a draft. A new modification time is a change, too.
+                os.utime(self._path)
         elif self._clock() - self._renewed_at > LEASE:
             # Another run may have taken the lock, saved, and released it.
             self._is_lost = True
@@ -319,21 +318,12 @@ class RunLock:
             return
         self._renewed_at = self._clock()
 
-    def _rewrite(self) -> None:
-        try:
-            with _draft(self._path, self._owner) as draft:
-                os.replace(draft, self._path)
-        except OSError:
-            # A full disk has no room for a draft; the time of the file needs none, and is a change, too.
-            os.utime(self._path)
-
     def check(self) -> None:
         """Raise :class:`LockLostError` if another run has taken over the lock; call it before every save. An unreadable
         lock is not lost: :func:`check_token` refuses it."""
         owner: Owner | None = None
         with suppress(OSError):
-            found = _look(self._path)
-            owner = None if found is None else found.owner
+            owner = _owner_at(self._path)
         if self._is_lost or (owner is not None and owner.token != self.token):
             raise _lost(self.root, owner)
 
@@ -342,6 +332,6 @@ class RunLock:
         self._is_released.set()
         self._renewing.join()
         with suppress(OSError):
-            found = _look(self._path)
-            if found is not None and found.owner is not None and found.owner.token == self.token:
+            owner = _owner_at(self._path)
+            if owner is not None and owner.token == self.token:
                 self._path.unlink(missing_ok=True)

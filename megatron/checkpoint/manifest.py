@@ -19,11 +19,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
-from megatron.checkpoint.files import WrittenFile, explained, is_sealed, seal
+from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.places import boxes_are_disjoint
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
 from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
+from megatron.data.digests import is_sealed, seal
 from megatron.errors import CheckpointError
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
@@ -73,7 +74,7 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> str:
     """The text of ``manifest.json``."""
-    return seal(encode_content(manifest))
+    return seal("manifest", encode_content(manifest))
 
 
 def encode_content(manifest: Manifest) -> str:
@@ -104,7 +105,7 @@ def decode_manifest(text: str) -> Manifest:
         if version not in READABLE_VERSIONS:
             known = " and ".join(map(str, READABLE_VERSIONS))
             raise ValueError(f"format version {version}; this code reads {known}")
-        if not is_sealed(text):
+        if not is_sealed("manifest", text):
             raise ValueError("its digest does not match its content")
         if not isinstance(document["state"], dict):
             raise ValueError("its state is not an object")

@@ -2,10 +2,10 @@
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -45,6 +46,20 @@ def aligned(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     return dict(sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
+def packed(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """``items`` in order, in groups of at most ``limit`` bytes; a larger item is a group of its own."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        if group and size + nbytes(item) > limit:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
+
+
 class SafetensorsStream:
     """Creates a safetensors file on stable storage from a stream of tensors, with one in memory.
 
@@ -58,7 +73,6 @@ class SafetensorsStream:
         self._file = DigestedFile(path)
 
     def __enter__(self) -> Self:
-        """Create the file, which must not exist."""
         self._file.__enter__()
         try:
             self._file.write(self._header)
@@ -69,17 +83,15 @@ class SafetensorsStream:
 
     def write(self, part: Tensor) -> None:
         """Write the next part, which may be a view and on any device."""
-        self._file.write(_bytes_of(part))
+        self._file.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
-        """Sync and close the file; after an exception only close it."""
         self._file.__exit__(exception_type)
         if exception_type is None:
             assert self.written.size == self._size, (self.written, self._size)
 
     @property
     def written(self) -> WrittenFile:
-        """The complete file."""
         return self._file.written
 
 
@@ -131,8 +143,3 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) ->
     text = json.dumps(records, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

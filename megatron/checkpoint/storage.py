@@ -1,12 +1,11 @@
 """A checkpoint on disk: safetensors files and one JSON manifest.
 
     rank_00003.safetensors   the boxes that rank 3 wrote, one entry each
-    manifest.json            for each global tensor its dtype, shape and chunks (place, file, key of the
-                             entry); size and XXH3-128 digest of every file; under "state" all that is not
-                             a tensor; and before all this the digest of its own text
+    manifest.json            its own digest; dtype, shape and chunks (place, file, key of the entry) of every global
+                             tensor; size and XXH3-128 digests of every file; the state: everything but tensors
 
 ``SafetensorsWriter`` and ``SafetensorsReader`` store what the planners of ``torch.distributed.checkpoint``
-(DCP) decide. Nothing is ever pickled to disk or unpickled from it, so a checkpoint cannot execute code.
+(DCP) decide. Nothing is pickled or unpickled, so a checkpoint cannot execute code.
 """
 
 import dataclasses
@@ -89,7 +88,6 @@ class SafetensorsWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only used when DCP chooses a storage itself, which it never does here."""
         return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
@@ -117,12 +115,13 @@ class SafetensorsWriter(StorageWriter):
             box = planner.resolve_data(item)
             assert isinstance(box, Tensor), item
             tensors[chunk_key(item.index)] = box
+        results = []
+        if tensors:
+            file = self._saving.write(plan.storage_data, tensors)
+            for item, (key, box) in zip(plan.items, tensors.items(), strict=True):
+                results.append(WriteResult(item.index, box.nbytes, ChunkLocation(file, key)))
         future: Future[list[WriteResult]] = Future()
-        if not tensors:
-            future.set_result([])
-            return future
-        file = self._saving.write(plan.storage_data, tensors)
-        future.set_result([_write_result(item.index, tensors, file) for item in plan.items])
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -139,11 +138,6 @@ def file_of_rank(rank: int) -> str:
 def chunk_key(index: MetadataIndex) -> str:
     """The key of a chunk's entry in its file, such as ``layers.0.mlp.linear_fc2.weight@0,512``."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
-
-
-def _write_result(index: MetadataIndex, tensors: Mapping[str, Tensor], file: WrittenFile) -> WriteResult:
-    key = chunk_key(index)
-    return WriteResult(index, tensors[key].nbytes, ChunkLocation(file, key))
 
 
 class SafetensorsReader(StorageReader):
@@ -170,8 +164,7 @@ class SafetensorsReader(StorageReader):
             self._directory = locate_checkpoint(self._root, self._iteration)
             self.manifest = read_checkpoint(self._root, self._iteration)
         except CheckpointError as error:
-            # DCP would log an error raised here as a warning and go on with a vague one of its own, so it is
-            # raised by the next step.
+            # DCP would log the error as a warning and raise a vague one. The next step raises it.
             self._error = error
         return self.manifest.metadata
 
@@ -201,13 +194,10 @@ class SafetensorsReader(StorageReader):
         with VerifiedSafetensors(self._directory, file) as entries:
             # In the order of the file, so that a block of several small entries is read once.
             for item in sorted(items, key=lambda item: entries.position(self._key(item))):
-                self._read_item(entries, item, planner)
+                place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
+                target = planner.resolve_tensor(item).detach()
+                entries.copy_into(target, self._key(item), place, self.manifest.entry(item.storage_index))
+                planner.commit_tensor(item, target)
 
     def _key(self, item: ReadItem) -> str:
         return self.manifest.location(item.storage_index).key
-
-    def _read_item(self, entries: VerifiedSafetensors, item: ReadItem, planner: LoadPlanner) -> None:
-        place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
-        target = planner.resolve_tensor(item).detach()
-        entries.copy_into(target, self._key(item), place, self.manifest.entry(item.storage_index))
-        planner.commit_tensor(item, target)

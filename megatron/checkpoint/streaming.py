@@ -24,7 +24,7 @@ from megatron.checkpoint.files import explained
 from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_checkpoint
 from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.remote_path import AnyPath
-from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned
+from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned, packed
 from megatron.checkpoint.storage import chunk_key
 from megatron.checkpoint.verified_file import VerifiedSafetensors
 
@@ -63,7 +63,8 @@ def save_streaming(
     try:
         with explained("write", saving):
             locations: dict[MetadataIndex, ChunkLocation] = {}
-            for number, chunks in enumerate(_files(tensors, file_bytes)):
+            files = packed(_chunks(tensors), lambda chunk: chunk.entry.nbytes, file_bytes)
+            for number, chunks in enumerate(files):
                 locations |= _write_file(saving / f"weights_{number:05d}.safetensors", chunks, read)
             furnish(saving)
         metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
@@ -74,20 +75,10 @@ def save_streaming(
     return iteration_directory(root, iteration)
 
 
-def _files(tensors: Mapping[str, TensorStorageMetadata], file_bytes: int) -> Iterator[list[_Chunk]]:
-    """The chunks of each file; a chunk above the size has its own file."""
-    chunks: list[_Chunk] = []
-    size = 0
+def _chunks(tensors: Mapping[str, TensorStorageMetadata]) -> Iterator[_Chunk]:
     for name, tensor in tensors.items():
         for extent in tensor.chunks:
-            entry = Entry(tensor.properties.dtype, tuple(extent.sizes))
-            if chunks and size + entry.nbytes > file_bytes:
-                yield chunks
-                chunks, size = [], 0
-            chunks.append(_Chunk(name, extent, entry))
-            size += entry.nbytes
-    if chunks:
-        yield chunks
+            yield _Chunk(name, extent, Entry(tensor.properties.dtype, tuple(extent.sizes)))
 
 
 def _write_file(
@@ -100,7 +91,7 @@ def _write_file(
             content = read(by_key[key].tensor, by_key[key].extent)
             assert (content.dtype, content.shape) == entry, (key, content.dtype, content.shape)
             stream.write(content)
-            # Before the next one is made, or two would live at once.
+            # Freed before the next chunk is allocated.
             del content
     return {
         MetadataIndex(chunk.tensor, chunk.extent.offsets): ChunkLocation(stream.written, chunk.key) for chunk in chunks

@@ -1,20 +1,20 @@
-"""A checkpoint at a URL: how it comes and goes without ever being torn, though an object store has no rename.
+"""A checkpoint at a URL: it appears and disappears atomically, although an object store has no rename.
 
-    URL/iter_0000100/rank_00003.1f6c0a9e.safetensors     what rank 3 wrote, uploaded by the attempt 1f6c0a9e
+    URL/iter_0000100/rank_00003.1f6c0a9e.safetensors     rank 3's file, uploaded by the attempt 1f6c0a9e
     URL/iter_0000100/manifest.json                       the commit, written last
-    URL/iter_0000100/.written-1f6c0a9e/rank_00003.json   rank 3's file is uploaded and was read back; deleted at last
-    URL/latest_checkpointed_iteration.txt                a hint
+    URL/iter_0000100/.written-1f6c0a9e/rank_00003.json   rank 3's file was uploaded and read back; deleted at the end
+    URL/latest_checkpointed_iteration.txt                the tracker
 
 The invariants:
 
-- An object whose name holds an attempt is written by this attempt alone, so two attempts never share one.
-- ``manifest.json`` is one object, which is replaced whole. It names files of one attempt only, each of which has been
-  read back from the store and had its digest before the manifest was written. Before that moment the iteration has no
-  checkpoint, or the earlier one, whose files nobody has touched; after it, the new one.
-- Without a manifest nothing is a checkpoint. What no manifest names is deleted by the next save; to delete a
-  checkpoint begins with its manifest.
+- An object whose name has an attempt is written by this attempt only, so two attempts never share an object.
+- ``manifest.json`` is one object, which is replaced as a whole. It names files of one attempt only, which were read
+  back from the store and compared with their digests before. Until it is written, the iteration has no checkpoint or
+  the earlier one with its files unchanged; afterwards it has the new one.
+- Without a manifest there is no checkpoint. The next save deletes files that no manifest names. Deleting a checkpoint
+  begins with its manifest.
 
-Copied to a directory, ``iter_0000100`` is a checkpoint as any other. Nothing here needs torch.
+``iter_0000100`` copied to a directory is a checkpoint like any other. Imports no torch.
 """
 
 import json
@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.directory import MANIFEST, SOURCE_SAVED_AT, TRACKER, iteration_directory, saved_iterations
-from megatron.checkpoint.files import BlockDigests, WrittenFile, explained, is_sealed, seal, verify_file
+from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile, check_unmodified, explained, files_of, verify_file
 from megatron.checkpoint.remote_path import BLOCK, Progress, RemotePath
 from megatron.checkpoint.retention import Retention
+from megatron.data.digests import BlockDigests, is_sealed, seal
 from megatron.errors import CheckpointError
 
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -72,18 +73,14 @@ class Attempt:
         """Write the manifest once no file is :meth:`missing`; then delete files that it does not name."""
         with explained("read", manifest):
             text, written_at = manifest.read_text(), manifest.stat().st_mtime_ns
-        files = json.loads(text)["manifest"]["files"]
-        for name, record in files.items():
-            written = json.loads((self.target / self._marker_of(name)).read_bytes())
-            if WrittenFile.from_json(name, written) != WrittenFile.from_json(name, record):
-                raise CheckpointError(
-                    f"{manifest.with_name(name)} was modified after it was written, so it is not mirrored: check it "
-                    "with tools/inspect_checkpoint.py --verify."
-                )
+        files = files_of(text)
+        for name, file in files.items():
+            uploaded = json.loads((self.target / self._marker_of(name)).read_bytes())
+            check_unmodified(manifest.with_name(name), WrittenFile.from_json(name, uploaded), file)
             progress()
         there = self.target.files()
-        for name, record in files.items():
-            if there.get(self.name_of(name)) != record["bytes"]:
+        for name, file in files.items():
+            if there.get(self.name_of(name)) != file.size:
                 raise CheckpointError(
                     f"{self.target / self.name_of(name)} was deleted or changed after it was uploaded: let no "
                     "other run save to this URL."
@@ -98,26 +95,25 @@ class Attempt:
 
 def copy_digested(source: Path, target: RemotePath, progress: Progress) -> WrittenFile:
     """Copy the file ``source`` to ``target``; size and digests are of the bytes read from ``source``."""
-    digests, size = BlockDigests(), 0
+    digests = BlockDigests(BLOCK_BYTES)
     with target.writing() as write, explained("read", source), source.open("rb", buffering=0) as original:
         while block := original.read(BLOCK):
             digests.update(block)
             write(block)
-            size += len(block)
             progress()
-    return WrittenFile(target.name, size, digests.finish())
+    return WrittenFile.of(target.name, digests)
 
 
 def renamed(manifest: str, name_of: Callable[[str], str], written_at: int) -> str:
     """The manifest of a copy with renamed files."""
-    if not is_sealed(manifest):
+    if not is_sealed("manifest", manifest):
         raise CheckpointError("The manifest of the original is damaged, so it is not mirrored.")
     content: dict[str, Any] = json.loads(manifest)["manifest"]
     content["files"] = {name_of(name): file for name, file in content["files"].items()}
     for tensor in content["tensors"].values():
         for chunk in tensor["chunks"]:
             chunk["file"] = name_of(chunk["file"])
-    return seal(json.dumps({**content, SOURCE_SAVED_AT: written_at}))
+    return seal("manifest", json.dumps({**content, SOURCE_SAVED_AT: written_at}))
 
 
 def leftovers(there: Collection[str], named: Collection[str], but: str = "") -> list[str]:
@@ -152,7 +148,7 @@ class Housekeeping:
         try:
             return leftovers(there, _files_of(directory), but=token)
         except CheckpointError:
-            # What a damaged checkpoint consists of stays.
+            # The files of a damaged checkpoint stay.
             return []
 
     def retain(self, newest: int, last: int | None, interval: int | None, note: Note, progress: Progress) -> None:
@@ -184,8 +180,8 @@ def _files_of(directory: RemotePath) -> dict[str, int]:
     """The files in a manifest, with their sizes."""
     try:
         text = (directory / MANIFEST).read_text()
-        if not is_sealed(text):
+        if not is_sealed("manifest", text):
             raise ValueError("its digest does not match its content")
-        return {name: file["bytes"] for name, file in json.loads(text)["manifest"]["files"].items()}
+        return {name: file.size for name, file in files_of(text).items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / MANIFEST} is damaged ({error}): delete that checkpoint.") from error

@@ -39,7 +39,7 @@ class VerifiedFile:
             rest = target[position:]
             size = min(self._block_bytes, self._file.size - number * self._block_bytes)
             if offset == 0 and size <= len(rest):
-                # Digested where it stays: no copy lies between the digest and the tensor.
+                # Digested in the memory of the tensor, without a copy in between.
                 self._read_block(number, rest[:size])
                 position += size
             else:
@@ -58,21 +58,18 @@ class VerifiedFile:
         return self._staged
 
     def _read_block(self, number: int, block: memoryview) -> None:
-        self._fill(block, number * self._block_bytes)
-        if self._file.block_bytes is not None:
-            digest = xxhash.xxh3_128_hexdigest(block)
-            if digest != self._file.digests[number]:
-                raise damaged_block(self._path, self._file, number, digest)
-
-    def _fill(self, block: memoryview, start: int) -> None:
         with explained("read", self._path):
-            self._content.seek(start)
+            self._content.seek(number * self._block_bytes)
             position = 0
             while position < len(block):
                 length = self._content.readinto(block[position:])  # type: ignore[attr-defined]
                 if not length:
                     raise CheckpointError(f"{self._path} became shorter while it was read: load another checkpoint.")
                 position += length
+        if self._file.block_bytes is not None:
+            digest = xxhash.xxh3_128_hexdigest(block)
+            if digest != self._file.digests[number]:
+                raise damaged_block(self._path, self._file, number, digest)
 
 
 class VerifiedSafetensors:

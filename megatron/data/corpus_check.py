@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.data.block_use import Integers, block_uses, corpora_of
-from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, describe_damage, is_whole, read_digests
+from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, damage_of, read_digests
 from megatron.data.gpt_dataset import Dataset
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -114,11 +114,9 @@ class BlockComparison:
         pending[block] = False
         self.remaining -= 1
         start, stop = digests.tokens.range_of(block)
-        if is_whole(corpus.stored(start, stop - start), digests.tokens, block):
-            yield stop - start
-        else:
-            path = f"{corpus.prefix}.bin"
-            yield Damage(path, describe_damage(path, digests.tokens, block), split, position)
+        path = f"{corpus.prefix}.bin"
+        damage = damage_of(path, digests.tokens, block, corpus.stored(start, stop - start))
+        yield stop - start if damage is None else Damage(path, damage, split, position)
 
 
 class BackgroundComparison:

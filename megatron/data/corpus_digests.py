@@ -6,16 +6,15 @@ digests of a terabyte are 16 MB of text, small enough to locate damage. The file
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from megatron.data.build_lock import write_atomically
-from megatron.data.sealed_text import is_sealed, seal
+from megatron.data.digests import BlockDigests, is_sealed, seal
 from megatron.data.storage import open_stored
 from megatron.errors import DataError
 
@@ -43,12 +42,10 @@ class FileDigests:
 
 @dataclass(frozen=True)
 class CorpusDigests:
-    """The digests of a corpus."""
-
     tokens: FileDigests
-    """Of ``P.bin``."""
+    """The digests of ``P.bin``."""
     index: FileDigests
-    """Of ``P.idx``."""
+    """The digests of ``P.idx``."""
 
     def fingerprint(self) -> str:
         """One digest for the whole corpus: XXH3-128 of all sizes and digests, in hexadecimal."""
@@ -59,53 +56,14 @@ class CorpusDigests:
         return digest.hexdigest()
 
 
-class BlockDigester:
-    """Computes the digests of a file from its bytes in order."""
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._blocks: list[int] = []
-        self._current = xxhash.xxh3_64()
-
-    def update(self, content: bytes | bytearray | memoryview) -> None:
-        view = memoryview(content).cast("B")
-        while len(view):
-            part = view[: BLOCK_BYTES - self._size % BLOCK_BYTES]
-            self._current.update(part)
-            self._size += len(part)
-            if self._size % BLOCK_BYTES == 0:
-                self._blocks.append(self._current.intdigest())
-                self._current.reset()
-            view = view[len(part) :]
-
-    def result(self) -> FileDigests:
-        """The digests of the bytes so far."""
-        last = [self._current.intdigest()] if self._size % BLOCK_BYTES else []
-        return FileDigests(self._size, np.array([*self._blocks, *last], dtype=np.uint64))
+def new_digests() -> BlockDigests:
+    """Computes the digests of a file of a corpus."""
+    return BlockDigests(BLOCK_BYTES, xxhash.xxh3_64)
 
 
-class Writable(Protocol):
-    """A binary output."""
-
-    def write(self, content: bytes, /) -> int:
-        """Append ``content``; returns its length."""
-        ...
-
-
-class DigestedWriter:
-    """Writes to a file and digests the written bytes."""
-
-    def __init__(self, file: Writable) -> None:
-        self._file = file
-        self._digester = BlockDigester()
-
-    def write(self, content: bytes, /) -> int:
-        self._digester.update(content)
-        return self._file.write(content)
-
-    def digests(self) -> FileDigests:
-        """The digests of the written bytes."""
-        return self._digester.result()
+def file_digests(digests: BlockDigests) -> FileDigests:
+    """The digests of all bytes so far."""
+    return FileDigests(digests.size, np.frombuffer(b"".join(digests.finish()), ">u8").astype(np.uint64))
 
 
 def digests_path(prefix: str) -> str:
@@ -180,11 +138,10 @@ def compute_digests(prefix: str) -> CorpusDigests:
 
 
 def _compute_file(path: str) -> FileDigests:
-    digester = BlockDigester()
+    digests = new_digests()
     with open(path, "rb", buffering=0) as file:
-        while content := file.read(BLOCK_BYTES):
-            digester.update(content)
-    return digester.result()
+        digests.read(file)
+    return file_digests(digests)
 
 
 def corpus_fingerprint(prefix: str) -> str | None:
@@ -195,18 +152,34 @@ def corpus_fingerprint(prefix: str) -> str | None:
 
 
 def check_file(path: str, digests: FileDigests, blocks: Iterable[int] | None = None, name: str | None = None) -> None:
-    """Raise :class:`DataError` if the size of the local file ``path``, or one of ``blocks`` (default: all), differs
-    from ``digests``; errors name ``name`` (``path`` may be a copy)."""
+    """:func:`check_blocks` of the local file ``path``; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb", buffering=0) as file:
-            check_size(name or path, digests, os.fstat(file.fileno()).st_size)
-            for block in range(len(digests.blocks)) if blocks is None else blocks:
-                start, stop = digests.range_of(block)
+
+            def read(start: int, size: int) -> bytes:
                 file.seek(start)
-                if not is_whole(file.read(stop - start), digests, block):
-                    raise DataError(f"{describe_damage(name or path, digests, block)}: {remedy_of(name or path)}.")
+                return file.read(size)
+
+            check_blocks(name or path, digests, os.fstat(file.fileno()).st_size, read, blocks)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
+
+
+def check_blocks(
+    path: str,
+    digests: FileDigests,
+    size: int,
+    read: Callable[[int, int], bytes | bytearray],
+    blocks: Iterable[int] | None = None,
+) -> None:
+    """Raise :class:`DataError` if the ``size`` of the file ``path``, or one of ``blocks`` (default: all), differs from
+    ``digests``. ``read(start, size)`` returns bytes of the file."""
+    check_size(path, digests, size)
+    for block in range(len(digests.blocks)) if blocks is None else blocks:
+        start, stop = digests.range_of(block)
+        damage = damage_of(path, digests, block, read(start, stop - start))
+        if damage is not None:
+            raise DataError(f"{damage}: {remedy_of(path)}.")
 
 
 def check_size(path: str, digests: FileDigests, size: int) -> None:
@@ -215,13 +188,10 @@ def check_size(path: str, digests: FileDigests, size: int) -> None:
         raise DataError(f"{path} has {size} bytes instead of {digests.size}: {remedy_of(path)}.")
 
 
-def is_whole(content: bytes | bytearray, digests: FileDigests, block: int) -> bool:
-    """Whether the digest of ``content`` matches this block."""
-    return xxhash.xxh3_64_intdigest(content) == int(digests.blocks[block])
-
-
-def describe_damage(path: str, digests: FileDigests, block: int) -> str:
-    """The beginning of a sentence about a damaged block."""
+def damage_of(path: str, digests: FileDigests, block: int, content: bytes | bytearray) -> str | None:
+    """The beginning of a sentence if the ``content`` of a block is damaged; None if its digest matches."""
+    if xxhash.xxh3_64_intdigest(content) == int(digests.blocks[block]):
+        return None
     start, stop = digests.range_of(block)
     beside = os.path.basename(digests_path(os.path.splitext(path)[0]))
     return f"{path} is damaged in bytes {start} to {stop} (block {block}), whose digest is not the one in {beside}"

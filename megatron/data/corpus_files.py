@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO
 
-from megatron.data.corpus_digests import CorpusDigests, DigestedWriter, Writable, digests_path, encode_digests
+from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests, file_digests, new_digests
+from megatron.data.digests import DigestedWriter, Writable
 from megatron.errors import DataError
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class NewCorpus:
             self._bin_file: BinaryIO = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115
         except OSError as error:
             raise self._cannot_write(error) from error
-        self._tokens = DigestedWriter(self._bin_file)
+        self._tokens = DigestedWriter(self._bin_file, new_digests())
 
     def write_tokens(self, content: bytes) -> None:
         """Append to ``P.bin``."""
@@ -59,10 +60,10 @@ class NewCorpus:
         try:
             _close_on_disk(self._bin_file)
             with open(self._temporary[".idx"], "wb") as index_file:
-                index = DigestedWriter(index_file)
+                index = DigestedWriter(index_file, new_digests())
                 write_index(index)
                 _close_on_disk(index_file)
-            self._give_names(CorpusDigests(self._tokens.digests(), index.digests()))
+            self._give_names(CorpusDigests(file_digests(self._tokens.digests), file_digests(index.digests)))
         except OSError as error:
             raise self._cannot_write(error) from error
 

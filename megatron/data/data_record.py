@@ -15,6 +15,7 @@ import xxhash
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint, digests_path
+from megatron.data.digests import BlockDigests
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import SPLIT_NAMES, normalize, parse_split
 from megatron.data.sources import Blend, Sources
@@ -26,7 +27,6 @@ CorpusRecord = dict[str, Any]
 
 SAMPLED_BLOCKS = 16
 BLOCK_BYTES = 1 << 16
-_READ_BYTES = 1 << 22
 
 # The fields of a corpus that are compared first, and what they are called in messages.
 _CONTENT = {
@@ -81,14 +81,11 @@ def sampled_blocks(total: int, unit: int) -> list[tuple[int, int]]:
 
 def file_digest(path: str) -> str:
     """XXH3-128 of a local file; raises :class:`DataError` if it cannot be read."""
-    digest = xxhash.xxh3_128()
     try:
-        with open(path, "rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
+        with open(path, "rb", buffering=0) as file:
+            return BlockDigests(None).read(file)[0].hex()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
-    return digest.hexdigest()
 
 
 def build_record(

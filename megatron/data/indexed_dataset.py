@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_digests import Writable
 from megatron.data.corpus_files import NewCorpus
+from megatron.data.digests import Writable
 from megatron.data.remote import RemoteFile
 from megatron.errors import DataError
 from megatron.urls import is_url

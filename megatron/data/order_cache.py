@@ -17,15 +17,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from megatron.data.build_lock import load_or_build_once, write_atomically
-from megatron.data.sealed_text import is_sealed, seal
+from megatron.data.digests import BlockDigests, DigestedWriter, is_sealed, seal
 from megatron.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
-_READ_BYTES = 4 << 20  # digested at a time
 _FORMAT_VERSION = 1
 
 Description = dict[str, Any]
@@ -104,34 +102,16 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
     for name, array in arrays.items():
 
         def save(file: BinaryIO, array: npt.NDArray[Any] = array) -> dict[str, int | str]:
-            writer = _DigestedFile(file)
+            writer = DigestedWriter(file, BlockDigests(None))
             np.save(writer, np.ascontiguousarray(array), allow_pickle=False)
             file.flush()
             if os.fstat(file.fileno()).st_mtime < newer_than:  # the clock that wrote the data is ahead of this one
                 os.utime(file.fileno(), (math.ceil(newer_than),) * 2)  # some file systems keep whole seconds
-            return writer.record()
+            return {"bytes": writer.digests.size, "xxh3_128": writer.digests.finish()[0].hex()}
 
         records[name] = write_atomically(f"{stem}-{name}.npy", save)
     sealed = seal("digests", json.dumps({"format_version": _FORMAT_VERSION, "files": records})).encode()
     write_atomically(_digests_path(stem), lambda file: file.write(sealed))
-
-
-class _DigestedFile:
-    """An output for ``np.save`` that digests the written bytes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._digest = xxhash.xxh3_128()
-        self._size = 0
-
-    def write(self, content: bytes) -> int:
-        self._digest.update(content)
-        self._size += len(content)
-        return self._file.write(content)
-
-    def record(self) -> dict[str, int | str]:
-        """Size and digest of the written bytes."""
-        return {"bytes": self._size, "xxh3_128": self._digest.hexdigest()}
 
 
 def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -> Arrays | None:
@@ -184,10 +164,7 @@ def _compare(path: str, file: BinaryIO, record: Mapping[str, int | str] | None) 
     size = os.fstat(file.fileno()).st_size
     if record is None or size != record["bytes"]:
         raise _UnusableEntry(f"{path} has {size} bytes, a different size than when it was written")
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
-    while length := file.readinto(buffer):  # type: ignore[attr-defined]
-        digest.update(buffer[:length])
-    if digest.hexdigest() != record["xxh3_128"]:
+    if BlockDigests(None).read(file)[0].hex() != record["xxh3_128"]:
         raise _UnusableEntry(f"{path} is damaged (its digest does not match)")
 
 

@@ -108,7 +108,7 @@ def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     pid = process.pid
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 10)
-    process._waiting = []
+    process.unfinished = []
     return process, pid
 
 

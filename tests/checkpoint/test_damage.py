@@ -13,11 +13,11 @@ import pytest
 
 from megatron.checkpoint.checkpointing import verify_share
 from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
-from megatron.checkpoint.files import seal
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.retention import Retention
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.data.digests import seal
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run
 from tests.checkpoint.fault_run import ALONE, Life, Saved, World, load_newest, run, save
@@ -180,7 +180,7 @@ def copy_as(root: Path, iteration: int, number: int) -> None:
     manifest = iteration_directory(root, number) / MANIFEST
     content = json.loads(manifest.read_text())["manifest"]
     content["state"]["iteration"] = number
-    manifest.write_text(seal(json.dumps(content)))
+    manifest.write_text(seal("manifest", json.dumps(content)))
 
 
 def test_two_broken_newer_checkpoints_do_not_cost_the_two_good_ones(root: Path, chance: random.Random) -> None:

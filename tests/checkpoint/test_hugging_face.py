@@ -25,10 +25,9 @@ from megatron.checkpoint.hugging_face_files import (
     HuggingFaceWeights,
     copy_tokenizer,
     fresh_directory,
-    plan_shards,
 )
 from megatron.checkpoint.places import overlap
-from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.safetensors_file import packed
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError
 
@@ -309,11 +308,10 @@ def test_quantized_numbers_are_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 20))
 def test_shards_keep_the_order_and_the_limit(sizes: list[int], limit: int) -> None:
-    entries = {f"tensor {number}": Entry(torch.uint8, (size,)) for number, size in enumerate(sizes)}
-    shards = list(plan_shards(entries, limit))
-    assert [name for shard in shards for name in shard] == list(entries)
+    shards = list(packed(enumerate(sizes), lambda item: item[1], limit))
+    assert [item for shard in shards for item in shard] == list(enumerate(sizes))
     assert all(shard for shard in shards)
-    assert all(len(shard) == 1 or sum(entry.nbytes for entry in shard.values()) <= limit for shard in shards)
+    assert all(len(shard) == 1 or sum(size for _, size in shard) <= limit for shard in shards)
 
 
 def test_a_directory_appears_only_when_it_is_complete(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import schema
 from megatron.checkpoint.checkpointing import read_run_state
-from megatron.checkpoint.files import seal
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.schema import FORMAT_VERSION, MIGRATIONS, READABLE_VERSIONS, DataStage, SavedState, upgrade
 from megatron.config.data import TokenizerConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.data.digests import seal
 from megatron.errors import CheckpointError
 from tests.checkpoint.frozen_checkpoints import CASES, FROZEN, LENGTH, SAVED_AT, flags_of_case
 from tests.end_to_end.run_process import call_training, checkpoint_of, losses
@@ -125,7 +125,7 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path = directory / "manifest.json"
     document = json.loads(path.read_text())["manifest"]
     change(document["state"])
-    path.write_text(seal(json.dumps(document)))
+    path.write_text(seal("manifest", json.dumps(document)))
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {

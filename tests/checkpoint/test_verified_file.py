@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
-from megatron.checkpoint.files import BlockDigests, WrittenFile, verify_file
+from megatron.checkpoint.files import WrittenFile, verify_file
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import Entry, write_safetensors
@@ -21,7 +21,7 @@ BLOCK = 64
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 bytes and bands of 40, so that small tensors have many."""
-    monkeypatch.setattr(BlockDigests.__init__, "__defaults__", (BLOCK,))
+    monkeypatch.setattr("megatron.checkpoint.files.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(WrittenFile.__init__, "__defaults__", (BLOCK,))
     monkeypatch.setattr("megatron.checkpoint.verified_file._BAND_BYTES", 40)
 

@@ -15,12 +15,13 @@ import xxhash
 from megatron.data import corpus_digests
 from megatron.data.corpus_digests import (
     BLOCK_BYTES,
-    BlockDigester,
     check_file,
     compute_digests,
     corpus_fingerprint,
     digests_path,
     encode_digests,
+    file_digests,
+    new_digests,
     read_digests,
     write_digests,
 )
@@ -76,13 +77,14 @@ def test_merging_leaves_digests_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", [[1], [BLOCK_BYTES], [BLOCK_BYTES - 1, 2], [3 * BLOCK_BYTES + 5], [7] * 9, []])
 def test_digests_do_not_depend_on_how_a_file_is_given(sizes: list[int]) -> None:
     pieces = [random.Random(size).randbytes(size) for size in sizes]
-    digester = BlockDigester()
+    digester = new_digests()
     for piece in pieces:
         digester.update(piece)
     content = b"".join(pieces)
     starts = range(0, len(content), BLOCK_BYTES)
     wanted = [xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES]) for start in starts]
-    assert digester.result().blocks.tolist() == wanted and digester.result().size == len(content)
+    digests = file_digests(digester)
+    assert digests.blocks.tolist() == wanted and digests.size == len(content)
 
 
 def test_the_fingerprint_changes_with_any_byte(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""XXH3 digests: of the blocks of a file, and of a JSON text in the text itself. Imports no torch."""
+
+from collections.abc import Callable
+from typing import IO, Any, Protocol
+
+import xxhash
+
+_READ_BYTES = 4 << 20
+
+
+class BlockDigests:
+    """Computes the digests of a file's blocks from its bytes in order; with ``block_bytes`` None, of all bytes."""
+
+    def __init__(self, block_bytes: int | None, new_digest: Callable[[], Any] = xxhash.xxh3_128) -> None:
+        self.size = 0
+        """Bytes so far."""
+        self._block_bytes = block_bytes
+        self._digests: list[bytes] = []
+        self._current = new_digest()
+
+    def update(self, content: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(content).cast("B")
+        while rest:
+            part = rest if self._block_bytes is None else rest[: self._block_bytes - self.size % self._block_bytes]
+            self._current.update(part)
+            self.size += len(part)
+            rest = rest[len(part) :]
+            if self._block_bytes is not None and self.size % self._block_bytes == 0:
+                self._digests.append(self._current.digest())
+                self._current.reset()
+
+    def read(self, file: IO[bytes], progress: Callable[[], object] = lambda: None) -> list[bytes]:
+        """Digest the rest of an open file; returns the digests of all blocks."""
+        buffer = memoryview(bytearray(_READ_BYTES))
+        while length := file.readinto(buffer):  # type: ignore[attr-defined]
+            self.update(buffer[:length])
+            progress()
+        return self.finish()
+
+    def finish(self) -> list[bytes]:
+        """The digests of all blocks; the last block may be shorter."""
+        is_complete = self._block_bytes is not None and self.size % self._block_bytes == 0
+        return self._digests if is_complete else [*self._digests, self._current.digest()]
+
+
+class Writable(Protocol):
+    """A binary output."""
+
+    def write(self, content: bytes, /) -> int: ...
+
+
+class DigestedWriter:
+    """Writes to ``file`` and updates ``digests``."""
+
+    def __init__(self, file: Writable, digests: BlockDigests) -> None:
+        self._file, self.digests = file, digests
+
+    def write(self, content: bytes, /) -> int:
+        self.digests.update(content)
+        return self._file.write(content)
+
+
+def seal(name: str, content: str) -> str:
+    """A JSON object with the XXH3-128 digest of ``content``, and the JSON text ``content`` under ``name``."""
+    return f"{_head(name, content)}{content}}}"
+
+
+def is_sealed(name: str, text: str) -> bool:
+    """Whether the digest in ``text`` matches its content."""
+    length = len(_head(name, ""))
+    return text[:length] == _head(name, text[length:-1]) and text[-1:] == "}"
+
+
+def _head(name: str, content: str) -> str:
+    return f'{{"xxh3_128": "{xxhash.xxh3_128_hexdigest(content.encode())}", "{name}": '
