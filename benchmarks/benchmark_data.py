@@ -40,7 +40,7 @@ from benchmarks.data_rows import HEADER, Row
 from megatron.config.data import TokenizerConfig
 from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.indexed_dataset import IndexedDatasetWriter
-from megatron.data.text_inputs import InputFormat, list_sources, whole_pieces
+from megatron.data.text_inputs import InputFormat, list_sources, whole_ranges
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import DataError, UserError
 from megatron.ranges import require_at_least
@@ -175,8 +175,8 @@ def preprocess_one_by_one(text: Path, prefix: str, tokenizer: TokenizerConfig, w
 def preprocess_in_batches(text: Path, prefix: str, tokenizer: TokenizerConfig, workers: int) -> None:
     """As tools/preprocess_data.py does."""
     task = EncodeTask(tokenizer, ("text",), append_eod=True, skip_bad_documents=False)
-    pieces = tuple(whole_pieces(list_sources([str(text)])))
-    Work(pieces, InputFormat(), task, prefix, shared_tokenizer(tokenizer).vocab_size, workers).run(lambda counts: None)
+    ranges = tuple(whole_ranges(list_sources([str(text)])))
+    Work(ranges, InputFormat(), task, prefix, shared_tokenizer(tokenizer).vocab_size, workers).run(lambda counts: None)
 
 
 def measure(task: Callable[[], None]) -> Turn:

@@ -18,7 +18,7 @@ import tyro
 
 from megatron.config.data import TokenizerConfig
 from megatron.data.encoding import EncodeTask, shared_tokenizer
-from megatron.data.text_inputs import DATASET_PREFIX, InputFormat, Separation, is_plain_text, list_sources, whole_pieces
+from megatron.data.text_inputs import DATASET_PREFIX, InputFormat, Separation, is_plain_text, list_sources, whole_ranges
 from megatron.errors import ConfigError, UserError
 from megatron.urls import refuse_urls
 from tools.support.preprocess_partitions import Job, Partitioning, run_partitions
@@ -97,8 +97,8 @@ def preprocess(config: PreprocessConfig) -> Counts:
     progress = functools.partial(Progress, log_interval=config.log_interval)
     if config.partitions > 1:
         return run_partitions(job, Partitioning(config.partitions, config.partition), vocab_size, progress)
-    pieces = whole_pieces(list(job.sources))
-    work = Work(tuple(pieces), job.form, job.task, job.output_prefix, vocab_size, config.workers)
+    ranges = whole_ranges(list(job.sources))
+    work = Work(tuple(ranges), job.form, job.task, job.output_prefix, vocab_size, config.workers)
     with progress(work.stored_bytes) as shown:
         return work.run(shown.add)
 

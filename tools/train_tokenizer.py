@@ -27,7 +27,7 @@ from megatron.data.text_inputs import (
     parse_documents,
     place_of,
     read_batches,
-    whole_pieces,
+    whole_ranges,
 )
 from megatron.data.tokenizers import LLAMA3_SPLIT
 from megatron.errors import ConfigError, DataError, UserError
@@ -69,7 +69,7 @@ class TrainTokenizerConfig:
 def read_texts(config: TrainTokenizerConfig) -> Iterator[str]:
     """The texts of all documents; a :class:`DataError` names the file and line of a bad one."""
     form = InputFormat((config.json_key,), config.text_documents, config.dataset_config, config.dataset_split)
-    for batch in read_batches(whole_pieces(list_sources(config.input)), form):
+    for batch in read_batches(whole_ranges(list_sources(config.input)), form):
         for number, texts in parse_documents(batch, form.keys, "--json-key"):
             if isinstance(texts, str):
                 raise DataError(f"{place_of(batch, number)} {texts}.")

@@ -81,7 +81,6 @@ class BackgroundProcess:
         return None if self._process is None else self._process.pid
 
     def submit(self, job: Mapping[str, Any]) -> int:
-        """Submit a job; returns its number."""
         if not self.unfinished:
             self.failure = None
         if self._process is None:

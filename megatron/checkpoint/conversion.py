@@ -180,7 +180,6 @@ def fill_from_hugging_face(source: Path, targets: Iterable[tuple[ParameterInfo, 
 
 
 def hugging_face_architecture(source: Path) -> TransformerConfig:
-    """The architecture of a model in Hugging Face's files."""
     return transformer_config_of(read_json_object(source / CONFIG), str(source / CONFIG))
 
 

@@ -68,7 +68,6 @@ def write_text_durably(path: Path, text: str) -> None:
 
 
 def sync_file(file: IO[bytes]) -> None:
-    """Flush and sync ``file``."""
     # fsync does not write Python's buffer.
     file.flush()
     os.fsync(file.fileno())
@@ -142,7 +141,6 @@ class DigestedFile:
         self._next_sync = SYNC_BYTES
 
     def __enter__(self) -> Self:
-        """Create the file, which must not exist."""
         self._file = self._path.open("xb")
         self._workers = ThreadPoolExecutor(2)  # one hashes, one syncs
         return self

@@ -44,8 +44,6 @@ class LockLostError(CheckpointError):
 
 @dataclass(frozen=True)
 class Owner:
-    """The owner of a lock."""
-
     host: str
     pid: int
     process: str

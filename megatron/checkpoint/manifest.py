@@ -32,8 +32,6 @@ JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 @dataclass(frozen=True)
 class ChunkLocation:
-    """Location of the bytes of a chunk."""
-
     file: WrittenFile
     key: str
 
@@ -55,7 +53,6 @@ class Manifest:
         return {location.file.name: location.file for location in locations}
 
     def location(self, index: MetadataIndex) -> ChunkLocation:
-        """Location of the chunk at ``index``."""
         location: ChunkLocation = self.metadata.storage_data[index]
         return location
 
@@ -73,7 +70,6 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> str:
-    """The text of ``manifest.json``."""
     return seal("manifest", encode_content(manifest))
 
 
@@ -109,20 +105,17 @@ def decode_manifest(text: str) -> Manifest:
             raise ValueError("its digest does not match its content")
         if not isinstance(document["state"], dict):
             raise ValueError("its state is not an object")
-        files = {name: _decode_file(name, record) for name, record in document["files"].items()}
+        files = {name: WrittenFile.from_json(name, record) for name, record in document["files"].items()}
+        for name in files:
+            # A name with a directory could lead out of the checkpoint.
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise ValueError(f"bad file name {name!r}")
         metadata = Metadata(state_dict_metadata={}, storage_data={})
         for name, record in document["tensors"].items():
             _decode_tensor(name, record, files, metadata)
     except (KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{type(error).__name__} {error}") from error
     return Manifest(metadata, document["state"], version)
-
-
-def _decode_file(name: str, record: dict[str, Any]) -> WrittenFile:
-    # A name with a directory in it could make the reader leave the checkpoint.
-    if name != os.path.basename(name) or name in ("", ".", ".."):
-        raise ValueError(f"bad file name {name!r}")
-    return WrittenFile.from_json(name, record)
 
 
 def _decode_tensor(name: str, record: dict[str, Any], files: Mapping[str, WrittenFile], metadata: Metadata) -> None:

@@ -36,8 +36,6 @@ class _Status(NamedTuple):
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """The file or directory at ``url``."""
-
     url: str
 
     def __str__(self) -> str:

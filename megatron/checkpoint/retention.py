@@ -30,8 +30,7 @@ class Retention:
         missing = self.last or 1
         newest_first = iterations[::-1]
         if all(self._is_milestone(iteration) for iteration in newest_first[missing:]):
-            # To verify is to read it all.
-            return []
+            return []  # without verification, which reads everything
         for place, iteration in enumerate(newest_first):
             missing -= self._is_good(iteration)
             if missing == 0:

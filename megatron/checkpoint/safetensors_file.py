@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """Metadata of a tensor in a file."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 

@@ -115,9 +115,4 @@ def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
             f"The checkpoint's {where} lacks {', '.join(missing)}: use a checkpoint that training or "
             "tools/convert_checkpoint.py saved."
         )
-    return kind(**{name: _as_tuple(value) for name, value in values.items()})
-
-
-def _as_tuple(value: Any) -> Any:
-    """Convert JSON lists to tuples."""
-    return tuple(value) if isinstance(value, list) else value
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

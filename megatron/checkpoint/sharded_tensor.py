@@ -90,7 +90,6 @@ class BoxedTensor(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes of this rank."""
         return [
             ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.size()) for offset, box in self._boxes.items()
         ]

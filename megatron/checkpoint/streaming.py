@@ -33,8 +33,6 @@ _OPEN_FILES = 16
 
 
 class _Chunk(NamedTuple):
-    """A chunk of a global tensor to write."""
-
     tensor: str
     extent: ChunkStorageMetadata
     entry: Entry

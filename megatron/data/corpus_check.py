@@ -1,9 +1,9 @@
-"""Comparing a corpus with its digests: indexes before they are used, blocks of tokens while training goes on.
+"""Compare corpora with their digests: indexes before they are used, blocks of tokens during training.
 
-Ranks share the work: of all blocks of all corpora every rank compares each ``world_size``-th. A thread compares blocks
-of tokens in the order in which the run reads them, so that a block is compared soon after, mostly before, a step uses
-it, and a run that reads a part of a corpus compares that part. It reads with ``pread`` and its time goes to the file
-system and to XXH3, both of which let the training's thread run.
+Ranks share the work: of all blocks of all corpora, each rank compares every ``world_size``-th. A thread compares blocks
+of tokens in the order in which the run reads them, so damage is found soon after, mostly before, a step uses it, and
+only blocks that the run reads are compared. The thread reads with ``pread``; file system and XXH3 release the
+interpreter's lock.
 """
 
 import threading
@@ -22,8 +22,8 @@ from megatron.data.gpt_dataset import Dataset
 from megatron.data.indexed_dataset import IndexedDataset
 
 _SAMPLES_AT_A_TIME = 64
-_PATIENCE = 10.0  # seconds for the thread to end
-_LARGEST_SHARE_OF_A_CORE = 0.2  # for a thread that finds nothing to compare
+_PATIENCE = 10.0  # seconds to wait for the thread to end
+_LARGEST_SHARE_OF_A_CORE = 0.2  # of a thread without blocks to compare
 
 Digests = Mapping[str, CorpusDigests | None]
 """By prefix; None for a corpus without digests."""
@@ -70,8 +70,6 @@ class SampleRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged block."""
-
     path: str
     description: str
     """The beginning of a sentence: file, bytes, block."""
@@ -135,24 +133,19 @@ class BackgroundComparison:
     def _run(self) -> None:
         try:
             for wanted in self._ranges:
-                if not self._compare_slowly(wanted):
-                    return
-        except Exception as error:  # raised by the training's thread, which looks at found
+                begun = time.monotonic()
+                for step in self._comparison.compare(wanted):
+                    if isinstance(step, Damage):
+                        self.found = step
+                        return
+                    busy = time.monotonic() - begun
+                    # Seconds: for a step that reads by the rate, otherwise by the share of a core.
+                    pause = step / self._bytes_per_s - busy if step else busy * (1 / _LARGEST_SHARE_OF_A_CORE - 1)
+                    if self._stop.wait(max(pause, 0.0)) or not self._comparison.remaining:
+                        return
+                    begun = time.monotonic()
+        except Exception as error:  # raised in the training's thread, which polls ``found``
             self.found = error
-
-    def _compare_slowly(self, wanted: SampleRange) -> bool:
-        """Whether to continue."""
-        begun = time.monotonic()
-        for step in self._comparison.compare(wanted):
-            if isinstance(step, Damage):
-                self.found = step
-                return False
-            busy = time.monotonic() - begun
-            pause = max(step / self._bytes_per_s - busy, 0.0) if step else busy * (1 / _LARGEST_SHARE_OF_A_CORE - 1)
-            if self._stop.wait(pause) or not self._comparison.remaining:
-                return False
-            begun = time.monotonic()
-        return True
 
     def finish(self, ranges: Sequence[SampleRange]) -> None:
         """End the thread, and compare the remaining blocks of ``ranges`` at full speed."""

@@ -72,7 +72,6 @@ def digests_path(prefix: str) -> str:
 
 
 def encode_digests(digests: CorpusDigests) -> str:
-    """The text of ``P.digests.json``."""
     files = {".bin": digests.tokens, ".idx": digests.index}
     records = {kind: {"bytes": file.size, "blocks": _big_endian(file.blocks).hex()} for kind, file in files.items()}
     head = {"format_version": FORMAT_VERSION, "algorithm": "XXH3-64", "block_bytes": BLOCK_BYTES}

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests, file_digests, new_digests
 from megatron.data.digests import DigestedWriter, Writable
@@ -19,22 +19,21 @@ _KINDS = (".bin", ".idx")
 
 def warn_of_overwriting(prefix: str) -> None:
     """Log a warning with the existing files that a new corpus replaces."""
-    existing = [_described(path) for path in (f"{prefix}{kind}" for kind in _KINDS) if os.path.exists(path)]
+    existing = []
+    for path in (f"{prefix}{kind}" for kind in _KINDS):
+        if os.path.exists(path):
+            status = os.stat(path)
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
+            existing.append(f"{path} ({status.st_size:,} bytes, written {written})")
     if existing:
         _logger.warning(
             "WARNING: overwriting %s: use another --output-prefix to keep the old corpus.", " and ".join(existing)
         )
 
 
-def _described(path: str) -> str:
-    status = os.stat(path)
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
-    return f"{path} ({status.st_size:,} bytes, written {written})"
-
-
 class NewCorpus:
-    """The files of an unfinished corpus, under temporary names. File-system errors are :class:`DataError`. After any
-    exception, call :meth:`abort`."""
+    """The files of an unfinished corpus, under temporary names; a context manager, which removes them after an
+    exception. File-system errors are :class:`DataError`."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -47,6 +46,13 @@ class NewCorpus:
         except OSError as error:
             raise self._cannot_write(error) from error
         self._tokens = DigestedWriter(self._bin_file, new_digests())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: object, *rest: object) -> None:
+        if error_type is not None:
+            self.abort()
 
     def write_tokens(self, content: bytes) -> None:
         """Append to ``P.bin``."""
@@ -63,12 +69,12 @@ class NewCorpus:
                 index = DigestedWriter(index_file, new_digests())
                 write_index(index)
                 _close_on_disk(index_file)
-            self._give_names(CorpusDigests(file_digests(self._tokens.digests), file_digests(index.digests)))
+            self._rename(CorpusDigests(file_digests(self._tokens.digests), file_digests(index.digests)))
         except OSError as error:
             raise self._cannot_write(error) from error
 
-    def _give_names(self, digests: CorpusDigests) -> None:
-        """Readers open ``P.idx`` first: it is renamed last, so that no reader combines old and new files."""
+    def _rename(self, digests: CorpusDigests) -> None:
+        # Readers open P.idx first: it is renamed last, so that no reader combines old and new files.
         digests_file = digests_path(self.prefix)
         temporary = f"{self._temporary['.bin']}.digests"
         try:
@@ -86,7 +92,7 @@ class NewCorpus:
 
     def abort(self) -> None:
         """Remove the unfinished files."""
-        with suppress(OSError):  # a full disk refuses the rest of the buffer, too
+        with suppress(OSError):  # a full disk has no space for the buffer
             self._bin_file.close()
         for path in self._temporary.values():
             with suppress(FileNotFoundError):

@@ -8,7 +8,7 @@ fields.
 import math
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
@@ -113,7 +113,7 @@ def build_record(
         "vocabulary_size": vocabulary_size,
         "end_of_document": end_of_document,
         "tokenizer_type": tokenizer.tokenizer_type and tokenizer.tokenizer_type.replace("Llama2", "SentencePiece"),
-        "tokenizer_digest": _tokenizer_digest(tokenizer),
+        "tokenizer_digest": None if (path := tokenizer_file(tokenizer)) is None else file_digest(path),
     }
     if data.dataloader_type == "cyclic":
         # Each data-parallel rank shuffles its own share of the samples.
@@ -131,11 +131,6 @@ def build_record(
     }
 
 
-def _tokenizer_digest(tokenizer: TokenizerConfig) -> str | None:
-    path = tokenizer_file(tokenizer)
-    return None if path is None else file_digest(path)
-
-
 def _record_blend(blend: Blend, prefixes: Sequence[str]) -> list[dict[str, Any]]:
     weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
     return [
@@ -149,11 +144,16 @@ def _record_blend(blend: Blend, prefixes: Sequence[str]) -> list[dict[str, Any]]
 
 def training_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences that change the training samples, one line each with both values."""
-    settings = [
-        _both(name, saved[field], now[field])
-        for field, name in _SETTINGS.items()
-        if field in saved and field in now and not _is_same_setting(field, saved[field], now[field])
-    ]
+    settings = []
+    for field, name in _SETTINGS.items():
+        if field in saved and field in now:
+            pair = saved[field], now[field]
+            if field == "split" and None not in pair:
+                is_same = parse_split(pair[0]) == parse_split(pair[1])
+            else:
+                is_same = pair[0] == pair[1]
+            if not is_same:
+                settings.append(_both(name, *pair))
     return settings + blend_differences(saved, now, "train")
 
 
@@ -197,12 +197,10 @@ class _Part(NamedTuple):
 
     @property
     def weight_in_words(self) -> str:
-        """The weight as given."""
         return "by number of samples" if self.weight is None else f"{self.weight:.15g}"
 
     @property
     def role(self) -> str:
-        """The use of the corpus in the blend."""
         return f"weight {self.weight_in_words}"
 
 
@@ -217,10 +215,11 @@ def _parts(record: Mapping[str, Any], split: str) -> list[_Part]:
 
 
 def _pair(ours: Sequence[_Part], theirs: Sequence[_Part]) -> tuple[list[tuple[_Part, _Part]], list[_Part], list[_Part]]:
-    """Matching corpora of both records, by content or else by path, in the order of ours; and the unmatched ones."""
+    """Corpora of both records with equal content or else equal path, in the order of ``ours``; and all others."""
     partner: dict[int, _Part] = {}
     left = {part.place: part for part in theirs}
-    for key in (_content, _path):
+    keys: tuple[Callable[[_Part], Hashable], ...] = _content, lambda part: part.path
+    for key in keys:
         waiting = defaultdict(list)
         for other in left.values():
             waiting[key(other)].append(other)
@@ -236,10 +235,6 @@ def _content(part: _Part) -> Hashable:
     return (*(part.corpus[field] for field in _CONTENT), *part.corpus["block_xxh3_128"])
 
 
-def _path(part: _Part) -> Hashable:
-    return part.path
-
-
 def _content_differences(saved: CorpusRecord, now: CorpusRecord) -> list[str]:
     path = now["path"]
     lines = [
@@ -253,16 +248,10 @@ def _content_differences(saved: CorpusRecord, now: CorpusRecord) -> list[str]:
         name = f"digest of sampled block {different[0]} of {path}.bin ({len(different)} of {len(blocks)} blocks differ)"
         lines.append(_both(name, *blocks[different[0]]))
     digests = saved.get("all_blocks"), now.get("all_blocks")
-    # Where the samples are equal, the file of all digests may still differ. It may have been written since.
+    # With equal samples the file of all digests may still differ. It may be newer than the saved record.
     if not lines and None not in digests and digests[0] != digests[1]:
         lines.append(_both(f"content of {digests_path(path)}", *digests))
     return lines
-
-
-def _is_same_setting(field: str, saved: Any, now: Any) -> bool:
-    if field == "split" and saved is not None and now is not None:
-        return parse_split(saved) == parse_split(now)
-    return bool(saved == now)
 
 
 def _is_same_share(one: float | None, other: float | None) -> bool:

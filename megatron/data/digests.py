@@ -44,8 +44,6 @@ class BlockDigests:
 
 
 class Writable(Protocol):
-    """A binary output."""
-
     def write(self, content: bytes, /) -> int: ...
 
 

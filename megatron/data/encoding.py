@@ -38,8 +38,6 @@ class EncodedBatch(NamedTuple):
 
 
 class EncodeTask(NamedTuple):
-    """Parameters of the tokenization."""
-
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
     append_eod: bool
@@ -48,7 +46,7 @@ class EncodeTask(NamedTuple):
 
 @functools.cache
 def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """One tokenizer per process; forked workers inherit that of their parent."""
+    """One tokenizer per process; forked workers inherit their parent's."""
     tokenizer = build_tokenizer(config)
     tokenizer.tokenize_to_arrays([])
     return tokenizer
@@ -68,8 +66,14 @@ def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
             good.append((number, texts))
     encoded = _tokenize(good, len(task.keys), tokenizer)
     if encoded is None:
-        good, refused = _try_each(good, tokenizer)
-        bad = sorted(bad + refused)
+        documents, good = good, []
+        for number, texts in documents:
+            try:
+                tokenizer.tokenize_batch(texts)
+                good.append((number, texts))
+            except DataError as error:
+                bad.append((number, f"cannot be tokenized: {str(error).rstrip('.')}"))
+        bad.sort()
         encoded = _tokenize(good, len(task.keys), tokenizer) or []
     named = [BadDocument(place_of(batch, number), reason) for number, reason in bad[:_NAMED_BAD_DOCUMENTS]]
     if bad and not task.skip_bad_documents:
@@ -86,20 +90,6 @@ def _tokenize(
         return [tokenizer.tokenize_to_arrays([texts[key] for _, texts in documents]) for key in range(num_keys)]
     except DataError:
         return None
-
-
-def _try_each(
-    documents: list[tuple[int, list[str]]], tokenizer: Tokenizer
-) -> tuple[list[tuple[int, list[str]]], list[tuple[int, str]]]:
-    """The documents that the tokenizer accepts, and its errors for the others."""
-    good, bad = [], []
-    for number, texts in documents:
-        try:
-            tokenizer.tokenize_batch(texts)
-            good.append((number, texts))
-        except DataError as error:
-            bad.append((number, f"cannot be tokenized: {str(error).rstrip('.')}"))
-    return good, bad
 
 
 def _join_documents(texts: TokenizedTexts, eod: int | None) -> EncodedKey:

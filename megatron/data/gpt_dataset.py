@@ -8,20 +8,19 @@ The order of samples is built once and kept on disk (:mod:`megatron.data.order_c
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import IndexedDataset, Piece
+from megatron.data.indexed_dataset import IndexedDataset, TokenRange
 from megatron.data.order_cache import Arrays, Description, load_or_build
 from megatron.data.sample_order import (
     SPLIT_NAMES,
     EpochPlan,
     SampleOrder,
     blend_order,
-    build_extendable_order,
     build_sample_order,
     exhaustive_blend_order,
     normalize,
@@ -38,8 +37,6 @@ _MOCK_STRIDES = 4
 
 
 class Dataset(Protocol):
-    """Samples by index."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
@@ -79,11 +76,18 @@ class GPTDataset:
         self._arguments = corpus, split_index, num_samples, settings
         self.corpus = corpus
         self._masked_token, self._document_end = settings.masked_token, settings.document_end
-        sequences = split_range(_bounds(settings.split, split_index), len(corpus))
+        bounds = (0.0, 1.0) if settings.split is None else parse_split(settings.split)[split_index]
+        sequences = split_range(bounds, len(corpus))
         tokens = int(corpus.sequence_lengths[slice(*sequences)].sum(dtype=np.int64))
         if tokens <= settings.seq_length and num_samples:
-            split = SPLIT_NAMES[split_index]
-            raise DataError(_too_few_tokens(corpus.prefix, split, sequences, tokens, settings))
+            remedy = "give it more data"
+            if settings.split is not None:
+                remedy = f"give it a larger share in --split {settings.split!r}"
+            raise DataError(
+                f"The {SPLIT_NAMES[split_index]} split of {corpus.prefix} has {tokens} tokens in "
+                f"{sequences[1] - sequences[0]} documents, but one sample needs {settings.seq_length + 1}: {remedy}, "
+                "use a shorter --seq-length, or ask for no samples of this split."
+            )
         plan = plan_epochs(tokens, settings.seq_length, num_samples or None)
         self.description = _describe(corpus, split_index, num_samples, plan.num_epochs, settings)
         self.num_epochs = plan.num_epochs
@@ -98,23 +102,21 @@ class GPTDataset:
             "sample_index": (plan.num_samples + 1, 2),
             "shuffle_index": (plan.num_samples,),
         }
-        build_order = build_extendable_order if settings.extendable else build_sample_order
 
         def build() -> Arrays:
             self.corpus.check_sequences()
-            lengths, seq_length = self.corpus.sequence_lengths, settings.seq_length
-            return build_order(
-                lengths, sequences, seq_length=seq_length, num_samples=num_samples, seed=settings.seed
+            return build_sample_order(
+                self.corpus.sequence_lengths,
+                sequences,
+                seq_length=settings.seq_length,
+                num_samples=num_samples,
+                seed=settings.seed,
+                extendable=settings.extendable,
             )._asdict()
 
+        newer_than, directory = self.corpus.modification_time, settings.cache_directory
         return SampleOrder(
-            **load_or_build(
-                settings.cache_directory,
-                self.description,
-                shapes=shapes,
-                newer_than=self.corpus.modification_time,
-                build=build,
-            )
+            **load_or_build(directory, self.description, shapes=shapes, newer_than=newer_than, build=build)
         )
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -131,15 +133,10 @@ class GPTDataset:
         """The s + 1 tokens of one row of the sample index."""
         (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
         documents = self.order.document_index[first : last + 1].tolist()
-        pieces: list[Piece] = [(document, 0, None) for document in documents]
-        pieces[-1] = (documents[-1], 0, last_offset + 1)
-        pieces[0] = (documents[0], offset, last_offset + 1 - offset if first == last else None)
-        return np.concatenate(self.corpus.pieces(pieces), dtype=np.int64, casting="unsafe")
-
-
-def _bounds(split: str | None, split_index: int) -> tuple[float, float] | None:
-    """The part of a corpus that belongs to a split."""
-    return (0.0, 1.0) if split is None else parse_split(split)[split_index]
+        ranges: list[TokenRange] = [(document, 0, None) for document in documents]
+        ranges[-1] = (documents[-1], 0, last_offset + 1)
+        ranges[0] = (documents[0], offset, last_offset + 1 - offset if first == last else None)
+        return np.concatenate(self.corpus.ranges(ranges), dtype=np.int64, casting="unsafe")
 
 
 def _describe(
@@ -232,6 +229,7 @@ def epochs_of(dataset: Dataset) -> dict[str, int]:
     return {dataset.corpus.prefix: dataset.num_epochs} if isinstance(dataset, GPTDataset) else {}
 
 
+@dataclass(frozen=True)
 class MockDataset:
     """Synthetic samples, a pure function of (seed, split, index): noisy arithmetic progressions.
 
@@ -239,39 +237,29 @@ class MockDataset:
     token is random: a model learns this in a few hundred steps, but the loss never reaches zero.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        seq_length: int,
-        vocab_size: int,
-        size: int,
-        *,
-        split_index: int = 0,
-        masked_token: int | None = None,
-        document_end: int | None = None,
-    ) -> None:
-        self._document_end = document_end
-        self._seed = seed
-        self._seq_length = seq_length
-        self._vocab_size = vocab_size
-        self._size = size
-        self._split_index = split_index
-        self._masked_token = masked_token
+    seed: int
+    seq_length: int
+    vocab_size: int
+    size: int
+    _: KW_ONLY
+    split_index: int = 0
+    masked_token: int | None = None
+    document_end: int | None = None
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self._size:
-            raise IndexError(f"sample {index} of {self._size}")
-        key = np.array([self._seed, index], dtype=np.uint64)
-        random = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, self._split_index]))
-        length = self._seq_length + 1
-        start, stride = random.integers(self._vocab_size), random.integers(1, _MOCK_STRIDES + 1)
-        text = (start + stride * np.arange(length, dtype=np.int64)) % self._vocab_size
+        if not 0 <= index < self.size:
+            raise IndexError(f"sample {index} of {self.size}")
+        key = np.array([self.seed, index], dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, self.split_index]))
+        length = self.seq_length + 1
+        start, stride = random.integers(self.vocab_size), random.integers(1, _MOCK_STRIDES + 1)
+        text = (start + stride * np.arange(length, dtype=np.int64)) % self.vocab_size
         noisy = random.random(length, dtype=np.float32) < _MOCK_NOISE
-        text[noisy] = random.integers(self._vocab_size, size=int(noisy.sum()))
-        return _sample(text, self._masked_token, self._document_end)
+        text[noisy] = random.integers(self.vocab_size, size=int(noisy.sum()))
+        return _sample(text, self.masked_token, self.document_end)
 
 
 def _sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end: int | None) -> Sample:
@@ -279,7 +267,7 @@ def _sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end:
     tokens = text[:-1]
     loss_mask = np.ones(len(tokens), dtype=np.float32)
     if masked_token is not None:
-        # Megatron-LM looks at the input: what follows an end of document cannot be predicted from it.
+        # As in Megatron-LM, at the input token: the token after the end of a document cannot be predicted.
         loss_mask[tokens == masked_token] = 0.0
     sample: Sample = {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask}
     if document_end is not None:
@@ -292,12 +280,3 @@ def document_starts(tokens: npt.NDArray[np.int64], document_end: int) -> npt.NDA
     starts = np.ones(tokens.shape, dtype=np.bool_)
     starts[1:] = tokens[:-1] == document_end
     return starts
-
-
-def _too_few_tokens(prefix: str, split: str, sequences: tuple[int, int], tokens: int, settings: SampleSettings) -> str:
-    remedy = "give it more data" if settings.split is None else f"give it a larger share in --split {settings.split!r}"
-    return (
-        f"The {split} split of {prefix} has {tokens} tokens in {sequences[1] - sequences[0]} documents, but "
-        f"one sample needs {settings.seq_length + 1}: {remedy}, use a shorter --seq-length, or ask for no samples of "
-        "this split."
-    )

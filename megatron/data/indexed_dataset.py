@@ -1,4 +1,4 @@
-"""Token files in Megatron-LM's format: ``P.bin`` holds the tokens, ``P.idx`` says where each sequence lies.
+"""Token files in Megatron-LM's format: ``P.bin`` has the tokens, ``P.idx`` the position of every sequence.
 
 ``.bin`` is all tokens back to back. ``.idx``, little endian: a 34-byte header (magic, version, dtype code,
 number of sequences S, length of the document array D), then int32 x S sequence lengths, int64 x S byte
@@ -40,9 +40,9 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_500
 
 _WRITE_CHUNK = 1 << 20  # sequences per write of an index array
-_CHECKED_RUNS = 256  # places where check_token_range looks, evenly spread
+_CHECKED_RUNS = 256  # checked by check_token_range, evenly spread
 _CHECKED_RUN_LENGTH = 4096
-_CHECKED_SEQUENCES = 1 << 20  # that check_sequences holds in memory
+_CHECKED_SEQUENCES = 1 << 20  # of check_sequences in memory
 
 _ANEW = "write the data again with tools/preprocess_data.py"
 
@@ -54,7 +54,8 @@ class _Index(NamedTuple):
     sequence_lengths: npt.NDArray[np.int32]
     byte_offsets: npt.NDArray[np.int64]
     document_indices: npt.NDArray[np.int64]
-    has_modes: bool = False
+    has_modes: bool
+    """Whether every sequence has a mode (multimodal data)."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -62,8 +63,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 else np.dtype("<i4")
 
 
-Piece = tuple[int, int, int | None]
-"""Of a sequence: its number, the first token, and how many (None: all that follow)."""
+TokenRange = tuple[int, int, int | None]
+"""A part of a sequence: number of the sequence, first token, number of tokens (None: all that follow)."""
 
 
 class IndexedDataset:
@@ -76,99 +77,80 @@ class IndexedDataset:
 
     def __init__(self, prefix: str, mmap: bool = True, index_cache: str | None = None) -> None:
         self.prefix = prefix
-        self._mmap = mmap
-        self._index_cache = index_cache
+        self._mmap, self._index_cache = mmap, index_cache
         self._remote: RemoteFile | None = None
         self._tokens: npt.NDArray[Any] | None = None
+        self.modification_time = 0.0
         self.version: str | None = None
         """Content version of remote data; local data has a :attr:`modification_time`."""
-        if is_url(prefix):
-            self._open_remote(index_cache)
-        else:
-            self._open_local()
-
-    def _open_local(self) -> None:
-        self.index_path = f"{self.prefix}.idx"
+        self.index_path = f"{prefix}.idx"
         """The ``.idx`` file, or the local copy of a remote one."""
-        self._index = _read_index(self.index_path)
-        self.modification_time = os.path.getmtime(f"{self.prefix}.idx")
-        self.stored_bytes = _file_size(f"{self.prefix}.bin")
-        """Size of ``.bin``; what lies behind the last sequence does not matter."""
-        _check_bin_size(self.prefix, self._index, self.stored_bytes)
-        self._bin_file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
-        if self._mmap and self.num_tokens:
-            # Bytes behind what the index knows of do not matter.
-            self._tokens = _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
-
-    def _open_remote(self, index_cache: str | None) -> None:
-        if index_cache is None:
+        if is_url(prefix):
+            if index_cache is None:
+                raise DataError(
+                    f"{prefix} is remote, and its index needs a local copy: set --data-cache-path or "
+                    "--object-storage-cache-path to a local directory."
+                )
+            index_file = RemoteFile(f"{prefix}.idx")
+            self.index_path, self.version = index_file.copy_to(index_cache), index_file.version
+        index = _read_index(self.index_path, f"{prefix}.idx")
+        self.dtype, self.has_modes = index.dtype, index.has_modes
+        self.sequence_lengths, self.byte_offsets = index.sequence_lengths, index.byte_offsets
+        """Tokens of each sequence, [S] int32, and its start in ``.bin``, [S] int64."""
+        self.document_indices = index.document_indices
+        """Sequence number where each document starts, [documents + 1] int64; first 0, last S."""
+        if is_url(prefix):
+            self._remote = RemoteFile(f"{prefix}.bin")
+            self.stored_bytes = self._remote.size
+            """Size of ``.bin``; bytes after the last sequence are ignored."""
+        else:
+            self.modification_time = os.path.getmtime(self.index_path)
+            try:
+                self._bin_file = open(f"{prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (stays open)
+            except OSError as error:
+                raise DataError(_cannot_open(f"{prefix}.bin", error)) from error
+            self.stored_bytes = os.fstat(self._bin_file.fileno()).st_size
+        needed = 0
+        if len(self):
+            needed = int(self.byte_offsets[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        if self.stored_bytes < needed:
             raise DataError(
-                f"{self.prefix} is remote, and its index needs a local copy: set --data-cache-path "
-                "or --object-storage-cache-path to a local directory."
+                f"{prefix}.bin has {self.stored_bytes} bytes, but {prefix}.idx requires {needed}: copy it again, or "
+                f"{_ANEW}."
             )
-        index_file = RemoteFile(f"{self.prefix}.idx")
-        self.index_path = index_file.copy_to(index_cache)
-        self._index = _read_index(self.index_path, f"{self.prefix}.idx")
-        self.modification_time, self.version = 0.0, index_file.version
-        self._remote = RemoteFile(f"{self.prefix}.bin")
-        self.stored_bytes = self._remote.size
-        _check_bin_size(self.prefix, self._index, self.stored_bytes)
+        if mmap and self._remote is None and self.num_tokens:
+            self._tokens = _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
         """A worker process opens the files again instead of receiving their content."""
         return IndexedDataset, (self.prefix, self._mmap, self._index_cache)
 
     def __len__(self) -> int:
-        return len(self._index.sequence_lengths)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the stored tokens."""
-        return self._index.dtype
-
-    @property
-    def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens per sequence, [S] int32."""
-        return self._index.sequence_lengths
-
-    @property
-    def byte_offsets(self) -> npt.NDArray[np.int64]:
-        """Start of each sequence in ``.bin``, [S] int64."""
-        return self._index.byte_offsets
-
-    @property
-    def has_modes(self) -> bool:
-        """Whether the index has a mode for each sequence (multimodal data)."""
-        return self._index.has_modes
-
-    @property
-    def document_indices(self) -> npt.NDArray[np.int64]:
-        """Sequence number where each document starts, [documents + 1] int64; first 0, last S."""
-        return self._index.document_indices
+        return len(self.sequence_lengths)
 
     @property
     def num_tokens(self) -> int:
         if not len(self):
             return 0
-        last = int(self._index.byte_offsets[-1]) // self.dtype.itemsize
-        return last + int(self._index.sequence_lengths[-1])
+        last = int(self.byte_offsets[-1]) // self.dtype.itemsize
+        return last + int(self.sequence_lengths[-1])
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Tokens ``offset`` to ``offset + length`` (default: the end) of one sequence, in :attr:`dtype`."""
-        return self.pieces([(index, offset, length)])[0]
+        return self.ranges([(index, offset, length)])[0]
 
-    def pieces(self, pieces: Sequence[Piece]) -> list[npt.NDArray[Any]]:
-        """Tokens of each range in ``pieces``, in :attr:`dtype`; remote ranges are requested concurrently."""
-        return self.runs([self._place(*piece) for piece in pieces])
+    def ranges(self, ranges: Sequence[TokenRange]) -> list[npt.NDArray[Any]]:
+        """Tokens of each range, in :attr:`dtype`; remote ranges are requested concurrently."""
+        return self.runs([self._position(*one) for one in ranges])
 
-    def _place(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
+    def _position(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
         """Position in ``.bin`` and number of tokens of a range."""
-        available = int(self._index.sequence_lengths[index])
+        available = int(self.sequence_lengths[index])
         if length is None:
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
-        return int(self._index.byte_offsets[index]) // self.dtype.itemsize + offset, length
+        return int(self.byte_offsets[index]) // self.dtype.itemsize + offset, length
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
         """``length`` tokens from position ``start`` of ``.bin``, across sequences."""
@@ -198,7 +180,7 @@ class IndexedDataset:
 
     def check_sequences(self) -> None:
         """Raise :class:`DataError` if a sequence is outside of ``.bin``; reads the whole index."""
-        lengths, offsets = self._index.sequence_lengths, self._index.byte_offsets
+        lengths, offsets = self.sequence_lengths, self.byte_offsets
         end = self.num_tokens * self.dtype.itemsize
         for start in range(0, len(self), _CHECKED_SEQUENCES):
             part = slice(start, start + _CHECKED_SEQUENCES)
@@ -215,10 +197,10 @@ class IndexedDataset:
         """``size`` bytes of ``.bin``; pread has no file position, so forked workers can share the file."""
         content = bytearray()
         while len(content) < size:
-            piece = os.pread(self._bin_file.fileno(), size - len(content), position + len(content))
-            if not piece:
+            part = os.pread(self._bin_file.fileno(), size - len(content), position + len(content))
+            if not part:
                 raise DataError(f"{self.prefix}.bin was truncated while it was read: {_ANEW}.")
-            content += piece
+            content += part
         return content
 
 
@@ -250,7 +232,7 @@ def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
     last_sequences = (dataset.document_indices[looked_at + 1] - 1).tolist()
     lengths = dataset.sequence_lengths
     ends = [(last, int(lengths[last]) - 1, 1) for last in last_sequences if last >= 0 and lengths[last] > 0]
-    tokens = [int(piece[0]) for piece in dataset.pieces(ends)]
+    tokens = [int(last[0]) for last in dataset.ranges(ends)]
     if tokens and document_end not in tokens:
         raise DataError(
             f"None of {len(tokens)} documents of {dataset.prefix} ends with the tokenizer's end-of-document token "
@@ -263,8 +245,8 @@ def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
 class IndexedDatasetWriter:
     """Writes ``prefix.bin``, ``prefix.idx`` and their digests, one sequence per document, byte-equal to Megatron-LM.
 
-    Tokens stream to disk; memory holds four bytes per document. The files appear when :meth:`finalize` has completed
-    them. As a context manager it finalizes on success and removes its files after an exception.
+    A context manager: the files appear at the end, and are removed after an exception. Tokens stream to disk; a
+    document needs four bytes of memory.
     """
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
@@ -291,26 +273,15 @@ class IndexedDatasetWriter:
         self._files.write_tokens(flat.astype(self._dtype, copy=False).tobytes())
         self._lengths.frombytes(sizes.tobytes())
 
-    def finalize(self) -> None:
-        """Complete the files and rename them."""
-        self._files.commit(self._write_index)
-
-    def abort(self) -> None:
-        """Remove the unfinished files."""
-        self._files.abort()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        if error_type is not None:
-            self.abort()
-            return
-        try:
-            self.finalize()
-        except BaseException:
-            self.abort()
-            raise
+        with self._files:
+            if error_type is None:
+                self._files.commit(self._write_index)
+            else:
+                self._files.abort()
 
     def _write_index(self, index_file: Writable) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
@@ -333,9 +304,9 @@ def write_index(
 ) -> None:
     """Write an ``.idx`` file from arrays in parts; see :class:`IndexedDataset`."""
     index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1))
-    for pieces, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
-        for piece in pieces:
-            index_file.write(piece.astype(stored, copy=False).tobytes())
+    for parts, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
+        for part in parts:
+            index_file.write(part.astype(stored, copy=False).tobytes())
 
 
 def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
@@ -351,21 +322,32 @@ def _map_file(file: BinaryIO) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_READ), dtype=np.uint8)
 
 
-def _read_index(path: str, name: str | None = None) -> _Index:
+def _read_index(path: str, name: str) -> _Index:
     """Map and check an index; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < _HEADER.size:
-                raise DataError(f"{name or path} is too short to be an index: {_ANEW}.")
+                raise DataError(f"{name} is too short to be an index: {_ANEW}.")
             content = _map_file(file)
     except OSError as error:
         raise DataError(_cannot_open(path, error)) from error
-    path = name or path
-    dtype, sequences, documents = _parse_header(path, content[: _HEADER.size].tobytes())
-    expected = _HEADER.size + 12 * sequences + 8 * documents
-    if len(content) not in (expected, expected + sequences):
-        raise DataError(f"{path} has {len(content)} bytes, but its header requires {expected}: {_ANEW}.")
-    return _check_documents(path, _split_index(content, dtype, sequences, documents))
+    magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
+    if magic != _MAGIC:
+        raise DataError(f"{name} is not an index of tokens (wrong magic bytes): {_ANEW}.")
+    if version != _VERSION:
+        raise DataError(f"{name} has format version {version}, but only {_VERSION} is supported: {_ANEW}.")
+    if code not in _DTYPE_OF_CODE:
+        raise DataError(f"{name} has unknown token dtype code {code} (known: 1 to 8): {_ANEW}.")
+    offsets_at = _HEADER.size + 4 * sequences
+    documents_at = offsets_at + 8 * sequences
+    end = documents_at + 8 * documents
+    if len(content) not in (end, end + sequences):
+        raise DataError(f"{name} has {len(content)} bytes, but its header requires {end}: {_ANEW}.")
+    document_indices = content[documents_at:end].view("<i8")
+    if not documents or int(document_indices[-1]) != sequences:
+        raise DataError(f"{name} has document boundaries that do not match its {sequences} sequences: {_ANEW}.")
+    lengths, offsets = content[_HEADER.size : offsets_at].view("<i4"), content[offsets_at:documents_at].view("<i8")
+    return _Index(_DTYPE_OF_CODE[code], lengths, offsets, document_indices, len(content) > end)
 
 
 def _cannot_open(path: str, error: OSError) -> str:
@@ -375,52 +357,3 @@ def _cannot_open(path: str, error: OSError) -> str:
             "tools/preprocess_data.py."
         )
     return f"{path} cannot be opened ({error.strerror}): make it readable."
-
-
-def _parse_header(path: str, header: bytes) -> tuple[np.dtype[Any], int, int]:
-    """Dtype, number of sequences and length of the document array."""
-    magic, version, code, sequences, documents = _HEADER.unpack(header)
-    if magic != _MAGIC:
-        raise DataError(f"{path} is not an index of tokens (wrong magic bytes): {_ANEW}.")
-    if version != _VERSION:
-        raise DataError(f"{path} has format version {version}, but only {_VERSION} is supported: {_ANEW}.")
-    if code not in _DTYPE_OF_CODE:
-        raise DataError(f"{path} has unknown token dtype code {code} (known: 1 to 8): {_ANEW}.")
-    return _DTYPE_OF_CODE[code], sequences, documents
-
-
-def _split_index(content: npt.NDArray[np.uint8], dtype: np.dtype[Any], sequences: int, documents: int) -> _Index:
-    offsets_at = _HEADER.size + 4 * sequences
-    documents_at = offsets_at + 8 * sequences
-    return _Index(
-        dtype,
-        content[_HEADER.size : offsets_at].view("<i4"),
-        content[offsets_at:documents_at].view("<i8"),
-        content[documents_at : documents_at + 8 * documents].view("<i8"),
-        len(content) > documents_at + 8 * documents,
-    )
-
-
-def _check_documents(path: str, index: _Index) -> _Index:
-    sequences = len(index.sequence_lengths)
-    if not len(index.document_indices) or int(index.document_indices[-1]) != sequences:
-        raise DataError(f"{path} has document boundaries that do not match its {sequences} sequences: {_ANEW}.")
-    return index
-
-
-def _file_size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError as error:
-        raise DataError(_cannot_open(path, error)) from error
-
-
-def _check_bin_size(prefix: str, index: _Index, size: int) -> None:
-    """Check that ``.bin``, of ``size`` bytes, contains the last sequence of the index."""
-    needed = 0
-    if len(index.sequence_lengths):
-        needed = int(index.byte_offsets[-1]) + int(index.sequence_lengths[-1]) * index.dtype.itemsize
-    if size < needed:
-        raise DataError(
-            f"{prefix}.bin has {size} bytes, but {prefix}.idx requires {needed}: copy it again, or {_ANEW}."
-        )

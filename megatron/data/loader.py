@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -47,20 +47,23 @@ def build_datasets(
     tokenizer_description: Description | None,
     inspect: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """The train, validation and test datasets for so many samples each; None where the count is 0.
+    """The train, validation and test datasets with ``sample_counts`` samples each; None where the count is 0.
 
-    ``vocab_size`` counts the ids that tokens may have. Builds the sample orders that are not cached yet, so
-    in a run of many processes one should call this before the others. ``inspect``: look into the data, which one
-    process may do for all. Raises :class:`ConfigError` and :class:`DataError`.
+    ``vocab_size`` is the number of valid ids. Builds sample orders that are not cached, so one process of a run should
+    call this before the others. ``inspect`` checks a part of the tokens, which one process may do for all. Raises
+    :class:`ConfigError` and :class:`DataError`.
     """
     if data.seq_length is None:
         raise ConfigError("--seq-length is missing: set it to the tokens per sample.")
     sources = read_sources(data)
     masked_token = eod if data.eod_mask_loss else None
     document_end = eod if data.marks_documents else None
-    build: Callable[[int, int], Dataset]
     if data.mock_data:
-        build = partial(_build_mock, seed, data.seq_length, vocab_size, masked_token, document_end)
+        mock = partial(MockDataset, seed, data.seq_length, vocab_size)
+
+        def build(index: int, count: int) -> Dataset:
+            return mock(count, split_index=index, masked_token=masked_token, document_end=document_end)
+
     else:
         settings = SampleSettings(
             seq_length=data.seq_length,
@@ -75,31 +78,17 @@ def build_datasets(
         used = [index for index, count in enumerate(sample_counts) if count and sources.has(index)]
         corpora = _open_corpora(data, sources, used)
         if inspect:
-            _inspect(corpora.values(), vocab_size, document_end)
+            for corpus in corpora.values():
+                check_token_range(corpus, vocab_size, corpus.prefix)
+                if document_end is not None:
+                    check_document_ends(corpus, document_end)
         builder = _SplitBuilder(corpora, settings, data.mid_level_dataset_surplus, data.num_dataset_builder_threads)
-        build = partial(_build_split, builder, sources)
+
+        def build(index: int, count: int) -> Dataset:
+            return _build_split(builder, sources, index, count)
+
     train, valid, test = (build(index, count) if count else None for index, count in enumerate(sample_counts))
     return train, valid, test
-
-
-def _build_mock(
-    seed: int,
-    seq_length: int,
-    vocab_size: int,
-    masked_token: int | None,
-    document_end: int | None,
-    split_index: int,
-    count: int,
-) -> Dataset:
-    return MockDataset(
-        seed,
-        seq_length,
-        vocab_size,
-        count,
-        split_index=split_index,
-        masked_token=masked_token,
-        document_end=document_end,
-    )
 
 
 def _cache_directory(data: DataConfig, sources: Sources) -> str:
@@ -124,14 +113,6 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
         corpora = threads.map(lambda prefix: IndexedDataset(prefix, data.mmap_bin_files, index_cache), prefixes)
         return dict(zip(prefixes, corpora, strict=True))
-
-
-def _inspect(corpora: Iterable[IndexedDataset], vocab_size: int, document_end: int | None) -> None:
-    """Check a part of the tokens: are they in the vocabulary, and do documents end with end-of-document?"""
-    for corpus in corpora:
-        check_token_range(corpus, vocab_size, corpus.prefix)
-        if document_end is not None:
-            check_document_ends(corpus, document_end)
 
 
 def _build_split(builder: "_SplitBuilder", sources: Sources, split_index: int, count: int) -> Dataset:
@@ -169,8 +150,8 @@ class _SplitBuilder:
         targets, counts = blend_targets(weights, count, self.surplus)
         size = sum(targets)
         children = self._each(prefixes, split_index, counts)
-        # No corpus is ever a whole sample ahead of its share. Rounded-up targets can make the blend so much
-        # larger than asked that a share outgrows the surplus; such a corpus is built again, large enough.
+        # A corpus is never a whole sample ahead of its share. But rounded-up targets can make a share larger than the
+        # surplus allows; such a corpus is built again, with enough samples.
         if any(len(child) < math.ceil(weight * size) for child, weight in zip(children, weights, strict=True)):
             served = np.bincount(blend_order(weights, size)[0], minlength=len(prefixes)).tolist()
             children = [
@@ -192,7 +173,7 @@ class _SplitBuilder:
             )
         if count <= sum(lengths):
             return BlendedDataset(children, lengths, count, split_index, self.settings.cache_directory)
-        # Megatron-LM would stop at the end of the first epoch; with the same weights made explicit it goes on.
+        # Megatron-LM would stop at the end of the first epoch, but continues with equal explicit weights.
         used = [prefix for prefix, length in zip(prefixes, lengths, strict=True) if length]
         return self.weighted(used, normalize([n for n in lengths if n]), split_index, count)
 
@@ -278,10 +259,9 @@ def build_loader(
 ) -> Iterator[Microbatch]:
     """This rank's microbatches: ``tokens`` and ``labels`` [mbs, s] int64, ``loss_mask`` [mbs, s] float32.
 
-    With ``positions`` these hold the tokens at those places of each sample alone, as a context-parallel rank needs
-    them; ``document_starts``, if the dataset has it, always speaks of the whole sample.
-    ``num_workers`` 0 reads in this process, for which ``patience`` has no meaning. ``seed`` matters to cyclic order
-    only. Asking for more than the dataset has raises :class:`DataError`.
+    With ``positions`` they have only these positions of each sample, for context parallelism; ``document_starts``
+    always describes the whole sample. With ``num_workers`` 0 this process reads, and ``patience`` has no effect.
+    ``seed`` is for the cyclic order. Raises :class:`DataError` after the last sample.
     """
     place = (len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
     cyclic = dataloader_type == "cyclic"
@@ -294,20 +274,18 @@ def build_loader(
         worker_init_fn=_prepare_worker,
         pin_memory=pin_memory,
         timeout=POLL if num_workers else 0,
-        # Of its own, so that a loader draws nothing from torch's global generator.
+        # Its own generator, so that torch's global generator is not used.
         generator=torch.Generator(),
     )
     return _raise_when_exhausted(loader, len(dataset), patience)
 
 
 class _CheckedSamples:
-    """A dataset whose ids lie in the vocabulary, and whose errors travel from a loader process as values; raised
-    there, torch would wrap them in a traceback. Of each sample it gives the tokens at ``positions``, or all."""
+    """Checks that ids are in the vocabulary, and returns errors as values: torch would wrap an error that is raised in
+    a loader process in a traceback. Samples have the tokens at ``positions``, or all."""
 
     def __init__(self, dataset: Dataset, vocab_size: int, positions: npt.NDArray[np.int64] | None = None) -> None:
-        self._dataset = dataset
-        self._vocab_size = vocab_size
-        self._positions = positions
+        self._dataset, self._vocab_size, self._positions = dataset, vocab_size, positions
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -354,17 +332,18 @@ def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int, patience:
 
 def _stack(samples: list[Sample | DataError]) -> Microbatch | DataError:
     """Samples [s] to a microbatch [mbs, s], or the first error among them."""
-    good = [sample for sample in samples if not isinstance(sample, DataError)]
+    good: list[Sample] = []
     for sample in samples:
         if isinstance(sample, DataError):
             return sample
+        good.append(sample)
     return {key: torch.from_numpy(np.stack([sample[key] for sample in good])) for key in good[0]}
 
 
 def _prepare_worker(worker: int) -> None:
     torch.set_num_threads(1)
     die_with_parent()
-    # Ctrl-C and schedulers signal all processes of a run, with whatever --exit-signal is; a graceful stop still needs
-    # its microbatches. Workers end when the loader is closed, or when they notice that the training process is gone.
+    # Ctrl-C and schedulers signal all processes of a run, but a graceful stop still needs microbatches. Loader
+    # processes end when the loader is closed, or with the training process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

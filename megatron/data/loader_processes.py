@@ -43,8 +43,6 @@ UNLIMITED = Patience()
 
 
 class Wait:
-    """The wait for one microbatch."""
-
     def __init__(self, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience, self._clock = patience, clock
         self._began = clock()
@@ -84,14 +82,13 @@ class LoaderProcesses(Iterator[T]):
         self._reader.start()
 
     def _read(self) -> None:
-        while True:
+        reply: T | BaseException | None = None
+        while not isinstance(reply, BaseException):
             self._requests.acquire()
             reply = self._next()
             if reply is None:
                 return
             self._replies.put(reply)
-            if isinstance(reply, BaseException):
-                return
 
     def _next(self) -> T | BaseException | None:
         """The next batch or its error; None after :meth:`close`."""
@@ -121,16 +118,15 @@ class LoaderProcesses(Iterator[T]):
         return None if task is None else self._batches._workers[task[0]].pid
 
     def close(self) -> None:
-        """End the processes."""
         self._is_closed = True
         self._requests.release()
         self._reader.join(2 * POLL)
         if self._reader.is_alive():
             self._give_up()
         else:
-            # They ignore the signal by which Python would end them at exit.
+            # Loader processes ignore the signal with which Python ends them at exit.
             self._batches._shutdown_workers()
-        # A process that is stopped does not heed torch's SIGTERM.
+        # A stopped process does not react to torch's SIGTERM.
         for process in self._batches._workers:
             if process.is_alive():
                 process.kill()

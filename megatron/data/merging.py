@@ -24,25 +24,19 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> tuple[int, int]:
     Both files appear only when complete. Memory does not depend on the size of the data. Raises :class:`DataError` for
     a damaged dataset and for different token dtypes.
     """
-    with tempfile.TemporaryDirectory() as index_cache:  # for those of remote datasets
-        return _merge([IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes], output)
+    with tempfile.TemporaryDirectory() as index_cache:  # of remote datasets
+        datasets = [IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes]
+        _check_mergeable(datasets, output)
+        with NewCorpus(output) as files:
+            for dataset in datasets:
+                for start in range(0, dataset.num_tokens, _COPIED_TOKENS):
+                    length = min(_COPIED_TOKENS, dataset.num_tokens - start)
+                    files.write_tokens(dataset.tokens(start, length).tobytes())
+            files.commit(lambda index: _write_index(datasets, index))
+        return sum(map(len, datasets)), sum(dataset.num_tokens for dataset in datasets)
 
 
-def _merge(datasets: Sequence[IndexedDataset], output: str) -> tuple[int, int]:
-    _check_alike(datasets, output)
-    files = NewCorpus(output)
-    try:
-        for dataset in datasets:
-            for tokens in _tokens_of(dataset):
-                files.write_tokens(tokens)
-        files.commit(lambda index: _write_index(datasets, index))
-    except BaseException:
-        files.abort()
-        raise
-    return sum(map(len, datasets)), sum(dataset.num_tokens for dataset in datasets)
-
-
-def _check_alike(datasets: Sequence[IndexedDataset], output: str) -> None:
+def _check_mergeable(datasets: Sequence[IndexedDataset], output: str) -> None:
     first = datasets[0]
     for dataset in datasets:
         if dataset.dtype != first.dtype:
@@ -56,12 +50,6 @@ def _check_alike(datasets: Sequence[IndexedDataset], output: str) -> None:
             raise DataError(f"{output} is also an input: choose another --output-prefix.")
 
 
-def _tokens_of(dataset: IndexedDataset) -> Iterator[bytes]:
-    """The content of ``.bin`` that the index uses, in parts."""
-    for start in range(0, dataset.num_tokens, _COPIED_TOKENS):
-        yield dataset.tokens(start, min(_COPIED_TOKENS, dataset.num_tokens - start)).tobytes()
-
-
 def _write_index(datasets: Sequence[IndexedDataset], index: Writable) -> None:
     bases = np.cumsum([0] + [dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets])
     firsts = np.cumsum([0] + [len(dataset) for dataset in datasets])
@@ -70,7 +58,7 @@ def _write_index(datasets: Sequence[IndexedDataset], index: Writable) -> None:
         datasets[0].dtype,
         lengths=(dataset.sequence_lengths for dataset in datasets),
         offsets=(chunk + base for dataset, base in zip(datasets, bases) for chunk in _chunks(dataset.byte_offsets)),
-        # The end of a dataset's last document is where the next one begins.
+        # The end of a dataset is the start of the next one.
         documents=chain(
             (
                 chunk + first

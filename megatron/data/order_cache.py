@@ -49,10 +49,9 @@ def load_or_build(
 ) -> Arrays:
     """The arrays named in ``shapes``: mapped from the cache, or built and written to it.
 
-    An entry counts only if its files have the digests with which they were written, and its arrays have these shapes
-    and are not older than the data (``newer_than``, seconds since the epoch): the key names the data by path, and
-    someone may have made them anew. One process builds and the others wait for it. Without a ``directory`` nothing is
-    kept.
+    An entry is used only if its files match their digests, and its arrays have these shapes and are not older than the
+    data (``newer_than``, seconds since the epoch): the key has the path of the data, which may have been replaced. One
+    process builds while the others wait. Without a ``directory`` nothing is stored.
     """
     if directory is None:
         return build()
@@ -65,7 +64,7 @@ def load_or_build(
             return _load(stem, shapes, newer_than)
         except _UnusableEntry as error:
             reason = str(error)
-        if reason not in named:  # a waiting process tries again and again
+        if reason not in named:  # a waiting process polls
             _logger.warning("The cached sample order %s: building it again.", reason)
             named.add(reason)
         return None
@@ -93,7 +92,7 @@ def _digests_path(stem: str) -> str:
 
 
 def _store(stem: str, description: Description, arrays: Arrays, newer_than: float) -> None:
-    # Without this file there is no entry: processes that wait do not read arrays in vain.
+    # Without this file there is no entry, so waiting processes do not read unfinished arrays.
     with suppress(FileNotFoundError):
         os.remove(_digests_path(stem))
     text = _description_text(description).encode()
@@ -105,7 +104,7 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
             writer = DigestedWriter(file, BlockDigests(None))
             np.save(writer, np.ascontiguousarray(array), allow_pickle=False)
             file.flush()
-            if os.fstat(file.fileno()).st_mtime < newer_than:  # the clock that wrote the data is ahead of this one
+            if os.fstat(file.fileno()).st_mtime < newer_than:  # the data's clock is ahead
                 os.utime(file.fileno(), (math.ceil(newer_than),) * 2)  # some file systems keep whole seconds
             return {"bytes": writer.digests.size, "xxh3_128": writer.digests.finish()[0].hex()}
 
@@ -129,7 +128,11 @@ def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -
             with open(path, "rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_mtime < newer_than:
                     return None
-                _compare(path, file, records.get(name))
+                size, record = os.fstat(file.fileno()).st_size, records.get(name)
+                if record is None or size != record["bytes"]:
+                    raise _UnusableEntry(f"{path} has {size} bytes, a different size than when it was written")
+                if BlockDigests(None).read(file)[0].hex() != record["xxh3_128"]:
+                    raise _UnusableEntry(f"{path} is damaged (its digest does not match)")
                 array = _map_array(file)
         except OSError as error:
             raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
@@ -157,15 +160,6 @@ def _read_digests(stem: str, has_arrays: bool) -> dict[str, Any] | None:
         raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _UnusableEntry(f"{path} is damaged ({type(error).__name__})") from error
-
-
-def _compare(path: str, file: BinaryIO, record: Mapping[str, int | str] | None) -> None:
-    """Raise :class:`_UnusableEntry` unless an open file has the size and the digest of its ``record``."""
-    size = os.fstat(file.fileno()).st_size
-    if record is None or size != record["bytes"]:
-        raise _UnusableEntry(f"{path} has {size} bytes, a different size than when it was written")
-    if BlockDigests(None).read(file)[0].hex() != record["xxh3_128"]:
-        raise _UnusableEntry(f"{path} is damaged (its digest does not match)")
 
 
 def _map_array(file: BinaryIO) -> npt.NDArray[Any]:

@@ -12,7 +12,7 @@ from megatron.errors import DataError
 # What file systems call the property that changes with the content; the first that a file has counts.
 _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "updated", "created")
 
-_COPIED_PIECE = 1 << 26  # bytes
+_COPY_BYTES = 1 << 26  # bytes
 
 
 class RemoteFile:
@@ -69,9 +69,9 @@ class RemoteFile:
 
     def _download(self, path: str) -> str:
         def copy(file: BinaryIO) -> None:
-            # In pieces of some size: an index of billions of documents has tens of gigabytes.
-            for start in range(0, self.size, _COPIED_PIECE):
-                file.write(self.read_ranges([(start, min(_COPIED_PIECE, self.size - start))])[0])
+            # In parts: an index of billions of documents has tens of gigabytes.
+            for start in range(0, self.size, _COPY_BYTES):
+                file.write(self.read_ranges([(start, min(_COPY_BYTES, self.size - start))])[0])
 
         write_atomically(path, copy)
         return path

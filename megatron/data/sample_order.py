@@ -19,15 +19,15 @@ from megatron.errors import ConfigError
 SPLIT_NAMES = ("train", "valid", "test")
 SplitMatrix = list[tuple[float, float] | None]
 
-# A last epoch of which less than this share is needed is shuffled apart, so that its few samples do not
-# come in between those of the earlier epochs.
+# If less than this share of the last epoch is needed, it is shuffled separately, so that its few samples do not mix
+# with the earlier epochs.
 _LAST_EPOCH_APART_BELOW = 0.80
 
-MID_LEVEL_SURPLUS = 0.005  # share by which blended corpora build more than their target
-_DOCUMENTS_AT_ONCE = 1 << 22  # whose ends build_sample_index holds in memory
-_BLEND_SEGMENT = 2048  # steps of the blend order that are walked one after the other
-_MAX_BLEND_LANES = 4096  # segments that are walked side by side ...
-_MAX_BLEND_STATES = 1 << 20  # ... but no more lanes x corpora than this
+MID_LEVEL_SURPLUS = 0.005  # surplus of the samples that a blended corpus builds
+_DOCUMENTS_AT_ONCE = 1 << 22  # of build_sample_index in memory
+_BLEND_SEGMENT = 2048  # sequential steps of the blend order
+_MAX_BLEND_LANES = 4096  # parallel segments ...
+_MAX_BLEND_STATES = 1 << 20  # ... but at most this many lanes x corpora
 
 
 class EpochPlan(NamedTuple):
@@ -58,7 +58,7 @@ def parse_split(split: str) -> SplitMatrix:
     ``969, 30, 1`` gives (0, .969), (.969, .999), (.999, 1). Missing weights are 0. Raises :class:`ConfigError` for
     anything but one to three non-negative numbers.
     """
-    # Recipes quote it twice, '"--split \'99,1,0\'"', and Megatron-LM reads the digits alone.
+    # Some recipes quote it twice, '"--split \'99,1,0\'"'; Megatron-LM reads only the digits.
     parts = re.split(r"[\s,;:/]+", split.strip(" '\""))
     weights = [float(part) for part in parts if re.fullmatch(r"\d+\.?\d*|\.\d+", part)]
     if len(weights) != len(parts) or len(weights) > 3 or sum(weights) <= 0:
@@ -112,56 +112,35 @@ def build_sample_order(
     seq_length: int,
     num_samples: int | None,
     seed: int,
+    extendable: bool = False,
 ) -> SampleOrder:
-    """The order of samples in the sequences [first, end) of a corpus, for at least ``num_samples`` samples.
+    """The order of at least ``num_samples`` samples (None: one epoch) of the sequences [first, end) of a corpus with
+    ``sequence_lengths`` [S].
 
-    ``sequence_lengths`` [S] are those of the whole corpus; ``num_samples`` None means one epoch.
+    With ``extendable`` every epoch is shuffled separately, so that a longer order begins with the shorter one. The
+    first epoch is Megatron-LM's for a run of one epoch. A sample across two epochs belongs to the later one.
     """
     first, end = sequences
-    sequence_lengths = _aligned(sequence_lengths)
+    sequence_lengths = np.require(sequence_lengths, requirements="A")  # unaligned gathers are slow
     tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
     plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
-    # One generator for both shuffles: the second continues where the first stopped.
+    # One generator for all shuffles, which continue its state.
     generator = np.random.RandomState(seed)
-    documents = build_document_index(sequences, plan.num_epochs, plan.last_epoch_apart, generator)
-    samples = build_sample_index(sequence_lengths, documents, seq_length, plan.num_samples)
-    first_part = plan.samples_before_last_epoch if plan.last_epoch_apart else plan.num_samples
-    return SampleOrder(documents, samples, build_shuffle_index(first_part, plan.num_samples, generator))
-
-
-def build_extendable_order(
-    sequence_lengths: npt.NDArray[np.int32],
-    sequences: tuple[int, int],
-    *,
-    seq_length: int,
-    num_samples: int | None,
-    seed: int,
-) -> SampleOrder:
-    """Like :func:`build_sample_order`, but every epoch is shuffled separately, so that a longer order begins with the
-    shorter one.
-
-    The first epoch is Megatron-LM's for a run of one epoch. A sample across two epochs belongs to the later one.
-    """
-    first, end = sequences
-    sequence_lengths = _aligned(sequence_lengths)
-    tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
-    plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
-    generator = np.random.RandomState(seed)
-    documents = np.empty(plan.num_epochs * (end - first), dtype=np.int32)
-    shuffled = np.arange(plan.num_samples, dtype=_shuffle_dtype(plan.num_samples))
-    done = 0
-    for epoch in range(plan.num_epochs):
-        # One generator, whose state after an epoch does not depend on what follows.
-        documents[epoch * (end - first) :][: end - first] = build_document_index(sequences, 1, False, generator)
-        complete = max(0, ((epoch + 1) * tokens_per_epoch - 1) // seq_length)
-        generator.shuffle(shuffled[done:complete])
-        done = complete
+    if extendable:
+        documents = np.empty(plan.num_epochs * (end - first), dtype=np.int32)
+        shuffled = np.arange(plan.num_samples, dtype=_shuffle_dtype(plan.num_samples))
+        done = 0
+        for epoch in range(plan.num_epochs):
+            documents[epoch * (end - first) :][: end - first] = build_document_index(sequences, 1, False, generator)
+            complete = max(0, ((epoch + 1) * tokens_per_epoch - 1) // seq_length)
+            generator.shuffle(shuffled[done:complete])
+            done = complete
+    else:
+        documents = build_document_index(sequences, plan.num_epochs, plan.last_epoch_apart, generator)
+        first_part = plan.samples_before_last_epoch if plan.last_epoch_apart else plan.num_samples
+        shuffled = build_shuffle_index(first_part, plan.num_samples, generator)
     samples = build_sample_index(sequence_lengths, documents, seq_length, plan.num_samples)
     return SampleOrder(documents, samples, shuffled)
-
-
-def _aligned(sequence_lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    return np.require(sequence_lengths, requirements="A")  # unaligned gathers are slow
 
 
 def build_document_index(

@@ -1,11 +1,10 @@
-"""A SentencePiece BPE vocabulary as tiktoken's: byte strings in the order in which they are merged.
+"""A SentencePiece BPE vocabulary as a tiktoken vocabulary: byte strings in the order of their merges.
 
-SentencePiece merges characters, always the neighbours whose piece has the highest score; tiktoken's rule merges bytes,
-always those whose token has the lowest rank. With tokens that put the characters together before all pieces, and pieces
-ranked by their scores, both come to the same pieces. What then is left of a character without a piece stands for its
-bytes, as with SentencePiece's byte fallback.
+SentencePiece merges the neighbouring characters whose piece has the highest score; tiktoken merges the bytes whose
+token has the lowest rank. If tokens that merge the bytes of characters come first, and the pieces follow by their
+scores, both give the same pieces. A character without a piece remains as bytes, as with SentencePiece's byte fallback.
 
-Where no piece of the vocabulary has two neighbouring characters, no merge joins them, so that texts may be cut there.
+Two kinds of characters that are neighbours in no piece are never merged, so texts may be split between them.
 """
 
 import base64
@@ -19,24 +18,23 @@ import numpy.typing as npt
 BLANK = "\u2581"
 """SentencePiece's sign for a blank."""
 
-_MOST_BYTES = 4  # that one token may stand for: those of a character
+_MOST_BYTES = 4  # of a character without a piece
 
 
 class SentencePieceRanks(NamedTuple):
-    """Tokens and how to use them; texts are to have one blank in front, as SentencePiece puts it."""
+    """The tokens, for texts with one blank in front, which SentencePiece adds."""
 
     tokens: list[bytes]
     """By rank."""
     ids: npt.NDArray[np.int32]
-    """SentencePiece's ids of each token, [tokens, 4], filled up with -1."""
+    """SentencePiece's ids of each token, [tokens, 4], padded with -1."""
     split: str
-    """Pattern of what merges never leave."""
+    """Pattern of the parts of a text; no merge crosses its matches."""
 
     @classmethod
     def of(cls, model: bytes) -> Self | None:
-        """The ranks of a model's file; None if it does more than to merge a text as it is: unigrams, normalisation,
-        symbols of users, pieces across blanks. Models such as Llama 2's, and those of tools/train_tokenizer.py, do not.
-        """
+        """The ranks of a model's file; None for a model with unigrams, normalisation, user-defined symbols or pieces
+        across blanks. Llama 2's models and those of tools/train_tokenizer.py have none of these."""
         from sentencepiece import sentencepiece_model_pb2
 
         proto: Any = sentencepiece_model_pb2
@@ -89,9 +87,8 @@ def _merges_text_as_it_is(model: Any, proto: Any) -> bool:
 
 
 def _can_be_ranked(pieces: dict[str, int], model: Any) -> bool:
-    """Whether no two pieces of several characters have the same score, none goes on behind a blank that follows
-    something else, and each is what SentencePiece makes of its text: tiktoken looks for whole words before it merges.
-    """
+    """Whether all pieces of several characters have different scores, no piece has a blank after other characters, and
+    SentencePiece encodes the text of each piece as this piece: tiktoken looks up whole words before it merges."""
     from sentencepiece import SentencePieceProcessor
 
     merged = [piece for piece in pieces if len(piece) > 1]
@@ -111,7 +108,7 @@ def _score(model: Any, number: int) -> float:
 
 
 def _tokens(pieces: dict[str, int], merged: list[str]) -> list[bytes]:
-    """All bytes, what puts characters together, and the pieces in the order in which they are ``merged``."""
+    """All bytes, the tokens that merge bytes to characters, and the ``merged`` pieces in order."""
     every_byte = [bytes([value]) for value in range(256)]
     characters = {character.encode() for piece in pieces for character in piece}.difference(every_byte)
     beginnings = {character[:length] for character in characters for length in range(2, len(character))}
@@ -119,14 +116,14 @@ def _tokens(pieces: dict[str, int], merged: list[str]) -> list[bytes]:
 
 
 def _split(pieces: dict[str, int]) -> str:
-    """Blanks and, behind them, characters of kinds that some piece has side by side: letters, digits, others.
+    """Blanks, followed by characters of kinds (letters, digits, others) that are neighbours in some piece.
 
-    What is not in the vocabulary, never merged, counts as letters, so that it does not matter which Unicode a library
-    knows.
+    Characters outside of the vocabulary are never merged and count as letters, so the pattern does not depend on a
+    library's version of Unicode.
     """
     kinds = {character: _kind(character) for character in set().union(*pieces)}
     others = "".join(sorted(character for character, kind in kinds.items() if kind == "others"))
-    # There is no empty class; NUL is in no piece then, and may be cut off as well.
+    # A class cannot be empty: use NUL, which is in no piece then.
     members = {"digits": "0-9", "others": re.escape(others.replace(" ", "")) or "\0"}
     pairs = {(kinds[left], kinds[right]) for piece in pieces for left, right in pairwise(piece.lstrip(" "))}
     groups = [{"letters"}, {"digits"}, {"others"}]

@@ -27,7 +27,6 @@ class Sources(NamedTuple):
     """Weights by which every corpus is split; None: each split has separate corpora."""
 
     def has(self, split_index: int) -> bool:
-        """Whether a split has data."""
         if self.split is not None and parse_split(self.split)[split_index] is None:
             return False
         return self.blends[split_index] is not None
@@ -48,8 +47,9 @@ def read_sources(data: DataConfig) -> Sources:
     if data.is_per_split:
         words = _read_split_words(data.per_split_data_args_path) if data.per_split_data_args_path else data.split_paths
         blends = [_blend(words[name], f"The {name} path") if words[name] else None for name in SPLIT_NAMES]
-        # Megatron-LM takes a single corpus as it is, even with a weight; alone it has no share of anything.
-        return Sources(tuple(_without_lone_weight(blend) for blend in blends), None)
+        # As in Megatron-LM, the weight of a single corpus is ignored.
+        single = [blend is not None and len(blend.prefixes) == 1 for blend in blends]
+        return Sources(tuple(b and Blend(b.prefixes, None) if one else b for b, one in zip(blends, single)), None)
     path = tuple(_read_file(data.data_args_path).split()) if data.data_args_path else data.data_path
     if not path:
         raise ConfigError(f"--data-args-path {data.data_args_path} lists no corpus: add prefixes to it.")
@@ -79,12 +79,6 @@ def _blend(words: Sequence[str], source: str) -> Blend:
     for prefix in blend.prefixes:
         check_place(source, prefix)
     return blend
-
-
-def _without_lone_weight(blend: Blend | None) -> Blend | None:
-    if blend is None or len(blend.prefixes) > 1:
-        return blend
-    return Blend(blend.prefixes, None)
 
 
 def _read_split_words(path: str) -> dict[str, list[str]]:

@@ -39,7 +39,6 @@ def is_compressed(path: str) -> bool:
 
 
 def without_compression(path: str) -> str:
-    """The name without .gz or .zst."""
     for suffix in _COMPRESSIONS:
         path = path.removesuffix(suffix)
     return path
@@ -88,12 +87,8 @@ def _find_remote_files(pattern: str) -> list[SourceFile]:
             found = system.find(place, detail=True)
     except OSError as error:
         raise DataError(f"{pattern} cannot be listed ({error}): check the URL and the access to it.") from error
-    entries = sorted(found.items())
-    return [
-        SourceFile(system.unstrip_protocol(path), int(info["size"] or 0))
-        for path, info in entries
-        if info["type"] == "file"
-    ]
+    files = [(path, info) for path, info in sorted(found.items()) if info["type"] == "file"]
+    return [SourceFile(system.unstrip_protocol(path), int(info["size"] or 0)) for path, info in files]
 
 
 def file_system(url: str) -> tuple[Any, str]:

@@ -34,8 +34,6 @@ _KNOWN_ENDINGS = (*_TEXT_ENDINGS, *_JSON_ENDINGS, ".parquet")
 
 
 class InputFormat(NamedTuple):
-    """Input flags."""
-
     keys: tuple[str, ...] = ("text",)
     """JSON keys or columns with text."""
     separation: Separation = "file"
@@ -44,13 +42,13 @@ class InputFormat(NamedTuple):
     dataset_split: str = "train"
 
 
-class Piece(NamedTuple):
-    """A source, or its lines that begin at bytes ``start`` to ``stop``."""
+class SourceRange(NamedTuple):
+    """A source, or the lines that start in the bytes [``start``, ``stop``) of it."""
 
     path: str
     start: int
     stop: int
-    """The size of the source if it is read whole."""
+    """The size of the source if it is read completely."""
 
 
 class Batch(NamedTuple):
@@ -59,9 +57,9 @@ class Batch(NamedTuple):
     path: str
     kind: Literal["json", "line", "row", "document"]
     first: int
-    """Number of the first line (row, document), counted from 1 at the start of the piece."""
-    piece_start: int
-    """Byte of the source at which the piece begins."""
+    """Number of the first line (row, document), from 1 at the start of the range."""
+    range_start: int
+    """First byte of the range in the source."""
     stored_bytes: int
     """Stored bytes that were read for the batch."""
     records: bytes | list[tuple[Any, ...]]
@@ -69,8 +67,6 @@ class Batch(NamedTuple):
 
 
 class BadDocument(NamedTuple):
-    """An unusable document and the reason."""
-
     place: str
     reason: str
 
@@ -86,23 +82,18 @@ def list_sources(inputs: Iterable[str]) -> list[SourceFile]:
             sources.append(SourceFile(name, 0))
             continue
         files = find_files(name)
-        # A file that is named is read; of those in a folder, what looks like text.
-        chosen = files if [file.path for file in files] == [name] else [file for file in files if _is_known(file.path)]
-        if not chosen:
-            raise DataError(_no_input(name, files))
+        # A named file is read with any ending; of a directory or glob, files with a known ending.
+        chosen = files
+        if [file.path for file in files] != [name]:
+            chosen = [file for file in files if without_compression(file.path).endswith(_KNOWN_ENDINGS)]
+        if files and not chosen:
+            endings = ", ".join(_KNOWN_ENDINGS)
+            raise DataError(f"{name} holds no file named {endings} (or these with .gz or .zst): check --input.")
+        if not files:
+            remote = " or is empty" if is_url(name) else ""
+            raise DataError(f"{name} does not exist or is not a file{remote}: check --input.")
         sources += chosen
     return sources
-
-
-def _is_known(path: str) -> bool:
-    return without_compression(path).endswith(_KNOWN_ENDINGS)
-
-
-def _no_input(name: str, files: list[SourceFile]) -> str:
-    if files:
-        return f"{name} holds no file named {', '.join(_KNOWN_ENDINGS)} (or these with .gz or .zst): check --input."
-    remote = " or is empty" if is_url(name) else ""
-    return f"{name} does not exist or is not a file{remote}: check --input."
 
 
 def is_plain_text(path: str) -> bool:
@@ -110,29 +101,29 @@ def is_plain_text(path: str) -> bool:
     return not path.startswith(DATASET_PREFIX) and without_compression(path).endswith(_TEXT_ENDINGS)
 
 
-def whole_pieces(sources: Iterable[SourceFile]) -> list[Piece]:
-    return [Piece(source.path, 0, source.size) for source in sources]
+def whole_ranges(sources: Iterable[SourceFile]) -> list[SourceRange]:
+    return [SourceRange(source.path, 0, source.size) for source in sources]
 
 
-def cut_in_partitions(sources: list[SourceFile], count: int, separation: Separation) -> list[list[Piece]]:
+def cut_in_partitions(sources: list[SourceFile], count: int, separation: Separation) -> list[list[SourceRange]]:
     """Divide the sources into ``count`` partitions of about equally many bytes, keeping the order of documents.
 
     Uncompressed files of lines are cut; other files belong to the partition in which they begin.
     """
     total = sum(source.size for source in sources)
     edges = [total * number // count for number in range(count)] + [total + 1]
-    return [list(_pieces_between(sources, *ends, separation)) for ends in pairwise(edges)]
+    return [list(_ranges_between(sources, *ends, separation)) for ends in pairwise(edges)]
 
 
-def _pieces_between(sources: list[SourceFile], begin: int, end: int, separation: Separation) -> Iterator[Piece]:
+def _ranges_between(sources: list[SourceFile], begin: int, end: int, separation: Separation) -> Iterator[SourceRange]:
     position = 0
     for path, size in sources:
         if _can_be_cut(path, separation):
             start, stop = max(begin - position, 0), min(end - position, size)
             if start < stop:
-                yield Piece(path, start, stop)
+                yield SourceRange(path, start, stop)
         elif begin <= position < end:
-            yield Piece(path, 0, size)
+            yield SourceRange(path, 0, size)
         position += size
 
 
@@ -145,28 +136,29 @@ def _can_be_cut(path: str, separation: Separation) -> bool:
 # --- reading -------------------------------------------------------------------------------------------------
 
 
-def read_batches(pieces: Iterable[Piece], form: InputFormat) -> Iterator[Batch]:
-    """The documents of all pieces, in order. Memory: one batch, or one document if it is larger."""
-    for piece in pieces:
-        if piece.path.startswith(DATASET_PREFIX):
-            yield from _read_dataset(piece, form)
+def read_batches(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[Batch]:
+    """The documents of all ranges, in order. Memory: one batch, or one document if it is larger."""
+    for part in ranges:
+        if part.path.startswith(DATASET_PREFIX):
+            dataset = _open_dataset(part.path.removeprefix(DATASET_PREFIX), form)
+            yield from _batch_rows(part.path, ((*map(row.get, form.keys),) for row in dataset), 0)
         else:
-            yield from _read_piece(piece, form)
+            yield from _read_range(part, form)
 
 
-def _read_piece(piece: Piece, form: InputFormat) -> Iterator[Batch]:
-    path, kind = piece.path, without_compression(piece.path)
+def _read_range(part: SourceRange, form: InputFormat) -> Iterator[Batch]:
+    path, kind = part.path, without_compression(part.path)
     try:
         with open_stored(path) as stored:
             if kind.endswith(".parquet"):
-                yield from _read_parquet(piece, stored, form)
+                yield from _read_parquet(part, stored, form)
             elif not kind.endswith(_TEXT_ENDINGS):
-                yield from _read_lines(piece, stored, "json")
+                yield from _read_lines(part, stored, "json")
             elif form.separation == "line":
-                yield from _read_lines(piece, stored, "line")
+                yield from _read_lines(part, stored, "line")
             else:
                 whole = form.separation == "file"
-                yield from _read_whole(piece, stored) if whole else _read_paragraphs(piece, stored)
+                yield from _read_whole(part, stored) if whole else _read_paragraphs(part, stored)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a complete gzip file ({error}): copy it again.") from error
     except FileNotFoundError as error:
@@ -177,73 +169,73 @@ def _read_piece(piece: Piece, form: InputFormat) -> Iterator[Batch]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): check --input.") from error
 
 
-def _read_lines(piece: Piece, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
-    """Blocks of whole lines that begin inside the piece."""
-    content = decompressed(piece.path, stored)
-    position, number, told = piece.start, 1, piece.start
-    if piece.start:  # whoever has the byte before has the line that it belongs to
-        stored.seek(piece.start - 1)
-        position += len(_rest_of_line(content, piece)) - 1
-    while position < piece.stop or content is not stored:
-        size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, piece.stop - position)
+def _read_lines(part: SourceRange, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
+    """Blocks of whole lines that start in the range."""
+    content = decompressed(part.path, stored)
+    position, number, reported = part.start, 1, part.start
+    if part.start:  # the line of the byte before belongs to the previous range
+        stored.seek(part.start - 1)
+        position += len(_rest_of_line(content, part)) - 1
+    while position < part.stop or content is not stored:
+        size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, part.stop - position)
         block = content.read(size)
         if not block:
             break
         if not block.endswith(b"\n"):
-            block += _rest_of_line(content, piece)
+            block += _rest_of_line(content, part)
         position += len(block)
         at = stored.tell() if content is not stored else position
-        yield Batch(piece.path, kind, number, piece.start, at - told, block)
-        number, told = number + block.count(b"\n"), at
+        yield Batch(part.path, kind, number, part.start, at - reported, block)
+        number, reported = number + block.count(b"\n"), at
 
 
-def _rest_of_line(content: IO[bytes], piece: Piece) -> bytes:
+def _rest_of_line(content: IO[bytes], part: SourceRange) -> bytes:
     rest = content.readline(MAX_DOCUMENT_BYTES)
     if len(rest) == MAX_DOCUMENT_BYTES:
         raise DataError(
-            f"{piece.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their names' "
+            f"{part.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their names' "
             f"endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or correct it."
         )
     return rest
 
 
-def _read_whole(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
-    text = decompressed(piece.path, stored).read(MAX_DOCUMENT_BYTES + 1)
+def _read_whole(part: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
+    text = decompressed(part.path, stored).read(MAX_DOCUMENT_BYTES + 1)
     if len(text) > MAX_DOCUMENT_BYTES:
         raise DataError(
-            f"{piece.path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too long for one document: say with "
+            f"{part.path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too long for one document: say with "
             "--text-documents paragraph, or line, where documents end."
         )
-    yield Batch(piece.path, "document", 1, 0, piece.stop, [(text,)])
+    yield Batch(part.path, "document", 1, 0, part.stop, [(text,)])
 
 
-def _read_paragraphs(piece: Piece, stored: BinaryIO) -> Iterator[Batch]:
+def _read_paragraphs(part: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
     """Paragraphs, separated by blank lines."""
-    content = decompressed(piece.path, stored)
+    content = decompressed(part.path, stored)
     documents: list[tuple[bytes]] = []
     lines: list[bytes] = []
-    size, size_of_lines, first, told = 0, 0, 1, 0
+    size, size_of_lines, first, reported = 0, 0, 1, 0
     while True:
-        line = _rest_of_line(content, piece)
+        line = _rest_of_line(content, part)
         if line.strip():
             lines.append(line)
             size_of_lines += len(line)
             if size_of_lines > MAX_DOCUMENT_BYTES:
                 raise DataError(
-                    f"{piece.path} has no blank line in {MAX_DOCUMENT_BYTES >> 20} MiB: try --text-documents line."
+                    f"{part.path} has no blank line in {MAX_DOCUMENT_BYTES >> 20} MiB: try --text-documents line."
                 )
             continue
         if lines:
             documents.append((b"".join(lines).rstrip(b"\r\n"),))
             size, size_of_lines, lines = size + size_of_lines, 0, []
         if documents and (size >= BATCH_BYTES or not line):
-            yield Batch(piece.path, "document", first, 0, stored.tell() - told, [*documents])
-            size, first, told, documents = 0, first + len(documents), stored.tell(), []
+            yield Batch(part.path, "document", first, 0, stored.tell() - reported, [*documents])
+            size, first, reported, documents = 0, first + len(documents), stored.tell(), []
         if not line:
             return
 
 
-def _read_parquet(piece: Piece, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
+def _read_parquet(part: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
     """Rows; memory holds the text of at most one row group."""
     import pyarrow
     from pyarrow import parquet
@@ -253,21 +245,16 @@ def _read_parquet(piece: Piece, stored: BinaryIO, form: InputFormat) -> Iterator
         for key in form.keys:
             if key not in file.schema_arrow.names:
                 raise DataError(
-                    f"{piece.path} has no column {key!r}, but {', '.join(file.schema_arrow.names)}: name the right one "
+                    f"{part.path} has no column {key!r}, but {', '.join(file.schema_arrow.names)}: name the right one "
                     "with --json-keys."
                 )
         rows = max(file.metadata.num_rows, 1)
         batches = file.iter_batches(batch_size=256, columns=list(form.keys))
         columns = ([batch.column(key).to_pylist() for key in form.keys] for batch in batches)
         records = (row for batch in columns for row in zip(*batch))
-        yield from _batch_rows(piece.path, records, piece.stop / rows)
+        yield from _batch_rows(part.path, records, part.stop / rows)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{piece.path} is not a complete parquet file ({error}): copy it again.") from error
-
-
-def _read_dataset(piece: Piece, form: InputFormat) -> Iterator[Batch]:
-    rows = ((*map(row.get, form.keys),) for row in _open_dataset(piece.path.removeprefix(DATASET_PREFIX), form))
-    yield from _batch_rows(piece.path, rows, 0)
+        raise DataError(f"{part.path} is not a complete parquet file ({error}): copy it again.") from error
 
 
 def _open_dataset(name: str, form: InputFormat) -> Any:
@@ -318,12 +305,10 @@ def parse_documents(batch: Batch, keys: tuple[str, ...], key_flag: str) -> Itera
     if isinstance(batch.records, bytes):
         for place, line in enumerate(batch.records.split(b"\n")):
             if line and not line.isspace():
-                text = (
-                    _parse_json(line, keys, key_flag)
-                    if batch.kind == "json"
-                    else _decode(batch, place, line.rstrip(b"\r"))
-                )
-                yield place, text
+                if batch.kind == "json":
+                    yield place, _parse_json(line, keys, key_flag)
+                else:
+                    yield place, _decode(batch, place, line.rstrip(b"\r"))
         return
     for place, texts in enumerate(batch.records):
         if batch.kind == "document":
@@ -335,8 +320,8 @@ def parse_documents(batch: Batch, keys: tuple[str, ...], key_flag: str) -> Itera
 def place_of(batch: Batch, number: int) -> str:
     """File and line of a document, for messages."""
     number += batch.first
-    if batch.piece_start:
-        number += _count_lines(batch.path, batch.piece_start)
+    if batch.range_start:
+        number += _count_lines(batch.path, batch.range_start)
     if batch.kind == "document" and isinstance(batch.records, list):
         return f"{batch.path}, document {number}"
     return f"{batch.path}, {'row' if batch.kind == 'row' else 'line'} {number}"
@@ -360,7 +345,7 @@ def _count_lines(path: str, start: int) -> int:
 
 
 def _decode(batch: Batch, place: int, text: bytes) -> list[str] | str:
-    begins_file = not place and batch.first == 1 and not batch.piece_start
+    begins_file = not place and batch.first == 1 and not batch.range_start
     try:
         return [text.decode("utf-8-sig" if begins_file else "utf-8")]
     except UnicodeDecodeError as error:
@@ -383,14 +368,9 @@ def _check_texts(document: dict[str, Any], keys: tuple[str, ...], key_flag: str)
         if not isinstance(text, str):
             found = f"has no text under the key {key!r}" if key in document else f"has no key {key!r}"
             return f"{found}: name the right key with {key_flag}, or remove the line"
-        if not text.isascii() and not _is_text(text):
+        try:
+            if not text.isascii():
+                text.encode()
+        except UnicodeEncodeError:
             return "holds half of a surrogate pair, which is no text: mend or remove it"
     return texts  # type: ignore[return-value]
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

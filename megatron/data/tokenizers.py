@@ -31,12 +31,12 @@ from megatron.data.verified_encoder import (
 )
 from megatron.errors import ConfigError, DataError
 
-# Llama 3 cuts text so before it merges bytes: contractions, words, up to three digits, punctuation, blanks.
+# Llama 3 splits text before it merges bytes: contractions, words, up to three digits, punctuation, whitespace.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Names by place behind the ordinary tokens; every other place is reserved.
+# Names by position after the ordinary tokens; every other position is reserved.
 _LLAMA3_SPECIAL_TOKENS = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -47,16 +47,16 @@ _LLAMA3_SPECIAL_TOKENS = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-# tiktoken's regular expressions overflow their stack on some 300,000 blanks in a row.
+# tiktoken's regular expressions overflow their stack on about 300,000 consecutive blanks.
 _MAX_BLANK_RUN = 100_000
 _LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
 
-_TOKENS_PER_COMPARED = 64  # of a vocabulary, one of so many is encoded by both libraries before the faster is used
+_TOKENS_PER_COMPARED = 64  # every 64th token is encoded by both libraries before the faster one is used
 
 _END_OF_DOCUMENT_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
 _BEGIN_OF_DOCUMENT_NAMES = ("<s>", "<|begin_of_text|>", "<|startoftext|>")
 
-# The class that Megatron-LM puts into the keys of its sample-order caches, for every text tokenizer.
+# The class of every text tokenizer in the keys of Megatron-LM's sample-order caches.
 _MEGATRON_TOKENIZER_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
 
 
@@ -89,7 +89,6 @@ class Tokenizer(ABC):
         """Ids of a text, without special ids."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts."""
         return [self.tokenize(text) for text in texts]
 
     def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
@@ -283,9 +282,9 @@ class NullTokenizer(Tokenizer):
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
+            excerpt = repr(text if len(text) <= 40 else text[:40] + "...")
             raise DataError(
-                f"NullTokenizer reads ids separated by spaces, but the text is {_excerpt(text)}: use another "
-                "--tokenizer-type."
+                f"NullTokenizer reads ids separated by spaces, but the text is {excerpt}: use another --tokenizer-type."
             ) from error
         for token in ids:
             if not 0 <= token < self.vocab_size:
@@ -307,7 +306,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         if config.vocab_size < 1:
             raise ConfigError(f"--vocab-size {config.vocab_size} must be positive.")
         return NullTokenizer(config.vocab_size)
-    tokenizer = _build_from_file(config)
+    path = config.tokenizer_model or ""
+    tokenizer: Tokenizer
+    match config.tokenizer_type:
+        case "SentencePieceTokenizer" | "Llama2Tokenizer":
+            tokenizer = SentencePieceTokenizer(path)
+        case "TikTokenizer":
+            tokenizer = TikTokenizer(path, config.tiktoken_num_special_tokens)
+        case "HuggingFaceTokenizer":
+            tokenizer = HuggingFaceTokenizer(path)
+        case None:
+            raise ConfigError("A tokenizer is required: set --tokenizer-type, and --tokenizer-model to its file.")
     if config.vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"--vocab-size {config.vocab_size} differs from the {tokenizer.vocab_size} ids of "
@@ -326,18 +335,6 @@ def tokenizer_file(config: TokenizerConfig) -> str | None:
 
 def _tokenizer_json(path: str) -> str:
     return os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-
-
-def _build_from_file(config: TokenizerConfig) -> Tokenizer:
-    path = config.tokenizer_model or ""
-    match config.tokenizer_type:
-        case "SentencePieceTokenizer" | "Llama2Tokenizer":
-            return SentencePieceTokenizer(path)
-        case "TikTokenizer":
-            return TikTokenizer(path, config.tiktoken_num_special_tokens)
-        case "HuggingFaceTokenizer":
-            return HuggingFaceTokenizer(path)
-    raise ConfigError("A tokenizer is required: set --tokenizer-type, and --tokenizer-model to its file.")
 
 
 def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
@@ -378,10 +375,6 @@ def _read_file(path: str) -> bytes:
 
 def _not_a(path: str, kind: str) -> str:
     return f"{path} is not {kind}: check that --tokenizer-model and --tokenizer-type belong together."
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
 def _parse_ranks(path: str) -> dict[bytes, int]:

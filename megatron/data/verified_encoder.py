@@ -33,7 +33,7 @@ AWKWARD_TEXTS = (
 """Texts that tokenizers often handle differently."""
 
 _COMPARED_CHARACTERS = 1000  # of one text per batch: a percent of the time
-_STRIDE = 7919  # a prime, so that all parts of texts of like lengths have their turn
+_STRIDE = 7919  # a prime, so that different parts of texts of similar lengths are compared
 
 
 class VerifiedEncoder:
@@ -135,17 +135,13 @@ def _is_plain_byte_level(description: dict[str, Any], split: str) -> bool:
         model.get("type") == "BPE"
         and not any(model.get(name) for name in ("byte_fallback", "dropout", "unk_token"))
         and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-        and _has_all_bytes(model["vocab"])
+        # A token for each byte: bytes that are no visible character of Latin-1 are written as U+0100 and on.
+        and sum(len(token) == 1 and ord(token) < 0x144 for token in model["vocab"]) == 256
         and _merges_by_id(model)
         and description.get("normalizer") is None
         and _cuts_by(split, description.get("pre_tokenizer") or {})
         and all(token.get("special") for token in description.get("added_tokens") or ())
     )
-
-
-def _has_all_bytes(vocabulary: dict[str, int]) -> bool:
-    """Whether each byte has a token; bytes that are no visible character of Latin-1 are written as U+0100 and on."""
-    return sum(len(token) == 1 and ord(token) < 0x144 for token in vocabulary) == 256
 
 
 def _merges_by_id(model: dict[str, Any]) -> bool:

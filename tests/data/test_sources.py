@@ -293,7 +293,7 @@ def test_documents_of_a_sample_are_asked_for_at_the_same_time(remote: Any, monke
         return read(file, ranges)
 
     monkeypatch.setattr(RemoteFile, "read_ranges", count)
-    parts = corpus.pieces([(0, 2, None), (1, 0, None), (4, 0, 0), (2, 1, 2)])
+    parts = corpus.ranges([(0, 2, None), (1, 0, None), (4, 0, 0), (2, 1, 2)])
     assert asked == [4]
     documents = golden_documents(CORPUS_A)
     assert np.concatenate(parts).tolist() == documents[0][2:] + documents[1] + documents[2][1:3]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron.data.encoding import EncodedBatch, EncodeTask, encode_batch
 from megatron.data.indexed_dataset import IndexedDatasetWriter
-from megatron.data.text_inputs import Batch, InputFormat, Piece, read_batches
+from megatron.data.text_inputs import Batch, InputFormat, SourceRange, read_batches
 from megatron.errors import DataError
 from tools.support.preprocess_progress import Counts
 
@@ -25,7 +25,7 @@ _BATCHES_PER_WORKER = 4  # in flight at a time; bounds memory
 class Work(NamedTuple):
     """What to read, and where to write its tokens."""
 
-    pieces: tuple[Piece, ...]
+    ranges: tuple[SourceRange, ...]
     form: InputFormat
     task: EncodeTask
     output_prefix: str
@@ -36,7 +36,7 @@ class Work(NamedTuple):
     @property
     def stored_bytes(self) -> int:
         """Bytes to read, as stored; 0 where nobody knows."""
-        return sum(piece.stop - piece.start for piece in self.pieces)
+        return sum(part.stop - part.start for part in self.ranges)
 
     def run(self, report: Callable[[Counts], None]) -> Counts:
         """Write the outputs, one per key, which appear only when complete; tells ``report`` of every batch."""
@@ -47,7 +47,7 @@ class Work(NamedTuple):
                 stack.enter_context(IndexedDatasetWriter(output_of(self.output_prefix, key), self.vocab_size))
                 for key in self.form.keys
             ]
-            for encoded in map_in_order(encode, read_batches(self.pieces, self.form), self.workers):
+            for encoded in map_in_order(encode, read_batches(self.ranges, self.form), self.workers):
                 for writer, key in zip(writers, encoded.keys, strict=True):
                     writer.add_documents(key.tokens, key.lengths)
                 counts = Counts.of(encoded)
