@@ -4,7 +4,7 @@ import torch
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """What torch's allocator has of a GPU, under Megatron-LM's keys; nothing on a CPU, where it keeps no books."""
+    """Statistics of torch's GPU allocator under Megatron-LM's keys; empty on a CPU."""
     if device.type == "cpu":
         return {}
     counts = torch.cuda.memory_stats(device)

@@ -1,11 +1,11 @@
-"""FP8 training: the scales of this rank's linear layers, how they follow from step to step, and the products.
+"""FP8 training: the scales of this rank's linear layers, their updates, and the GEMMs.
 
-Every linear layer has three quantised tensors, each with one scale: input, weight and gradient of the output. All
-microbatches of a step use the same scales (delayed scaling), so that neither their number nor the layout matters;
-at the end of the step the magnitudes that were seen, of all ranks that compute with the same layers, set those of the
-next. Or a tensor's scale is that of its own magnitude (current scaling, ``tensorwise``).
+Every linear layer has three quantised tensors, each with one scale: input, weight and output gradient. Under delayed
+scaling all microbatches of a step use the same scales, so results depend neither on their number nor on the layout; at
+the end of the step the amaxes of all ranks with the same layers set the next scales. Under current scaling
+(``tensorwise``) each tensor is scaled by its own amax.
 
-What is recorded is a maximum, so that a forward pass that is repeated in the backward pass changes nothing.
+Amaxes of a step are recorded as maxima, so a recomputed forward pass does not change them.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,29 +40,29 @@ ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """What delayed scaling remembers, in fp32; one row for each linear layer, in it one column for each role."""
+class _DelayedState:
+    """The state of delayed scaling in fp32: one row for each linear layer, one column for each role."""
 
     scale: Tensor
-    """``[layers, roles]``; zero until a step has told one."""
+    """``[layers, roles]``; zero until the first step has set it."""
     amax_history: Tensor
     """``[layers, roles, length]``, the newest first."""
     step_amax: Tensor
-    """``[layers, roles]``: the largest magnitudes of this step so far, on this rank."""
+    """``[layers, roles]``: the amaxes of this step so far, on this rank."""
 
 
 class Fp8Layers:
-    """A rank's FP8 linear layers, whoever multiplies in them: here what does not depend on that."""
+    """The FP8 linear layers of a rank: base of our own implementation and of Transformer Engine's."""
 
-    multiplier: str
-    """Whose products these are."""
+    gemm_name: str
+    """The implementation of the GEMMs, for the log."""
 
     def __init__(self, config: PrecisionConfig) -> None:
         self.config = config
 
     @property
     def is_delayed(self) -> bool:
-        """Whether scales come from the past."""
+        """Whether scales depend on the steps before."""
         return self.config.fp8_recipe == "delayed"
 
     def includes(self, layer: int, num_layers: int) -> bool:
@@ -73,30 +73,29 @@ class Fp8Layers:
         return config.num_layers_at_start_in_bf16 <= layer < num_layers - config.num_layers_at_end_in_bf16
 
     def forward_pass(self) -> AbstractContextManager[object]:
-        """Stands around what a chunk of the model computes forward for one microbatch."""
+        """The context of the forward pass of a chunk for one microbatch."""
         return nullcontext()
 
     def start_step(self) -> None:
-        """Before the first microbatch of a step."""
+        """Call before the first microbatch of a step."""
 
     def finish_step(self) -> None:
-        """After the last one, before the weights are updated."""
+        """Call after the last one, before the weights are updated."""
 
     def state(self) -> dict[str, Tensor]:
-        """What a run that goes on must know, by names that do not depend on the layout; the same on all ranks that have
-        a layer: ``<layer>/scale`` ``[roles]``, zero until there is one, and ``<layer>/amax_history``
-        ``[roles, length]``, the newest first."""
+        """The state for a checkpoint, by names that do not depend on the layout and equal on all ranks of a layer:
+        ``<layer>/scale`` ``[roles]``, zero until it is set, and ``<layer>/amax_history`` ``[roles, length]``, newest
+        first. Empty under current scaling."""
         return {}
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over the state of those layers that ``saved`` has; of a history of another length the newest."""
+        """Load the state of the layers in ``saved``; of a history of another length the newest amaxes."""
 
 
 class Fp8Scaling(Fp8Layers):
-    """The scales of a rank's linear layers, between :meth:`start_step` and :meth:`finish_step` the same.
+    """Our own FP8: under delayed scaling, scales are constant from :meth:`start_step` to :meth:`finish_step`.
 
-    ``ranks`` are those that compute with the same layers, whatever part of them or of the batch. Without
-    ``keeps_weights`` a quantised weight is made for every product, for weights that are not kept themselves.
+    ``ranks`` compute with the same layers. Without ``keeps_weights`` weights are quantised for every GEMM (FSDP).
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Fp8Scaling(Fp8Layers):
         super().__init__(config)
         self.keeps_weights = keeps_weights
         self.multiply = product_for(device) if multiply is None else multiply
-        self.multiplier = "torch._scaled_mm" if self.multiply is scaled_product else "fp32 products of the FP8 numbers"
+        self.gemm_name = "torch._scaled_mm" if self.multiply is scaled_product else "fp32 products of the FP8 numbers"
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Gemm] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3
@@ -119,22 +118,22 @@ class Fp8Scaling(Fp8Layers):
     def gemm(
         self, name: str, dtype: torch.dtype, tensor_parallel: Communicator, sharded: Collection[Fp8Role]
     ) -> "Fp8Gemm":
-        """The GEMMs of the linear layer ``name``, with results in ``dtype``; all are made before the first step.
+        """The GEMMs of the linear layer ``name``, with results in ``dtype``; to be called before the first step.
 
-        The tensors in ``sharded`` are divided over the ``tensor_parallel`` ranks, which reduce their amax.
+        The tensors in ``sharded`` are sharded over the ``tensor_parallel`` ranks, which reduce their amax.
         """
         self._layers.append(Fp8Gemm(self, len(self._layers), name, dtype, tensor_parallel, sharded))
         return self._layers[-1]
 
     @cached_property
-    def numbers(self) -> _Numbers:
-        """The memory of all linear layers, in few tensors so that a step takes few operations."""
+    def delayed_state(self) -> _DelayedState:
+        """The state of all linear layers, in few tensors so that a step takes few operations."""
         shape = len(self._layers), len(ROLES)
 
         def zeros(*more: int) -> Tensor:
             return torch.zeros(*shape, *more, dtype=torch.float32, device=self._device)
 
-        return _Numbers(zeros(), zeros(self.config.fp8_amax_history_len), zeros())
+        return _DelayedState(zeros(), zeros(self.config.fp8_amax_history_len), zeros())
 
     @cached_property
     def _largest(self) -> Tensor:
@@ -142,49 +141,45 @@ class Fp8Scaling(Fp8Layers):
         return torch.tensor([largest_value(self.formats[role]) for role in ROLES], device=self._device)
 
     def start_step(self) -> None:
-        """Begin to record; what an evaluation saw in between counts for nothing."""
-        self._forget_weights()
+        # An evaluation may have recorded amaxes and quantised other weights.
+        self._drop_weights()
         if self.is_delayed:
-            self.numbers.step_amax.zero_()
+            self.delayed_state.step_amax.zero_()
 
     def finish_step(self) -> None:
-        """Set the scales of the next step; before the weights are updated.
-
-        One collective for all layers. A step whose numbers were not finite leaves the scales as they were.
-        """
-        self._forget_weights()
+        """Set the scales of the next step, in one collective for all layers. If an amax of this step is not finite,
+        the scale does not change."""
+        self._drop_weights()
         if not self.is_delayed or not self._layers:
             return
-        numbers = self.numbers
-        # The maximum of a NaN and a number is either, depending on the backend.
-        amax = self._ranks.all_reduce(numbers.step_amax.nan_to_num(nan=torch.inf, posinf=torch.inf), "max")
-        push_amax(numbers.amax_history, amax)
-        amax = amax_of_history(numbers.amax_history, self.config.fp8_amax_compute_algo)
-        numbers.scale.copy_(scale_from_amax(amax, self._largest, numbers.scale, self.config.fp8_margin))
-        self._note_scales()
+        state = self.delayed_state
+        # The maximum of a NaN and a number depends on the backend.
+        amax = self._ranks.all_reduce(state.step_amax.nan_to_num(nan=torch.inf, posinf=torch.inf), "max")
+        push_amax(state.amax_history, amax)
+        amax = amax_of_history(state.amax_history, self.config.fp8_amax_compute_algo)  # [layers, roles]
+        state.scale.copy_(scale_from_amax(amax, self._largest, state.scale, self.config.fp8_margin))
+        self._update_has_scales()
 
-    def _forget_weights(self) -> None:
+    def _drop_weights(self) -> None:
         for layer in self._layers:
-            layer.forget_weight()
+            layer.weight = layer.transposed_weight = None
 
-    def _note_scales(self) -> None:
-        """Let the layers know which of them have scales by now. Once all have, nobody waits for the device any more."""
+    def _update_has_scales(self) -> None:
+        """Update ``has_scales`` of the layers. Once all have scales, this no longer waits for the device."""
         if all(layer.has_scales for layer in self._layers):
             return
-        for layer, has_scales in zip(self._layers, (self.numbers.scale > 0.0).all(dim=1).tolist()):
+        for layer, has_scales in zip(self._layers, (self.delayed_state.scale > 0.0).all(dim=1).tolist()):
             layer.has_scales = has_scales
 
     def state(self) -> dict[str, Tensor]:
-        """As of all; current scaling remembers nothing."""
         if not self.is_delayed:
             return {}
         state: dict[str, Tensor] = {}
-        for layer, scale, history in zip(self._layers, self.numbers.scale, self.numbers.amax_history):
+        for layer, scale, history in zip(self._layers, self.delayed_state.scale, self.delayed_state.amax_history):
             state |= {f"{layer.name}/scale": scale, f"{layer.name}/amax_history": history}
         return state
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Take over the state of those layers that ``saved`` has; of a history of another length the newest."""
         for name, tensor in self.state().items():
             if name not in saved:
                 continue
@@ -192,14 +187,14 @@ class Fp8Scaling(Fp8Layers):
             length = min(tensor.shape[-1], saved[name].shape[-1])
             tensor[..., :length] = saved[name][..., :length]
         if self.is_delayed and self._layers:
-            self._note_scales()
+            self._update_has_scales()
 
 
 class Fp8Gemm:
     """The GEMMs of one linear layer (:class:`~megatron.core.ops.matmul.Gemm`) in FP8.
 
-    Under delayed scaling a layer without scales, that is in its first step, takes those of the tensors themselves:
-    gradients are so small that with any fixed scale the step would be lost.
+    In the first step of delayed scaling a layer has no scales and uses current scaling: with a fixed scale the
+    gradients, which are small, would be quantised to zero.
     """
 
     is_plain = False
@@ -216,12 +211,9 @@ class Fp8Gemm:
         self.name, self.has_scales = name, False
         self._scaling, self._number, self._dtype = scaling, number, dtype
         self._tensor_parallel, self._sharded = tensor_parallel, frozenset(sharded)
-        self._weight: QuantizedTensor | None = None
-        self._transposed_weight: QuantizedTensor | None = None
-
-    def forget_weight(self) -> None:
-        """The weight, or its scale, will be another."""
-        self._weight = self._transposed_weight = None
+        self.weight: QuantizedTensor | None = None
+        self.transposed_weight: QuantizedTensor | None = None
+        """The quantised weight of this step and its transpose, with ``keeps_weights``."""
 
     def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
         return self._quantize("input", inputs)
@@ -230,16 +222,20 @@ class Fp8Gemm:
         return self._quantize("output_gradient", grad_outputs)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
-        """``inputs @ weight^T``, ``[..., n]``; it alone may be accumulated fast, as in Transformer Engine."""
+        # Only this GEMM may accumulate fast, as in Transformer Engine.
         return self._multiply_rows(inputs, self._quantized_weight(weight), fast=True)
 
     def input_gradient(self, grad_outputs: QuantizedTensor, weight: Tensor) -> Tensor:
-        """``grad_outputs @ weight``, ``[..., k]``."""
-        return self._multiply_rows(grad_outputs, self._quantized_transpose(weight), fast=False)
+        transpose = self.transposed_weight
+        if transpose is None:
+            transpose = transposed(self._quantized_weight(weight))  # [k, n]
+            if self._scaling.keeps_weights:
+                self.transposed_weight = transpose
+        return self._multiply_rows(grad_outputs, transpose, fast=False)
 
     def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Tensor:
-        """``grad_outputs^T @ inputs``, ``[n, k]`` in fp32."""
         wide = torch.promote_types(self._dtype, torch.float32)
+        # [n, rows] @ [k, rows]^T
         return self._scaling.multiply(transposed(_rows(grad_outputs)), transposed(_rows(inputs)), wide)
 
     def _multiply_rows(self, inputs: QuantizedTensor, weight: QuantizedTensor, fast: bool) -> Tensor:
@@ -247,21 +243,12 @@ class Fp8Gemm:
         return product.view(*inputs.data.shape[:-1], -1)
 
     def _quantized_weight(self, weight: Tensor) -> QuantizedTensor:
-        """``weight`` ``[n, k]``, quantised once a step where it may be kept."""
-        if self._weight is not None:
-            return self._weight
+        """``weight`` ``[n, k]``, quantised once a step with ``keeps_weights``."""
+        if self.weight is not None:
+            return self.weight
         quantized = self._quantize("weight", weight)
         if self._scaling.keeps_weights:
-            self._weight = quantized
-        return quantized
-
-    def _quantized_transpose(self, weight: Tensor) -> QuantizedTensor:
-        """``weight^T`` ``[k, n]``, likewise."""
-        if self._transposed_weight is not None:
-            return self._transposed_weight
-        quantized = transposed(self._quantized_weight(weight))
-        if self._scaling.keeps_weights:
-            self._transposed_weight = quantized
+            self.weight = quantized
         return quantized
 
     def _quantize(self, role: Fp8Role, tensor: Tensor) -> QuantizedTensor:
@@ -269,14 +256,14 @@ class Fp8Gemm:
         return quantize(tensor, self._scale(role, amax), amax, self._scaling.formats[role])
 
     def _scale(self, role: Fp8Role, amax: Tensor) -> Tensor:
-        """The scale of a tensor, or of this rank's part of it, with the largest magnitude ``amax``."""
+        """The scale of a tensor, or of this rank's shard of it, whose amax is ``amax``."""
         scaling = self._scaling
         if scaling.is_delayed:
-            numbers, place = scaling.numbers, (self._number, ROLES.index(role))
-            seen = numbers.step_amax[place]
-            torch.maximum(seen, amax, out=seen)
+            state, index = scaling.delayed_state, (self._number, ROLES.index(role))
+            step_amax = state.step_amax[index]
+            torch.maximum(step_amax, amax, out=step_amax)
             if self.has_scales:
-                return numbers.scale[place]
+                return state.scale[index]
         if role in self._sharded:
             amax = self._tensor_parallel.all_reduce(amax.clone(), "max")
         return scale_from_amax(amax, largest_value(scaling.formats[role]), 1.0, scaling.config.fp8_margin)

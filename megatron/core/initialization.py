@@ -1,9 +1,8 @@
 """Initial weights as a function of (seed, parameter name, global index) alone.
 
-Every rank computes exactly its own elements, so that every layout starts from the same model and none ever
-holds more than its part. The generator is counter based: SplitMix64 (Steele et al., 2014, "Fast splittable
-pseudorandom number generators") of key + index gives 64 random bits, whose upper 52 become a uniform number and,
-through the inverse error function, a normal one.
+Every rank computes its own elements only, and every layout starts from the same model. The generator is counter based:
+SplitMix64 (Steele et al., 2014, "Fast splittable pseudorandom number generators") of key + index gives 64 random bits,
+whose upper 52 become a uniform number and, through the inverse error function, a normal number.
 """
 
 import hashlib
@@ -19,13 +18,13 @@ _CHUNK = 1 << 20
 
 
 def parameter_key(seed: int, name: str) -> int:
-    """64 bits (signed) that seed the generator of one parameter."""
+    """The key of one parameter's generator, 64 bits (signed)."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift of int64 (torch's own keeps the sign)."""
+    """Logical shift of int64 (torch's is arithmetic)."""
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -67,11 +66,11 @@ def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int) -
             last = min(first + rows_at_a_time, box.shape[0])
             rows = torch.arange(first, last, device=flat.device) + box.global_offset[0]
             part = target[first:last]
-            index = rows.unsqueeze(1) * width + columns
+            index = rows.unsqueeze(1) * width + columns  # [rows, columns], in the flattened global tensor
             part.copy_((normal_numbers(key, index) * info.init_std).view(part.shape))
 
 
 def initialize_parameters(parameters: Iterable[nn.Parameter], seed: int) -> None:
-    """Fill every parameter, which must be contiguous, from its own facts."""
+    """Fill every parameter, which must be contiguous."""
     for parameter in parameters:
         initialize_range(parameter.detach().view(-1), info_of(parameter), 0, seed)

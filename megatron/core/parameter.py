@@ -1,8 +1,5 @@
-"""What a parameter knows about itself.
-
-Gradient norm, weight decay, initialisation, gradient synchronisation and checkpoints all read these facts
-from the parameter instead of keeping lists of names.
-"""
+"""The facts of a parameter: gradient norm, weight decay, initialisation, gradient synchronisation and checkpoints read
+them from the parameter, so there are no lists of names."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,17 +16,14 @@ _ATTRIBUTE = "parameter_info"
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of a global tensor and the place where a rank's local tensor holds it.
-
-    ``global_offset``, ``local_offset`` and ``shape`` have one entry per dimension of the tensor.
-    """
+    """A rectangle of a global tensor, and its offset in a rank's local tensor; one entry per dim."""
 
     global_offset: tuple[int, ...]
     local_offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     def view(self, local: Tensor) -> Tensor:
-        """The part of ``local`` that this box describes, as a view."""
+        """The box as a view of ``local``."""
         return local[tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape))]
 
 
@@ -42,23 +36,23 @@ class ParameterInfo:
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    """Where the local tensor's pieces lie in the global tensor, in the order in which it stores them along dim 0.
-    What they leave free at its end is padding, which is and stays zero and exists in no checkpoint."""
+    """The boxes of the local tensor, in their order along its dim 0. Rows after the last box are padding, which is
+    always zero and in no checkpoint."""
     init_std: float | None
     """Standard deviation of the initial weights; None means ones (a norm's gain)."""
     weight_decay: bool
     tensor_parallel_sharded: bool
-    """False: every tensor-parallel rank holds the whole parameter, and only the first counts it."""
+    """False: every tensor-parallel rank has the whole parameter, and only the first counts it in norms."""
     gradient_is_partial: bool = False
-    """True: each tensor-parallel rank sees only its part of the sequence (sequence parallelism), so the
-    gradients must be summed over the tensor-parallel group."""
+    """True: each tensor-parallel rank computes the gradient of its part of the sequence (sequence parallelism) or of
+    its heads, so the gradients must be summed over the tensor-parallel group."""
     uses: int = 1
-    """How often a microbatch's forward pass uses it, and its backward pass delivers a gradient."""
+    """How many gradients the backward pass of a microbatch accumulates."""
     is_vocabulary: bool = False
-    """Whether its rows are ids of the vocabulary: the embedding and the head."""
+    """Whether its rows are ids of the vocabulary: the embedding and the output layer."""
     tied_end: TiedEnd | None = None
-    """Set where the first and the last stage each hold this weight, tied: the end of the model that this copy serves.
-    Their gradients must be summed; the embedding's copy is the one that is counted and saved."""
+    """If the first and the last stage each have a copy of this tied weight: the end of the model of this copy. Their
+    gradients must be summed; only the embedding's copy is counted in norms and saved."""
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
@@ -69,7 +63,7 @@ def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
 
 
 def info_of(parameter: Tensor) -> ParameterInfo:
-    """The facts attached to ``parameter``; every parameter of the core has them."""
+    """The facts of ``parameter``; every parameter of the core has them."""
     info: ParameterInfo = getattr(parameter, _ATTRIBUTE)
     return info
 
@@ -77,11 +71,8 @@ def info_of(parameter: Tensor) -> ParameterInfo:
 def sharded_boxes(
     section_sizes: Sequence[int], other_sizes: Sequence[int], rank: int, size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
-    """Split each section of dim 0 evenly over ``size`` ranks and stack this rank's parts.
-
-    Fused weights (query-key-value, gate-up) are several sections of dim 0; each rank holds its part of every
-    section. Returns (global shape, local shape, boxes).
-    """
+    """Split each section of dim 0 evenly over ``size`` ranks and stack this rank's shards: (global shape, local shape,
+    boxes). Fused weights (query-key-value, gate-up) are several sections."""
     other = tuple(other_sizes)
     zeros = (0,) * len(other)
     boxes = []
@@ -98,10 +89,8 @@ def sharded_boxes(
 def padded_rows_box(
     rows: int, padded_rows: int, columns: int, rank: int, size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
-    """Split ``padded_rows`` evenly over ``size`` ranks, of which only the first ``rows`` exist globally.
-
-    Returns (global shape, local shape, boxes); a rank that holds padding alone has no box.
-    """
+    """Split ``padded_rows`` evenly over ``size`` ranks: (global shape, local shape, boxes). Only the first ``rows``
+    exist globally; a rank with padding alone has no box."""
     assert padded_rows % size == 0 and padded_rows >= rows, (rows, padded_rows, size)
     part = padded_rows // size
     first = rank * part
@@ -120,11 +109,8 @@ def columns_box(
 
 
 def flat_range_boxes(info: ParameterInfo, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
-    """Cut elements ``[start, stop)`` of the flattened local tensor into boxes.
-
-    Yields ``(box, begin, end)``: elements ``[begin, end)`` of the flattened local tensor, viewed as
-    ``box.shape``, are that box of the global tensor. A range of a 2-D tensor with one box gives at most three.
-    """
+    """Cut elements ``[start, stop)`` of the flattened local tensor into boxes: ``(box, begin, end)``, where elements
+    ``[begin, end)`` viewed as ``box.shape`` are the box. A range of a 2-D tensor with one box has at most three."""
     width = prod(info.local_shape[1:])
     for box in info.boxes:
         first = box.local_offset[0] * width

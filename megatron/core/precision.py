@@ -1,4 +1,4 @@
-"""Number formats of weights and gradients."""
+"""Dtypes of weights and gradients."""
 
 from dataclasses import dataclass
 
@@ -8,30 +8,25 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""Formats by the names that flags give them."""
 
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Which numbers are kept, computed and sent in which format."""
-
     weight: torch.dtype
-    """In which the model computes."""
+    """Dtype of the model's weights and activations."""
     gradient: torch.dtype
-    """In which gradients are accumulated."""
+    """Dtype of the main gradients."""
     reduction: torch.dtype
-    """In which gradients are sent and added up over ranks."""
+    """Dtype in which gradients are reduced over ranks."""
     master: torch.dtype
-    """Of the weights that the optimizer updates."""
+    """Dtype of the master weights."""
 
     @classmethod
     def uniform(cls, dtype: torch.dtype) -> "NumberFormats":
-        """One format for all."""
         return cls(dtype, dtype, dtype, dtype)
 
 
 def number_formats(precision: PrecisionConfig, optimizer: OptimizerConfig) -> NumberFormats:
-    """The formats of the flags."""
     if precision.fp64:
         return NumberFormats.uniform(torch.float64)
     gradient = DTYPES[optimizer.main_grads_dtype]

@@ -1,4 +1,4 @@
-"""Running an action on all ranks or on rank 0 such that a failure on one rank reaches every rank."""
+"""Run an action on all ranks or on rank 0; if it fails on one rank, every rank raises the error."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(world: Communicator, action: Callable[[], T], first: bool = False) -> T:
-    """Run ``action``, which communicates nothing, on every rank; if one fails, all do with its sentence.
+    """Run ``action``, which must not communicate, on every rank; if one rank fails, all ranks raise its error.
 
     With ``first`` rank 0 runs it before the others, to write files that they then read.
     """
@@ -29,12 +29,12 @@ def run_on_all_ranks(world: Communicator, action: Callable[[], T], first: bool =
 
 
 def first_failure(failures: Iterable[str | None]) -> str | None:
-    """The first of all ranks' failures, and whose it is."""
+    """The first failure of all ranks, with its rank."""
     return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None), None)
 
 
 def run_on_rank0(world: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 alone; its (small) result, or its error, reaches every rank."""
+    """Run ``action`` on rank 0 alone; every rank returns its (small) result, or raises its error."""
     result: T | UserError | None = None
     if world.rank == 0:
         try:

@@ -192,11 +192,11 @@ def test_scales_follow_the_magnitudes_of_the_steps_before(length: int, algorithm
     ]
     for step, amaxes in enumerate(steps):
         scaling.start_step()
-        scaling.numbers.step_amax[0] = amaxes
+        scaling.delayed_state.step_amax[0] = amaxes
         scaling.finish_step()
         wanted = torch.tensor([column[step] for column in columns], dtype=torch.float64)
-        assert torch.allclose(scaling.numbers.scale[0].double(), wanted, rtol=1e-6, atol=0.0), step
-        assert scaling.numbers.scale.reciprocal().isfinite().all() or step == 0
+        assert torch.allclose(scaling.delayed_state.scale[0].double(), wanted, rtol=1e-6, atol=0.0), step
+        assert scaling.delayed_state.scale.reciprocal().isfinite().all() or step == 0
 
 
 @FORMATS

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.bucket import WeightBucket
-from megatron.core.offload import SavedTensors
+from megatron.core.offload import OffloadedTensors
 from tests.parallel.layout_run import Layout, Task, train
 from tests.parallel.test_layouts import full
 from tests.rank_pool import RankPool
@@ -28,12 +28,12 @@ def test_weights_that_are_not_waited_for_are_nan(four_ranks: RankPool) -> None:
 
 
 def test_copies_from_the_host_that_are_not_waited_for_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = SavedTensors.fetch
+    fetch = OffloadedTensors.fetch
 
-    def fetch_and_forget(saved: SavedTensors) -> None:
+    def fetch_and_forget(saved: OffloadedTensors) -> None:
         fetch(saved)
         saved._on_device = None
 
     assert not isnan(train(TASK, OFFLOADED).grad_norms[0])
-    monkeypatch.setattr(SavedTensors, "fetch", fetch_and_forget)
+    monkeypatch.setattr(OffloadedTensors, "fetch", fetch_and_forget)
     assert isnan(train(TASK, OFFLOADED).grad_norms[0])

@@ -1,5 +1,5 @@
 """Optional packages: Transformer Engine, apex and FlashAttention 3, each loaded only when a run uses it.
 
-Nothing outside of this room imports it at the top of a file, so a run without these packages does not need the room
+No file outside this package imports it at module level, so a run without these backends works without the package
 (``tests/kernels/test_backends.py``).
 """

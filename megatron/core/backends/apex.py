@@ -11,39 +11,36 @@ from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 
 
 class RMSNorm:
-    """apex's fused RMSNorm; the gradient of the weight has the weight's format."""
+    """apex's fused RMSNorm; the inverse RMS is ``[tokens]``, the weight's gradient has the weight's dtype."""
 
     def __init__(self) -> None:
         self._kernels = load("fused_layer_norm_cuda", "apex")
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """Output, and inverse RMS ``[tokens]``."""
         output, inverse_rms = self._kernels.rms_forward_affine(inputs.contiguous(), weight.shape, weight, epsilon)
         return output, inverse_rms
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of inputs and weight."""
-        is_memory_efficient = False  # What is passed are the inputs, not the output.
+        is_memory_efficient = False  # True would require the output instead of the inputs.
         grads: tuple[Tensor, Tensor] = self._kernels.rms_backward_affine(
             gradient.contiguous(),
             inverse_rms,
             inputs.contiguous(),
             weight.shape,
             weight,
-            1e-5,  # Epsilon, which only the memory-efficient way reads.
+            1e-5,  # epsilon, unused unless memory efficient
             is_memory_efficient,
         )
         return grads
 
 
 class WeightGradient:
-    """apex's product that adds to an fp32 buffer."""
+    """apex's GEMM, which accumulates in an fp32 buffer."""
 
     def __init__(self) -> None:
         self._kernels = load("fused_weight_gradient_mlp_cuda", "apex")
 
     def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
-        """It can only add."""
         if not accumulate:
             buffer.zero_()
         rows, grad_rows = (tensor.contiguous().flatten(0, -2) for tensor in (inputs, grad_outputs))
@@ -51,12 +48,10 @@ class WeightGradient:
 
 
 def squared_norm() -> SquaredNorm:
-    """By apex's multi-tensor kernel."""
     kernel = load("amp_C", "apex").multi_tensor_l2norm
     return multi_tensor_norm(load("apex.multi_tensor_apply", "apex").multi_tensor_applier, kernel)
 
 
 def adam() -> AdamBuilder:
-    """apex's FusedAdam."""
     load("amp_C", "apex")
     return fused_adam(load("apex.optimizers", "apex").FusedAdam)

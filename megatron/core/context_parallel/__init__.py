@@ -1,1 +1,1 @@
-"""Context parallelism: several ranks share a sequence, and attention goes over all of it."""
+"""Context parallelism: the ranks that share a sequence, and attention over all of it."""

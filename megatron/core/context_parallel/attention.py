@@ -40,7 +40,7 @@ class RingAttention(_AttentionOverRanks):
     """Keys and values are sent around the ring while each rank attends to those that it has."""
 
     def _sources(self) -> list[int]:
-        """The rank whose keys are here, by step."""
+        """The rank from which this rank has keys, for each step."""
         return [(self._ranks.rank - step) % self._ranks.size for step in range(self._ranks.size)]
 
     def _pass_on(self, key_value: Tensor, step: int) -> Work[Tensor] | None:

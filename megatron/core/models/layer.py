@@ -31,7 +31,7 @@ class LayerProvider(Protocol):
     def norm_linear(
         self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: "BuildContext"
     ) -> nn.Module:
-        """The norm ``norm`` and the column-parallel layer ``name`` behind it, on the residual stream."""
+        """The norm ``norm`` and the column-parallel layer ``name`` after it, on the residual stream."""
 
     def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: "BuildContext") -> nn.Module:
         """A row-parallel layer into the residual stream."""
@@ -88,7 +88,7 @@ class HeadNorm(nn.Module):
 
 
 class NormLinear(nn.Module):
-    """RMSNorm and the column-parallel GEMM behind it."""
+    """RMSNorm and the column-parallel GEMM after it."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class SelfAttention(nn.Module):
 
 
 class AttentionProjection(nn.Module):
-    """Attention on rotated queries and keys, and the row-parallel GEMM behind it."""
+    """Attention on rotated queries and keys, and the row-parallel GEMM after it."""
 
     def __init__(self, shape: AttentionShape, attention: Attention, linear_proj: nn.Module) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class MLP(nn.Module):
 
 
 class SwiGLULinear(nn.Module):
-    """SwiGLU and the row-parallel GEMM behind it."""
+    """SwiGLU and the row-parallel GEMM after it."""
 
     def __init__(self, kernel: SwiGLUKernel, linear: nn.Module) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class AttentionOutput:
     log_sum_exp: Tensor | None
     """Log-sum-exp of every query's scores, ``[b, n, s_q]`` in fp32 or wider; None if the kernel does not return it."""
     kept: Sequence[Any] = ()
-    """What backward needs besides."""
+    """Further tensors and values for backward."""
 
 
 class AttentionKernel(Protocol):
@@ -60,7 +60,7 @@ class HalfPrecisionGpuKernel:
 
 
 class AutogradAttention:
-    """Base of kernels whose backward pass is autograd: ``kept`` has the output with its graph, and the inputs."""
+    """Base of kernels whose backward pass is autograd: ``kept`` is the output with its graph, and the inputs."""
 
     returns_log_sum_exp = False
 

@@ -1,4 +1,4 @@
-"""What updates weights and what measures gradients; optional packages provide others."""
+"""The optimizer's kernels; optional packages provide others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,26 +8,22 @@ import torch
 from torch import Tensor
 
 SquaredNorm = Callable[[list[Tensor]], Tensor]
-"""The sum of the squares of all elements of at least one tensor, all of one dtype: a number in fp64."""
+"""The sum of the squares of all elements of tensors of one dtype (at least one tensor), in fp64."""
 
 AdamBuilder = Callable[[Sequence[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """An AdamW of parameter groups, with betas and epsilon."""
 
 
 def torch_squared_norm(tensors: list[Tensor]) -> Tensor:
-    """Squared norm by torch's multi-tensor kernel."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square().sum()
 
 
 def torch_adam(groups: Sequence[dict[str, Any]], betas: tuple[float, float], epsilon: float) -> torch.optim.Optimizer:
-    """torch's fused AdamW."""
     return torch.optim.AdamW(list(groups), lr=0.0, betas=betas, eps=epsilon, fused=True)
 
 
 @dataclass(frozen=True)
 class OptimizerKernels:
-    """The kernels that the optimizer uses."""
-
     adam: AdamBuilder = torch_adam
     squared_norm: SquaredNorm = torch_squared_norm

@@ -1,5 +1,5 @@
-"""The learning rate as a pure function of the samples consumed (as in Megatron-LM, so that a batch-size ramp
-does not hurry the schedule)."""
+"""The learning rate as a function of consumed samples, as in Megatron-LM, so that a batch-size ramp does not speed up
+the schedule."""
 
 import math
 from dataclasses import dataclass
@@ -32,27 +32,17 @@ class LearningRateSchedule:
             return self.minimum
         if self.style == "inverse-square-root":
             return max(self.minimum, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
-        return self.minimum + self._share(samples) * (self.peak - self.minimum)
-
-    def _share(self, samples: int) -> float:
-        """Share of the way from minimum to peak."""
-        progress = (samples - self.warmup) / max(self.decay - self.warmup, 1)
-        if self.style == "linear":
-            return 1.0 - progress
-        if self.style == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        assert self.style == "WSD", self.style
-        start = self.decay - self.wsd_decay
-        return 1.0 if samples <= start else self._annealing_share((samples - start) / max(self.wsd_decay, 1))
-
-    def _annealing_share(self, progress: float) -> float:
-        shares = {
+        style, progress = self.style, (samples - self.warmup) / max(self.decay - self.warmup, 1)
+        if style == "WSD":
+            start = self.decay - self.wsd_decay
+            style, progress = self.wsd_style, max(0, samples - start) / max(self.wsd_decay, 1)
+        factors = {
             "linear": 1.0 - progress,
             "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
             "exponential": 2.0 * 0.5**progress - 1.0,
             "minus_sqrt": 1.0 - math.sqrt(progress),
         }
-        return shares[self.wsd_style]
+        return self.minimum + factors[style] * (self.peak - self.minimum)
 
 
 def build_learning_rate_schedule(
@@ -65,10 +55,8 @@ def build_learning_rate_schedule(
 ) -> LearningRateSchedule:
     """The schedule of the flags; iterations count as full global batches.
 
-    The decay lasts the whole run unless told otherwise: ``planned_samples``, fewer than ``train_iters`` full
-    batches where the batch size ramps up.
-
-    Raises :class:`ConfigError` when the parts are longer than the whole.
+    The decay lasts the whole run by default: ``planned_samples``, which a batch-size ramp makes fewer than
+    ``train_iters`` full batches. Raises :class:`ConfigError` if warm-up and annealing exceed the decay.
     """
     assert config.lr is not None
     if train_samples is not None:

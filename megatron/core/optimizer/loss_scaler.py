@@ -1,6 +1,6 @@
-"""The factor by which the loss is multiplied before backward, so that gradients stay within fp16's narrow range.
+"""The loss scale, which keeps gradients within fp16's range.
 
-Source: Mixed Precision Training (arXiv 1710.03740, section 3.2). When the dynamic scale changes is as in Megatron-LM.
+Source: Mixed Precision Training (arXiv 1710.03740, section 3.2). The dynamic scale follows Megatron-LM's rules.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ class LossScaler:
     """A constant scale."""
 
     scale: float = 1.0
-    """Factor of the next backward pass; the optimizer takes it out again."""
+    """Factor of the loss in the next backward pass; the optimizer divides the gradients by it."""
 
     @property
     def is_dynamic(self) -> bool:
@@ -22,23 +22,20 @@ class LossScaler:
         return False
 
     def update(self, overflowed: bool) -> bool:
-        """Take note of a step, in which gradients ``overflowed`` or not; whether nothing is wrong with it.
-
-        All ranks hear the same, so their scales stay equal without a word.
-        """
+        """Record whether gradients ``overflowed`` in a step, the same on all ranks; returns whether that is normal."""
         return not overflowed
 
     def to_json(self) -> dict[str, float] | None:
-        """The state as a checkpoint keeps it; None where there is none."""
+        """The state for a checkpoint; None for a constant scale."""
         return None
 
     def restore(self, saved: Mapping[str, float] | None) -> None:
-        """Go on from the state of a checkpoint; from None, or with a constant scale, nothing changes."""
+        """Restore the state of a checkpoint if there is one; a constant scale does not change."""
 
 
 @dataclass
 class DynamicLossScaler(LossScaler):
-    """Halves at overflows and doubles after ``window`` steps without one, since then or since it last doubled.
+    """Halves at overflows and doubles after ``window`` steps without an overflow or a doubling.
 
     The first ``hysteresis - 1`` overflows after a doubling (or the start) only skip their steps.
     """
@@ -52,13 +49,15 @@ class DynamicLossScaler(LossScaler):
 
     @property
     def is_dynamic(self) -> bool:
-        """It is."""
         return True
 
     def update(self, overflowed: bool) -> bool:
-        """As in the base class; an overflow is wrong only where it should halve a scale that is at its floor."""
+        """Only an overflow at the minimum of the scale is not normal."""
         if not overflowed:
-            self._count_good_step()
+            self._good_steps += 1
+            if self._good_steps >= self.window:
+                self.scale *= 2
+                self._good_steps = self._overflows = 0
             return True
         self._good_steps = 0
         self._overflows += 1
@@ -68,18 +67,10 @@ class DynamicLossScaler(LossScaler):
         self.scale = max(self.scale / 2, self.minimum)
         return self.scale < before
 
-    def _count_good_step(self) -> None:
-        self._good_steps += 1
-        if self._good_steps >= self.window:
-            self.scale *= 2
-            self._good_steps = self._overflows = 0
-
     def to_json(self) -> dict[str, float]:
-        """Scale and counts."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflows": self._overflows}
 
     def restore(self, saved: Mapping[str, float] | None) -> None:
-        """Take over scale and counts, if there are any; the limits are those of this run."""
         if saved is None:
             return
         self.scale = max(saved["scale"], self.minimum)

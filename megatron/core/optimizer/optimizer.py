@@ -1,6 +1,6 @@
-"""The optimizer over the param_shards that this rank owns: clipping by the global norm, master weights, an update rule.
+"""The optimizer of this rank's shards: clipping by the global norm, master weights, an update rule.
 
-Where the weights that data parallelism stores have the master weights' format, they *are* the master weights.
+Shards whose weights have the master weights' dtype are their own master weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ class StepResult:
     grad_norm: float
     """Global L2 norm before clipping, of the gradient of the mean loss."""
     is_applied: bool
-    """False when the norm was not finite: then nothing was changed."""
+    """False if the norm was not finite: then nothing changed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values for the metrics of the iteration, by name."""
 
@@ -43,15 +43,13 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class _GroupKey:
-    """What the shards of a group have in common."""
-
     rule: UpdateRule
     decays: bool
     is_vocabulary: bool
 
 
 class Optimizer:
-    """Updates the param_shards of ``data_parallel``."""
+    """Updates the shards of ``data_parallel``."""
 
     def __init__(
         self,
@@ -67,12 +65,17 @@ class Optimizer:
         self._ranks = data_parallel.model_group
         self._param_shards = data_parallel.param_shards
         self.has_master_weights = data_parallel.needs_master_weights
-        """Whether master weights exist beside the model's."""
+        """Whether master weights differ from the model's weights."""
         master_dtype = data_parallel.formats.master
-        # The same tensor where it has that format already.
+        # The same tensor if it has that dtype already.
         self._masters = [shard.weight.to(master_dtype) for shard in self._param_shards]
+        # Norms count a parameter once if several ranks hold it.
         is_first = topology.tensor_parallel.rank == 0
-        counted = [number for number, shard in enumerate(self._param_shards) if _is_counted(shard.info, is_first)]
+        counted = [
+            number
+            for number, shard in enumerate(self._param_shards)
+            if (shard.info.tensor_parallel_sharded or is_first) and shard.info.tied_end != "head"
+        ]
         self._counted_shards = [self._param_shards[number] for number in counted]
         self._counted = [shard.gradient for shard in self._counted_shards]
         self._counted_weights = [self._masters[number] for number in counted]
@@ -92,7 +95,7 @@ class Optimizer:
             torch.empty(0, dtype=master_dtype, device=topology.device),
         )
         self._groups = self._grouped(config.weight_decay)
-        # Ranks without a shard bind and update, too: a rule may communicate.
+        # Ranks without a shard bind and update as well: a rule may communicate.
         rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
         self._updates = [
             rule.bind([group for key, group in self._groups.items() if key.rule is rule], context) for rule in rules
@@ -107,15 +110,10 @@ class Optimizer:
             group.shards.append(shard)
         return groups
 
-    def step(
-        self,
-        hyperparameters: Hyperparameters,
-        gradient_factor: float,
-    ) -> StepResult:
-        """Clip and update; gradients are overwritten.
+    def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
+        """Clip and update; overwrites the gradients. Nothing changes if their norm is not finite.
 
-        The gradients times ``gradient_factor`` are the gradients of the mean loss. Nothing changes where their norm is
-        not finite.
+        The gradients times ``gradient_factor`` are the gradients of the mean loss.
         """
         grad_norm = self.global_norm(self._counted) * abs(gradient_factor)
         if not torch.isfinite(torch.tensor(grad_norm)):
@@ -136,7 +134,7 @@ class Optimizer:
         return StepResult(grad_norm, is_applied=True, metrics={"grad_norm": grad_norm})
 
     def publish(self) -> None:
-        """Write the master weights to the model, on every rank."""
+        """Copy the master weights to the model and start the parameter all-gather."""
         outdated = [
             (shard.weight, master)
             for shard, master in zip(self._param_shards, self._masters)
@@ -148,13 +146,13 @@ class Optimizer:
         self._data_parallel.start_param_all_gather()
 
     def reload_master_weights(self) -> None:
-        """Take the model's weights as master weights (after loading a model without optimizer state)."""
+        """Copy the model's weights to the master weights (after loading a model without optimizer state)."""
         for shard, master in zip(self._param_shards, self._masters):
             if shard.weight is not master:
                 master.copy_(shard.weight)
 
     def global_norm(self, tensors: list[Tensor]) -> float:
-        """L2 norm over this rank's ``tensors`` and those of all ranks with other param_shards."""
+        """L2 norm over the ``tensors`` of all ranks with different shards."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if tensors:
             total += self._squared_norm(tensors)
@@ -165,17 +163,17 @@ class Optimizer:
         return self.global_norm(self._counted_weights)
 
     def count_zeros(self) -> int:
-        """Zeros in the gradient of the whole model; call it before :meth:`step`."""
+        """Zeros in the gradient of the whole model; to be called before :meth:`step`."""
         zeros = sum(
             end - begin - int(torch.count_nonzero(shard.gradient[begin - shard.start : end - shard.start]))
             for shard in self._counted_shards
-            # Padding of the vocabulary lies in no box: it is no part of the model.
+            # The vocabulary's padding is in no box.
             for _, begin, end in flat_range_boxes(shard.info, shard.start, shard.stop)
         )
         return int(self._ranks.all_reduce(torch.tensor(zeros, dtype=torch.int64, device=self._device)))
 
     def state(self) -> Iterator[OptimizerState]:
-        """Every tensor of the state; loading writes into them."""
+        """Every tensor of the state; loading writes to them."""
         for updated, shard in zip(self._shards, self._param_shards):
             if updated.weight is not shard.weight:
                 yield OptimizerState("master", shard.info, shard.start, updated.weight)
@@ -183,16 +181,11 @@ class Optimizer:
                 yield OptimizerState(kind, shard.info, shard.start, tensor)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of master weights and moments on this rank, measured from the tensors."""
+        """Bytes of master weights and moments on this rank."""
         sizes = {"master weights": 0, "moments": 0}
         for state in self.state():
             sizes["master weights" if state.kind == "master" else "moments"] += state.tensor.nbytes
         return sizes
-
-
-def _is_counted(info: ParameterInfo, is_first_tensor_parallel_rank: bool) -> bool:
-    """Whether this rank's copy is the one that a norm counts, of those that several ranks hold."""
-    return (info.tensor_parallel_sharded or is_first_tensor_parallel_rank) and info.tied_end != "head"
 
 
 def clip_coefficient(grad_norm: float, limit: float) -> float:

@@ -87,7 +87,7 @@ def describe_fp8(fp8: Fp8Layers, num_layers: int) -> str:
         scaling = f"delayed scaling ({history}, margin {config.fp8_margin})"
     return (
         f"{config.fp8_format} with {scaling}: linear layers of {layers} of {num_layers} transformer layers, by "
-        f"{fp8.multiplier}; the rest in bf16"
+        f"{fp8.gemm_name}; the rest in bf16"
     )
 
 

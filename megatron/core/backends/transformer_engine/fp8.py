@@ -54,7 +54,7 @@ def why_unsupported(engine: TransformerEngine, config: PrecisionConfig) -> str |
 class TransformerEngineFp8(Fp8Layers):
     """The FP8 modules of a rank; ``ranks`` compute with the same layers."""
 
-    multiplier = "Transformer Engine"
+    gemm_name = "Transformer Engine"
 
     def __init__(self, engine: TransformerEngine, config: PrecisionConfig, ranks: Communicator) -> None:
         super().__init__(config)

@@ -11,15 +11,14 @@ from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 
 
 class RMSNorm:
-    """Transformer Engine's fused RMSNorm; the gradient of the weight has the weight's format."""
+    """Transformer Engine's fused RMSNorm; the inverse RMS is ``[tokens]``, the weight's gradient has its dtype."""
 
     def __init__(self) -> None:
-        # The package first: it is what loads the library of the extension.
+        # The package loads the extension's library, so it is imported first.
         self._formats = load("transformer_engine.pytorch.constants", "Transformer Engine").TE_DType
         self._kernels = load("transformer_engine_torch", "Transformer Engine")
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """Output, and inverse RMS ``[tokens]``."""
         rows = inputs.contiguous().flatten(0, -2)
         no_output = no_quantizer = None
         sm_margin, zero_centered = 0, False
@@ -29,7 +28,6 @@ class RMSNorm:
         return output.view(inputs.shape), inverse_rms
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of inputs and weight."""
         rows, grad_rows = (tensor.contiguous().flatten(0, -2) for tensor in (inputs, gradient))
         sm_margin, zero_centered = 0, False
         grad_inputs, grad_weight = self._kernels.rmsnorm_bwd(
@@ -39,11 +37,9 @@ class RMSNorm:
 
 
 def squared_norm() -> SquaredNorm:
-    """By Transformer Engine's multi-tensor kernel."""
     kernels = load("transformer_engine.pytorch.optimizers", "Transformer Engine")
     return multi_tensor_norm(kernels.multi_tensor_applier, kernels.multi_tensor_l2norm)
 
 
 def adam() -> AdamBuilder:
-    """Transformer Engine's FusedAdam."""
     return fused_adam(load("transformer_engine.pytorch.optimizers", "Transformer Engine").FusedAdam)

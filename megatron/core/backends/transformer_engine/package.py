@@ -1,4 +1,4 @@
-"""The installed package, found once and handed to whoever builds with it."""
+"""The installed package, imported once and passed to the code that uses it."""
 
 import importlib
 import importlib.metadata
@@ -17,7 +17,7 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class TransformerEngine:
-    """What is used of the package."""
+    """The modules of the package that are used."""
 
     pytorch: Any
     """``transformer_engine.pytorch``"""
@@ -35,13 +35,12 @@ class TransformerEngine:
             if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
                 raise UnavailableError(f"is installed in version {version}, which is too old")
             return cls.load(version)
-        # A package that does not fit the installed torch or CUDA fails in many ways when its libraries are loaded.
+        # A package built for another torch or CUDA fails in many ways when its libraries are loaded.
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnavailableError(f"cannot be imported ({reason})") from error
 
     @classmethod
     def load(cls, version: str) -> "TransformerEngine":
-        """The package as Python finds it."""
         pytorch = importlib.import_module("transformer_engine.pytorch")
         return cls(pytorch, importlib.import_module("transformer_engine.common.recipe"), version)
