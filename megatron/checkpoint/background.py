@@ -201,8 +201,7 @@ class AsyncSaveTask:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank's part is complete or failed, as of the last :meth:`poll`; on the coordinator, the whole
-        save."""
+        """Whether this rank's part (on the coordinator, the save) has ended, as of the last :meth:`poll`."""
         return not self._process.unfinished
 
     def finish_own(self) -> str | None:
@@ -210,8 +209,7 @@ class AsyncSaveTask:
         return self._process.failure if self._own is None else self._process.wait(self._own)
 
     def finish(self) -> str | None:
-        """On the coordinator, after all ranks have finished their files: wait for the commit; returns the failure, if
-        any."""
+        """On the coordinator, after :meth:`finish_own` on all ranks: wait for the commit; returns the failure."""
         assert self._commit is not None
         return self._process.wait(self._commit)
 

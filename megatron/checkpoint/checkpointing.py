@@ -212,9 +212,9 @@ class _SavePlanner(DefaultSavePlanner):
 def spread_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
     """Assign each box to one of the ranks that hold it, so that ranks write about equally many bytes.
 
-    Large replicated boxes are first cut into slices, so that one embedding does not keep one rank busy while its
-    replicas wait. DCP's own spreading moves only whole boxes, weighs each by its global tensor, ignores what a rank
-    must write alone, and takes boxes of different shapes at one offset for replicas.
+    Large replicated boxes are first cut into slices, so that no rank writes a whole embedding while its replicas wait.
+    DCP's own method assigns whole boxes, weighs each by its global tensor, ignores boxes of one rank only, and takes
+    boxes of different shapes at one offset for replicas.
     """
     boxes: dict[MetadataIndex, WriteItem] = {}
     holders: dict[MetadataIndex, list[int]] = {}
@@ -316,7 +316,7 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
         raise CheckpointError(
             f"The checkpoint has no {_some(missing)}: it is from another model, or was saved without this part."
         )
-    # (name, in the checkpoint, in this model); shapes first, since they tell more than dtypes.
+    # (name, in the checkpoint, in this model); shapes first, since they explain more than dtypes.
     wrong: list[tuple[str, object, object]] = [
         (name, list(saved[name].size), list(tensor.size()))
         for name, tensor in tensors.items()

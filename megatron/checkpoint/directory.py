@@ -166,7 +166,7 @@ def remove_checkpoint(directory: Path) -> None:
             hidden = hidden_path(directory, "removing")
             os.rename(directory, hidden)
             directory = hidden
-        # The manifest goes first: without it, half a directory cannot pass for a checkpoint.
+        # The manifest first: without it, the rest of the directory is not a checkpoint.
         (directory / MANIFEST).unlink(missing_ok=True)
     except OSError:
         return

@@ -1,6 +1,6 @@
 """The schema of the saved state: what a checkpoint holds besides tensors, in every version that can be read.
 
-Every reader of a run's state goes through :func:`upgrade`, which returns the state in today's form:
+Every reader of a run's state calls :func:`upgrade`, which returns the state in the current schema:
 
 - a field that was added has its dataclass default where an older checkpoint lacks it. If older code behaved in another
   way than the default, a migration sets the value that describes it;

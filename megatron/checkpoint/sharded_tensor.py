@@ -41,17 +41,15 @@ class BoxedTensor(Tensor):
     def from_boxes(
         cls, global_shape: Sequence[int], dtype: torch.dtype, boxes: Iterable[tuple[Sequence[int], Tensor]]
     ) -> "BoxedTensor":
-        """From ``(global offset, local view)`` pairs, whose views a load will fill in place.
-
-        Empty boxes are left out. Two boxes must not overlap.
-        """
+        """From ``(global offset, local view)`` pairs; a load fills the views in place. Empty boxes are dropped. Boxes
+        must not overlap."""
         kept: dict[tuple[int, ...], Tensor] = {}
         for offset, box in boxes:
             assert len(offset) == box.dim() == len(global_shape), (offset, box.shape, global_shape)
             for start, length, size in zip(offset, box.shape, global_shape):
                 assert start + length <= size, (offset, box.shape, global_shape)
             assert box.dtype == dtype, (box.dtype, dtype)
-            # A global tensor without elements keeps its empty box: otherwise nobody would write it.
+            # A global tensor without elements needs its empty box: otherwise no rank would write it.
             if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
                 kept[tuple(offset)] = box.detach()

@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-_BEAT = 5.0  # seconds between two signs of life of a holder
-_STALE_AFTER = 120.0  # seconds without one; a shuffle of billions holds the interpreter for a while
+_HEARTBEAT_SECONDS = 5.0  # between two renewals
+_STALE_AFTER = 120.0  # seconds without renewal; a shuffle of billions blocks the interpreter for a while
 _POLL = 0.2
 _SUFFIX = ".incomplete"
 
@@ -38,12 +38,12 @@ def load_or_build_once(stem: str, load: Callable[[], T | None], build: Callable[
     while (found := load()) is None:
         os.makedirs(os.path.dirname(lock) or ".", exist_ok=True)
         if _take(lock):
-            with _held(lock):
+            with _renewed(lock):
                 found = load()  # it may have been completed just before the lock was free
                 return build() if found is None else found
         watch = watch or _Watch(lock)
-        if not watch.holder_lives():
-            watch.remove_what_it_left(stem)
+        if not watch.owner_is_alive():
+            watch.remove_leftovers(stem)
         time.sleep(_POLL)
     return found
 
@@ -67,13 +67,13 @@ def _take(lock: str) -> bool:
     """Create the lock; False if it exists."""
     try:
         with open(lock, "x", encoding="utf-8") as file:
-            file.write(_sign_of_life())
+            file.write(_heartbeat())
     except FileExistsError:
         return False
     return True
 
 
-def _sign_of_life() -> str:
+def _heartbeat() -> str:
     """Owner and time of a renewal; a waiting process compares it only with its previous value."""
     return json.dumps({"host": _host(), "process": os.getpid(), "time": time.time()})
 
@@ -87,24 +87,24 @@ def _host() -> str:
 
 
 @contextmanager
-def _held(lock: str) -> Iterator[None]:
+def _renewed(lock: str) -> Iterator[None]:
     """Rewrite the lock periodically, and remove it at the end."""
     done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(_BEAT):
+        while not done.wait(_HEARTBEAT_SECONDS):
             # Without creating it: a waiter may have removed it.
             with suppress(OSError), open(lock, "r+", encoding="utf-8") as file:
-                file.write(_sign_of_life())
+                file.write(_heartbeat())
                 file.truncate()
 
-    beats = threading.Thread(target=beat, daemon=True)
-    beats.start()
+    heartbeats = threading.Thread(target=beat, daemon=True)
+    heartbeats.start()
     try:
         yield
     finally:
         done.set()
-        beats.join()
+        heartbeats.join()
         with suppress(FileNotFoundError):
             os.remove(lock)
 
@@ -118,7 +118,7 @@ class _Watch:
         self._seen = time.monotonic()
         _logger.info("Waiting for another process to build %s", lock.removesuffix(".lock"))
 
-    def holder_lives(self) -> bool:
+    def owner_is_alive(self) -> bool:
         """Whether the lock is free, or was renewed recently."""
         try:
             with open(self._lock, encoding="utf-8") as file:
@@ -127,33 +127,33 @@ class _Watch:
             return True
         if text != self._text:
             self._text, self._seen = text, time.monotonic()
-        return time.monotonic() - self._seen < _STALE_AFTER and not self._is_known_to_be_gone()
+        return time.monotonic() - self._seen < _STALE_AFTER and not self._owner_has_ended()
 
-    def remove_what_it_left(self, stem: str) -> None:
+    def remove_leftovers(self, stem: str) -> None:
         """Remove the lock, and its owner's temporary files if the owner has certainly ended."""
         _logger.warning("The process that built %s has ended (%s): building it again", stem, self._text)
         leftovers = []
-        if self._is_known_to_be_gone():
-            leftovers = glob(f"{escape(stem)}*.{self._holder()['process']}-*{_SUFFIX}")
+        if self._owner_has_ended():
+            leftovers = glob(f"{escape(stem)}*.{self._owner()['process']}-*{_SUFFIX}")
         for path in (*leftovers, self._lock):
             with suppress(FileNotFoundError):
                 os.remove(path)
 
-    def _is_known_to_be_gone(self) -> bool:
-        holder = self._holder()
-        if holder.get("host") != _host():
+    def _owner_has_ended(self) -> bool:
+        owner = self._owner()
+        if owner.get("host") != _host():
             return False
         try:
-            os.kill(holder["process"], 0)
+            os.kill(owner["process"], 0)
         except ProcessLookupError:
             return True
         except PermissionError:
             pass
         return False
 
-    def _holder(self) -> dict[str, Any]:
+    def _owner(self) -> dict[str, Any]:
         try:
-            holder: dict[str, Any] = json.loads(self._text)
+            owner: dict[str, Any] = json.loads(self._text)
         except ValueError:
             return {}  # half written
-        return holder
+        return owner

@@ -22,7 +22,7 @@ POLL = 1.0
 """Seconds between two polls; also the ``timeout`` of the ``DataLoader``."""
 GRACE = 10.0
 """Seconds to wait for a microbatch after a stop request; launchers kill a run about 30 s after it."""
-_JOIN = 5.0  # seconds until a killed process is taken to hang in the system
+_JOIN = 5.0  # seconds to wait for a killed process
 
 
 class LoaderStalledError(LoaderError):
@@ -46,15 +46,15 @@ class Wait:
     def __init__(self, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience, self._clock = patience, clock
         self._began = clock()
-        self._asked_to_stop: float | None = None
+        self._stop_requested_at: float | None = None
 
     def check(self, process: int | None) -> None:
         """Raise :class:`LoaderStalledError` when the wait for ``process`` has exceeded its limit."""
         now, stop_signal = self._clock(), self._patience.stop_signal()
         seconds = now - self._began
         if stop_signal is not None:
-            self._asked_to_stop = now if self._asked_to_stop is None else self._asked_to_stop
-            if now - self._asked_to_stop >= GRACE:
+            self._stop_requested_at = now if self._stop_requested_at is None else self._stop_requested_at
+            if now - self._stop_requested_at >= GRACE:
                 raise LoaderStalledError(
                     f"{stop_signal} asked the run to stop, but loader process {process} has delivered no microbatch "
                     f"for {seconds:.0f} s, so the iteration cannot be finished."

@@ -138,27 +138,27 @@ def _can_be_cut(path: str, separation: Separation) -> bool:
 
 def read_batches(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[Batch]:
     """The documents of all ranges, in order. Memory: one batch, or one document if it is larger."""
-    for part in ranges:
-        if part.path.startswith(DATASET_PREFIX):
-            dataset = _open_dataset(part.path.removeprefix(DATASET_PREFIX), form)
-            yield from _batch_rows(part.path, ((*map(row.get, form.keys),) for row in dataset), 0)
+    for source in ranges:
+        if source.path.startswith(DATASET_PREFIX):
+            dataset = _open_dataset(source.path.removeprefix(DATASET_PREFIX), form)
+            yield from _batch_rows(source.path, ((*map(row.get, form.keys),) for row in dataset), 0)
         else:
-            yield from _read_range(part, form)
+            yield from _read_range(source, form)
 
 
-def _read_range(part: SourceRange, form: InputFormat) -> Iterator[Batch]:
-    path, kind = part.path, without_compression(part.path)
+def _read_range(source: SourceRange, form: InputFormat) -> Iterator[Batch]:
+    path, kind = source.path, without_compression(source.path)
     try:
         with open_stored(path) as stored:
             if kind.endswith(".parquet"):
-                yield from _read_parquet(part, stored, form)
+                yield from _read_parquet(source, stored, form)
             elif not kind.endswith(_TEXT_ENDINGS):
-                yield from _read_lines(part, stored, "json")
+                yield from _read_lines(source, stored, "json")
             elif form.separation == "line":
-                yield from _read_lines(part, stored, "line")
+                yield from _read_lines(source, stored, "line")
             else:
                 whole = form.separation == "file"
-                yield from _read_whole(part, stored) if whole else _read_paragraphs(part, stored)
+                yield from _read_whole(source, stored) if whole else _read_paragraphs(source, stored)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a complete gzip file ({error}): copy it again.") from error
     except FileNotFoundError as error:
@@ -169,73 +169,73 @@ def _read_range(part: SourceRange, form: InputFormat) -> Iterator[Batch]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): check --input.") from error
 
 
-def _read_lines(part: SourceRange, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
+def _read_lines(source: SourceRange, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
     """Blocks of whole lines that start in the range."""
-    content = decompressed(part.path, stored)
-    position, number, reported = part.start, 1, part.start
-    if part.start:  # the line of the byte before belongs to the previous range
-        stored.seek(part.start - 1)
-        position += len(_rest_of_line(content, part)) - 1
-    while position < part.stop or content is not stored:
-        size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, part.stop - position)
+    content = decompressed(source.path, stored)
+    position, number, reported = source.start, 1, source.start
+    if source.start:  # the line of the byte before belongs to the previous range
+        stored.seek(source.start - 1)
+        position += len(_rest_of_line(content, source)) - 1
+    while position < source.stop or content is not stored:
+        size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, source.stop - position)
         block = content.read(size)
         if not block:
             break
         if not block.endswith(b"\n"):
-            block += _rest_of_line(content, part)
+            block += _rest_of_line(content, source)
         position += len(block)
         at = stored.tell() if content is not stored else position
-        yield Batch(part.path, kind, number, part.start, at - reported, block)
+        yield Batch(source.path, kind, number, source.start, at - reported, block)
         number, reported = number + block.count(b"\n"), at
 
 
-def _rest_of_line(content: IO[bytes], part: SourceRange) -> bytes:
+def _rest_of_line(content: IO[bytes], source: SourceRange) -> bytes:
     rest = content.readline(MAX_DOCUMENT_BYTES)
     if len(rest) == MAX_DOCUMENT_BYTES:
         raise DataError(
-            f"{part.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their names' "
-            f"endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or correct it."
+            f"{source.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their "
+            f"names' endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or correct it."
         )
     return rest
 
 
-def _read_whole(part: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
-    text = decompressed(part.path, stored).read(MAX_DOCUMENT_BYTES + 1)
+def _read_whole(source: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
+    text = decompressed(source.path, stored).read(MAX_DOCUMENT_BYTES + 1)
     if len(text) > MAX_DOCUMENT_BYTES:
         raise DataError(
-            f"{part.path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too long for one document: say with "
+            f"{source.path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too long for one document: say with "
             "--text-documents paragraph, or line, where documents end."
         )
-    yield Batch(part.path, "document", 1, 0, part.stop, [(text,)])
+    yield Batch(source.path, "document", 1, 0, source.stop, [(text,)])
 
 
-def _read_paragraphs(part: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
+def _read_paragraphs(source: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
     """Paragraphs, separated by blank lines."""
-    content = decompressed(part.path, stored)
+    content = decompressed(source.path, stored)
     documents: list[tuple[bytes]] = []
     lines: list[bytes] = []
     size, size_of_lines, first, reported = 0, 0, 1, 0
     while True:
-        line = _rest_of_line(content, part)
+        line = _rest_of_line(content, source)
         if line.strip():
             lines.append(line)
             size_of_lines += len(line)
             if size_of_lines > MAX_DOCUMENT_BYTES:
                 raise DataError(
-                    f"{part.path} has no blank line in {MAX_DOCUMENT_BYTES >> 20} MiB: try --text-documents line."
+                    f"{source.path} has no blank line in {MAX_DOCUMENT_BYTES >> 20} MiB: try --text-documents line."
                 )
             continue
         if lines:
             documents.append((b"".join(lines).rstrip(b"\r\n"),))
             size, size_of_lines, lines = size + size_of_lines, 0, []
         if documents and (size >= BATCH_BYTES or not line):
-            yield Batch(part.path, "document", first, 0, stored.tell() - reported, [*documents])
+            yield Batch(source.path, "document", first, 0, stored.tell() - reported, [*documents])
             size, first, reported, documents = 0, first + len(documents), stored.tell(), []
         if not line:
             return
 
 
-def _read_parquet(part: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
+def _read_parquet(source: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
     """Rows; memory holds the text of at most one row group."""
     import pyarrow
     from pyarrow import parquet
@@ -245,16 +245,16 @@ def _read_parquet(part: SourceRange, stored: BinaryIO, form: InputFormat) -> Ite
         for key in form.keys:
             if key not in file.schema_arrow.names:
                 raise DataError(
-                    f"{part.path} has no column {key!r}, but {', '.join(file.schema_arrow.names)}: name the right one "
-                    "with --json-keys."
+                    f"{source.path} has no column {key!r}, but {', '.join(file.schema_arrow.names)}: name the right "
+                    "one with --json-keys."
                 )
         rows = max(file.metadata.num_rows, 1)
         batches = file.iter_batches(batch_size=256, columns=list(form.keys))
         columns = ([batch.column(key).to_pylist() for key in form.keys] for batch in batches)
         records = (row for batch in columns for row in zip(*batch))
-        yield from _batch_rows(part.path, records, part.stop / rows)
+        yield from _batch_rows(source.path, records, source.stop / rows)
     except pyarrow.ArrowException as error:
-        raise DataError(f"{part.path} is not a complete parquet file ({error}): copy it again.") from error
+        raise DataError(f"{source.path} is not a complete parquet file ({error}): copy it again.") from error
 
 
 def _open_dataset(name: str, form: InputFormat) -> Any:

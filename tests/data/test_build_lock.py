@@ -180,7 +180,7 @@ def test_a_process_of_another_container_is_not_taken_for_gone(monkeypatch: pytes
 
 
 def test_a_holder_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_lock, "_BEAT", 0.05)
+    monkeypatch.setattr(build_lock, "_HEARTBEAT_SECONDS", 0.05)
     seen = set()
 
     def build() -> str:
