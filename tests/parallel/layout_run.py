@@ -298,7 +298,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
 
 
 @cache
-def topology_of(grid: RankGrid, rank: int, world: object, late: bool) -> Topology:
+def topology_of(grid: RankGrid, rank: int, world: object, late: bool = False) -> Topology:
     """One topology for all cases of a grid in one ``world``, so that its process groups are made once."""
     return (LateTopology if late else Topology)(grid, rank, CPU)
 
