@@ -22,15 +22,15 @@ from megatron.core.communication import Communicator
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
-    ScaledProduct,
+    ScaledGemm,
     amax_of,
     amax_of_history,
+    gemm_for,
     largest_value,
-    product_for,
     push_amax,
     quantize,
     scale_from_amax,
-    scaled_product,
+    scaled_gemm,
     transposed,
 )
 from megatron.core.ops.quantized import QuantizedTensor
@@ -104,12 +104,12 @@ class Fp8Scaling(Fp8Layers):
         ranks: Communicator,
         device: torch.device,
         keeps_weights: bool = True,
-        multiply: ScaledProduct | None = None,
+        multiply: ScaledGemm | None = None,
     ) -> None:
         super().__init__(config)
         self.keeps_weights = keeps_weights
-        self.multiply = product_for(device) if multiply is None else multiply
-        self.gemm_name = "torch._scaled_mm" if self.multiply is scaled_product else "fp32 products of the FP8 numbers"
+        self.multiply = gemm_for(device) if multiply is None else multiply
+        self.gemm_name = "torch._scaled_mm" if self.multiply is scaled_gemm else "fp32 products of the FP8 numbers"
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Gemm] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3

@@ -19,15 +19,15 @@ from megatron.core.ops.fp8 import (
     E5M2,
     LARGEST_SCALE,
     AmaxAlgorithm,
-    ScaledProduct,
+    ScaledGemm,
     amax_of,
     dequantize,
     largest_value,
     quantize,
     scale_from_amax,
-    scaled_product,
-    scaled_product_reference,
-    widened_product,
+    scaled_gemm,
+    scaled_gemm_reference,
+    widened_gemm,
 )
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.recompute import Recomputed
@@ -98,8 +98,8 @@ def test_the_result_has_rows_in_memory_whatever_came() -> None:
 
 @FORMATS
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("product", [scaled_product, widened_product])
-def test_what_is_not_finite_is_in_every_product(dtype: torch.dtype, bad: float, product: ScaledProduct) -> None:
+@pytest.mark.parametrize("product", [scaled_gemm, widened_gemm])
+def test_what_is_not_finite_is_in_every_product(dtype: torch.dtype, bad: float, product: ScaledGemm) -> None:
     """Numbers saturate; an overflow of the tensor itself must not vanish behind that."""
     tensor = torch.randn(16, 32)
     other = own_scale(torch.randn(16, 32), E4M3)
@@ -114,7 +114,7 @@ def test_a_tensor_of_zeros_stays_one(dtype: torch.dtype) -> None:
     operand = own_scale(torch.zeros(16, 16), dtype)
     assert operand.inverse_scale == 1.0
     other = operand if dtype == E4M3 else own_scale(torch.ones(16, 16), E4M3)
-    for multiply in (scaled_product, widened_product):
+    for multiply in (scaled_gemm, widened_gemm):
         assert not multiply(operand, other, torch.float32).any()
 
 
@@ -123,16 +123,16 @@ def test_a_tensor_of_zeros_stays_one(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(E4M3, E4M3), (E5M2, E4M3)], ids=["e4m3 x e4m3", "e5m2 x e4m3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("product", [scaled_product, widened_product])
+@pytest.mark.parametrize("product", [scaled_gemm, widened_gemm])
 def test_products_are_those_of_the_quantised_numbers(
-    first: torch.dtype, second: torch.dtype, dtype: torch.dtype, product: ScaledProduct
+    first: torch.dtype, second: torch.dtype, dtype: torch.dtype, product: ScaledGemm
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     a = own_scale(torch.randn(48, 160, generator=generator) * 1e-5, first)
     b = own_scale(torch.randn(32, 160, generator=generator) * 30, second)
     found = product(a, b, dtype)
     assert found.dtype == dtype
-    exact = scaled_product_reference(a, b, torch.float64)
+    exact = scaled_gemm_reference(a, b, torch.float64)
     terms = dequantize(a).abs() @ dequantize(b).abs().t()
     rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
     assert ((found.double() - exact).abs() <= rounding * exact.abs() + 2.0**-20 * terms).all()
@@ -332,7 +332,7 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
     def multiply(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
         nonlocal products
         products += 1
-        return scaled_product(a, b, dtype, fast)
+        return scaled_gemm(a, b, dtype, fast)
 
     def train(runs_again: bool) -> list[Tensor]:
         scaling = Fp8Scaling(config, ALONE, CPU, multiply=multiply)

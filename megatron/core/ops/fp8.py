@@ -51,7 +51,7 @@ def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
 
 def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> QuantizedTensor:
     """``tensor`` times ``scale`` in the FP8 format ``dtype``, saturated. If ``amax``, the amax of ``tensor``, is not
-    finite, every product with the result is NaN, so that an overflow is visible as without FP8."""
+    finite, every GEMM with the result is NaN, so that an overflow is visible as without FP8."""
     largest = largest_value(dtype)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     # torch's conversion saturates in some versions only.
@@ -64,34 +64,34 @@ def transposed(operand: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(operand.data.t().contiguous(), operand.inverse_scale)
 
 
-class ScaledProduct(Protocol):
+class ScaledGemm(Protocol):
     """``a [m, k] @ b [n, k]^T`` of two quantised matrices, as ``[m, n]`` in ``dtype``."""
 
     def __call__(self, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
 
 
-def scaled_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """A :class:`ScaledProduct` in bf16 or fp32, accumulated in fp32, or with fewer bits if ``fast`` and the hardware
+def scaled_gemm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """A :class:`ScaledGemm` in bf16 or fp32, accumulated in fp32, or with fewer bits if ``fast`` and the hardware
     supports it. Hopper requires this layout, with rows of multiples of 16, and does not multiply e5m2 by e5m2."""
     assert a.data.is_contiguous() and b.data.is_contiguous(), (a.data.stride(), b.data.stride())
     assert a.inverse_scale is not None and b.inverse_scale is not None
     return scaled_mm(a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
-def widened_product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """:func:`scaled_product` by an fp32 GEMM, for devices without FP8 units."""
+def widened_gemm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """:func:`scaled_gemm` by an fp32 GEMM, for devices without FP8 units."""
     assert a.inverse_scale is not None and b.inverse_scale is not None
     product = a.data.float() @ b.data.float().t()
     return product.mul_(a.inverse_scale * b.inverse_scale).to(dtype)
 
 
-def product_for(device: torch.device) -> ScaledProduct:
-    """The product for ``device``; on some CPUs torch's own takes seconds instead of milliseconds."""
-    return widened_product if device.type == "cpu" else scaled_product
+def gemm_for(device: torch.device) -> ScaledGemm:
+    """The GEMM for ``device``; on some CPUs torch's own takes seconds instead of milliseconds."""
+    return widened_gemm if device.type == "cpu" else scaled_gemm
 
 
-def scaled_product_reference(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """:func:`scaled_product` in fp64."""
+def scaled_gemm_reference(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """:func:`scaled_gemm` in fp64."""
     return (dequantize(a) @ dequantize(b).t()).to(dtype)
 
 
@@ -102,5 +102,5 @@ def dequantize(operand: QuantizedTensor) -> Tensor:
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Whether :func:`product_for` supports ``device``: GPUs from Ada on."""
+    """Whether :func:`gemm_for` supports ``device``: GPUs from Ada on."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -86,7 +86,7 @@ def rotated(activations: Tensor, table: Tensor, sign: int) -> Tensor:
     even, odd = pairs.unbind(-1)
     cosine, sine = table[..., 0], sign * table[..., 1]
     turned = even * cosine - odd * sine, even * sine + odd * cosine
-    # Rounded before the stack: an in-place result is first written to a temporary, compiled code included.
+    # Rounded before the stack: it replaces its own inputs, so it is a temporary in memory even when compiled.
     return torch.stack([part.to(activations.dtype) for part in turned], dim=-1).flatten(-3)
 
 
