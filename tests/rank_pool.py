@@ -17,7 +17,7 @@ from tests.forked import fork_context
 START_TIMEOUT = 120.0
 MOST_THREADS = 120
 """Threads of a rank after which the pool gets new processes. Every process group costs some, and topologies that tests
-cache keep theirs; with hundreds of threads per rank a collective takes seconds."""
+keep in one world keep theirs; with hundreds of threads per rank a collective takes seconds."""
 
 
 class RankPool:

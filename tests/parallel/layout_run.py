@@ -6,7 +6,7 @@ A later parallelism adds fields to :class:`Layout` and rows to the matrix, not f
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Literal
 from unittest import mock
 
@@ -297,17 +297,26 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     return executor, data_parallel, optimizer
 
 
-@cache
-def topology_of(grid: RankGrid, rank: int, world: object, late: bool = False) -> Topology:
-    """One topology for all cases of a grid in one ``world``, so that its process groups are made once."""
-    return (LateTopology if late else Topology)(grid, rank, CPU)
+@lru_cache(maxsize=1)
+def topologies_in(world: object) -> dict[tuple[RankGrid, bool], Topology]:
+    """The topologies of all cases in one ``world``, so that the process groups of a grid are made once. Topologies of
+    the last world are dropped, because the threads of their groups end only then."""
+    return {}
+
+
+def topology_of(grid: RankGrid, late: bool = False) -> Topology:
+    """The topology of a grid of all ranks that have joined."""
+    is_joined = torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.group.WORLD) if is_joined else (0, None)
+    topologies = topologies_in(world)
+    if (grid, late) not in topologies:
+        topologies[grid, late] = (LateTopology if late else Topology)(grid, rank, CPU)
+    return topologies[grid, late]
 
 
 def place_in(layout: Layout) -> Topology:
     """This rank's place in the grid of a layout."""
-    is_joined = torch.distributed.is_initialized()
-    rank, world = (torch.distributed.get_rank(), torch.distributed.group.WORLD) if is_joined else (0, None)
-    return topology_of(grid_of(layout), rank, world, layout.late)
+    return topology_of(grid_of(layout), layout.late)
 
 
 def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:

@@ -54,7 +54,7 @@ STRATEGIES: dict[ShardingStrategy, float] = {
 def bytes_per_parameter(strategy: ShardingStrategy, optimizer_config: OptimizerConfig) -> float:
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
     grid = RankGrid(dp=RANKS, dp_replicas=config.data_parallel_replicas(RANKS))
-    topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
+    topology = topology_of(grid)
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
     model = build_model(FOUR_MILLION, context, seed=1)
@@ -90,7 +90,7 @@ def test_narrow_gradients_and_moments_save_six_bytes(four_ranks: RankPool, strat
 def whole_units(overlap: bool) -> tuple[int, int]:
     """Most units that are whole at once in a step under FSDP, seen at the start of every unit's passes; and after."""
     layout = Layout(dp=RANKS, strategy="optim_grads_params", microbatches=2, overlap_param_gather=overlap)
-    topology = topology_of(grid_of(layout), dist.get_rank(), dist.group.WORLD)
+    topology = topology_of(grid_of(layout))
     executor, data_parallel, _ = build(Task(OptimizerConfig(), model=DEEP_MODEL), layout, topology)
     (chunk,) = executor.chunks
     assert isinstance(chunk, TransformerChunk)

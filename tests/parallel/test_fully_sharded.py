@@ -4,7 +4,6 @@ from math import prod
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,7 +48,7 @@ def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple
     shards were there, and whether it was built without memory."""
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
     grid = RankGrid(dp=4, dp_replicas=config.data_parallel_replicas(4))
-    topology = topology_of(grid, dist.get_rank(), dist.group.WORLD)
+    topology = topology_of(grid)
     is_sharded = shards_weights(config, topology)
     kernel = choose_attention_kernel("auto", CPU, formats.weight)
     context = BuildContext(

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -48,7 +47,7 @@ from tests.parallel.layout_run import (
     context,
     grid_of,
     microbatches,
-    topology_of,
+    place_in,
 )
 from tests.rank_pool import RankPool
 from tests.storage_watch import StorageWatch
@@ -70,11 +69,6 @@ Pair = tuple[int, int]
 def four_stages(name: ScheduleName) -> Layout:
     """More microbatches than stages, so that every schedule reaches its steady state."""
     return Layout(pp=4, schedule=name, microbatches=8)
-
-
-def topology_for(layout: Layout) -> Topology:
-    """The place of this rank of the pool."""
-    return topology_of(grid_of(layout), dist.get_rank(), dist.group.WORLD)
 
 
 def batch(layout: Layout, topology: Topology, step: int = 0) -> Iterator[Microbatch]:
@@ -164,7 +158,7 @@ class Watched:
 
 def watch_training(layout: Layout) -> Watched:
     """Watch the second of two batches: the first makes what stays."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     watch = None
     for step in range(2):
@@ -194,7 +188,7 @@ class Evaluated:
 
 def watch_evaluation(layout: Layout, num_microbatches: int) -> Evaluated:
     """Watch an evaluation."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     steps = [list(batch(layout, topology, step)) for step in range(num_microbatches // layout.microbatches)]
     trained = torch.zeros(2, dtype=torch.float64)
@@ -344,7 +338,7 @@ def test_an_evaluation_keeps_no_graph_and_does_not_run_away(four_ranks: RankPool
 
 def count_reads(layout: Layout) -> int:
     """Microbatches that this rank asks for in a batch."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     reads = 0
 
@@ -383,7 +377,7 @@ def observed(communicators: Sequence[Any], observer: Callable[[CollectiveRecord]
 
 def count_messages(layout: Layout) -> Counter[tuple[str, str, int]]:
     """(kind, channel, bytes) of the messages of this rank in a batch."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     channels = [topology.pipeline_channel(kind, *ends) for kind in "FB" for ends in ((0, 1), (1, 0))]
     counted: Counter[tuple[str, str, int]] = Counter()
@@ -439,7 +433,7 @@ def topology_of_rank(layout: Layout, rank: int) -> int:
 
 def train_twice(layout: Layout) -> list[tuple[list[float], list[Tensor]]]:
     """Sums and gradients of a batch, with and without receiving ahead."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     found = []
     for overlap in (True, False):
         executor, data_parallel, _ = build(TASK, layout, topology)
@@ -479,7 +473,7 @@ class EventRecorder(ActionRecorder):
 
 def record_reductions(layout: Layout) -> list[str]:
     """Actions of the executor, and reductions of buckets that began in between."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     executor.recorder = recorder = EventRecorder()
     sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=layout.strategy), topology)
@@ -537,7 +531,7 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
 
 def count_zeros(layout: Layout) -> tuple[int, int]:
     """Zeros that the optimizer counts in a gradient of zeros, and the weights of the whole model."""
-    topology = topology_for(layout)
+    topology = place_in(layout)
     _, data_parallel, optimizer = build(TIED, layout, topology)
     optimizer.trace = Trace()
     for piece in data_parallel.param_shards:
