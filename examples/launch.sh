@@ -2,7 +2,7 @@
 #
 # A recipe sources this file, sets FLAGS (the model and its training), and calls `launch "$@"`. Before, it may set other
 # defaults of the knobs below, which are environment variables. Flags after the name of the recipe come last, so they
-# override those of the recipe.
+# override the recipe's flags.
 #
 #   DRY_RUN=1          only simulate the run: no GPU needed, any number of nodes
 #   NODES              number of machines (in a SLURM job: all machines of the job)

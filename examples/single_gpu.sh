@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Llama 3.2 1B on one GPU, for a first measurement. Knobs: examples/launch.sh.
-# The sizes are those of the published model; the training is our choice.
+# The published model's sizes; the training settings are our choice.
 #
 #   bash examples/single_gpu.sh --train-iters 20
 set -euo pipefail

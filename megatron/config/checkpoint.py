@@ -33,7 +33,7 @@ class CheckpointConfig:
     save_retain_last: int | None = None
     """Keep this many of the newest checkpoints and delete older ones, after the kept ones have been verified."""
     save_retain_interval: int | None = None
-    """Keep only checkpoints at multiples of this many iterations, the latest one and those of --save-retain-last."""
+    """Keep only checkpoints at multiples of this many iterations, the latest one and the last --save-retain-last."""
     load: str | None = None
     """Directory or URL (s3://bucket/run) to resume from; without a checkpoint there the run starts at iteration 0."""
     load_hf: str | None = None

@@ -131,7 +131,7 @@ class FullyShardedDataParallel(DataParallel):
             unit.fsdp.reshard()
 
     def finish_param_all_gather(self) -> None:
-        """Nothing to wait for: this rank updated all that it stores."""
+        """A no-op: each rank updates all weights that it stores."""
 
     def memory(self) -> dict[str, int]:
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)

@@ -11,7 +11,7 @@ from megatron.schedules.simulator import Span
 
 
 class ActionRecorder:
-    """Notes start and end of actions, in seconds since it was made; on a GPU by events, which hold nobody up."""
+    """Records start and end of actions, in seconds since its construction; on a GPU by events, without a host sync."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type != "cpu"
