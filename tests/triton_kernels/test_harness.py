@@ -1,0 +1,102 @@
+"""The processes in which kernels are tested round as GPUs do, and tell what a kernel needs of one."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tests.triton_kernels.compiled import compile_launches
+from tests.triton_kernels.worker import TritonProcess
+
+pytestmark = pytest.mark.processes
+
+
+@triton.jit
+def convert_kernel(source: tl.tensor, target: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    numbers = tl.load(source + offsets, mask=mask).to(tl.float32)
+    tl.store(target + offsets, numbers.to(target.dtype.element_ty), mask=mask)
+
+
+def convert(source: Tensor, dtype: torch.dtype) -> Tensor:
+    target = torch.empty_like(source, dtype=dtype)
+    convert_kernel[(triton.cdiv(source.numel(), 1024),)](source, target, source.numel(), BLOCK=1024)
+    return target
+
+
+@triton.jit
+def hungry_kernel(source: tl.tensor, target: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Needs all numbers of a program at once."""
+    rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    numbers = tl.load(source + rows * BLOCK + columns)
+    numbers = numbers / tl.sum(numbers)
+    tl.store(target + columns * BLOCK + rows, numbers)
+
+
+def hungry() -> None:
+    source = torch.empty(256, 256)
+    hungry_kernel[(1,)](source, torch.empty_like(source), BLOCK=256, num_warps=4)
+
+
+def check_all_bf16_numbers(dtype: torch.dtype) -> None:
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    found = convert(numbers, dtype)
+    expected = numbers.float()
+    if dtype.itemsize == 1:
+        expected = expected.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    assert torch.equal(found.isnan(), numbers.isnan())
+    assert torch.equal(found.double().nan_to_num(), expected.to(dtype).double().nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16])
+def test_the_interpreter_rounds_all_bf16_numbers_to_the_nearest(interpreter: TritonProcess, dtype: torch.dtype) -> None:
+    interpreter.run(check_all_bf16_numbers, dtype)
+
+
+def check_rounding_to_bf16() -> None:
+    numbers = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(convert(numbers, torch.bfloat16), numbers.bfloat16())
+
+
+def test_the_interpreter_rounds_fp32_numbers_to_the_nearest(interpreter: TritonProcess) -> None:
+    interpreter.run(check_rounding_to_bf16)
+
+
+def compile_conversion(dtype: torch.dtype) -> list[tuple[int, int, str]]:
+    launches = compile_launches(convert, torch.empty(4096, dtype=torch.bfloat16), dtype)
+    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")])
+def test_gpus_convert_to_fp8_in_one_instruction_that_saturates(
+    compiler: TritonProcess, dtype: torch.dtype, name: str
+) -> None:
+    ((registers, spilled, ptx),) = compiler.run(compile_conversion, dtype)
+    assert f"cvt.rn.satfinite.{name}x2.f32" in ptx
+    assert ".target sm_90" in ptx
+    assert 8 <= registers <= 64
+    assert spilled == 0
+
+
+def compile_hungry_kernel() -> tuple[int, int]:
+    (launch,) = compile_launches(hungry)
+    return launch.spilled_bytes, launch.shared_bytes
+
+
+def test_spilled_registers_are_counted(compiler: TritonProcess) -> None:
+    """A program of 128 threads has 32,768 registers for 65,536 numbers."""
+    spilled, shared = compiler.run(compile_hungry_kernel)
+    assert spilled > 256
+    assert shared > 0
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def test_a_case_that_fails_shows_its_traceback(interpreter: TritonProcess) -> None:
+    with pytest.raises(AssertionError, match="ValueError: on purpose"):
+        interpreter.run(fail)
+    assert interpreter.run(torch.initial_seed) is not None, "the process serves the next case"
