@@ -2,25 +2,25 @@
 """Speed and memory of one rank's share of a recipe, on one device.
 
 Layers as one of the recipe's tensor-parallel ranks has them, without communication, forward and backward; beside them
-the bounds (their matrix products and attention alone, by our operators and by torch's own) and, if asked for, Hugging
-Face's Llama of the same shape:
+the bounds (their GEMMs and attention alone, by our operators and by torch's own) and, if asked for, Hugging Face's
+Llama of the same shape:
 
     python benchmarks/benchmark_step.py --model llama3.1-405b --num-layers 2 --tensor-model-parallel-size 8
     --sequence-parallel --bf16 --seq-length 8192 --compare transformers
 
-They take turns within one run, so that ratios hold on a noisy machine; medians count.
+They take turns within one run, so that ratios hold on a noisy machine; medians count. --sweep measures the rows of
+benchmarks/step_sweep.py, one after the other.
 """
 
+import gc
 import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,14 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import tyro
 
+from benchmarks.error_line import error_line
+from benchmarks.product_rates import copy_rate, product_rates
 from benchmarks.rank_slice import SliceConfig
 from benchmarks.step_contenders import Contender, Samples, bound, our_slice, transformers_slice
 from benchmarks.step_profile import StepProfile, profile_step
+from benchmarks.step_report import report
+from benchmarks.step_sweep import SweepName, rows
+from benchmarks.step_timing import Clock, Times, spread, take_turns
 from megatron.config.command_line import preset_of
 from megatron.config.model import ModelConfig
 from megatron.core.device import device_name
-from megatron.core.kernels.choice import Choice
-from megatron.core.kernels.choice import table as kernel_choices
 from megatron.errors import ConfigError, UserError
 from megatron.ranges import require_at_least
 from megatron.training.flops import achieved_tflops, mfu, resolve_peak
@@ -67,7 +70,11 @@ class BenchmarkConfig:
     peak_tflops: float | None = None
     """Peak for MFU (default: the GPU's dense peak; on a CPU a measured one)."""
     json: str | None = None
-    """File for the figures."""
+    """File to which the figures are appended, one line of JSON per measurement."""
+    sweep: SweepName | None = None
+    """Measure all rows of this name in benchmarks/step_sweep.py in one process; a row that fails does not end it."""
+    tiny: bool = False
+    """Rehearse the rows of --sweep with tiny shapes that a CPU computes in seconds."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` on what cannot be measured."""
@@ -81,83 +88,41 @@ class BenchmarkConfig:
             )
         if self.compile and self.compare is None:
             raise ConfigError("--compile is about what --compare names: add --compare transformers, or remove it.")
-        self.slice.check()
+        if self.tiny and self.sweep is None:
+            raise ConfigError("--tiny shrinks the rows of --sweep: add --sweep bf16 or --sweep fp8, or remove it.")
+        if self.sweep is not None and (self.slice != SliceConfig() or self.with_optimizer or self.compare is not None):
+            raise ConfigError(
+                "--sweep has slices of its own (benchmarks/step_sweep.py): remove the flags of the slice, "
+                "--with-optimizer and --compare, or remove --sweep."
+            )
+        if self.compare is not None and self.slice.documents is not None:
+            raise ConfigError("--compare transformers has no documents: remove it, or remove --documents.")
+        if self.sweep is None:
+            self.slice.check()
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of this rank, forward and backward."""
+        """Model FLOPs of this rank, forward and backward; attention of whole sequences, also with documents."""
         model = self.slice.architecture
         vocab_size = self.slice.vocab_size if self.slice.with_head else 0
         whole = replace(model, vocab_size=vocab_size).flops_per_token(self.slice.seq_length)
         return whole / self.slice.tensor_model_parallel_size
 
 
-class Clock:
-    """Marks moments in the work of a device, for which the host does not wait."""
-
-    def __init__(self, device: torch.device, cpu_time: bool = False) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
-        self._now = time.process_time if cpu_time else time.perf_counter
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Now, or on a GPU when it gets there."""
-        if not self._on_gpu:
-            self._marks.append(self._now())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append(event)
-
-    def seconds(self) -> list[float]:
-        """Between the marks, of which it then begins anew."""
-        marks, self._marks = self._marks, []
-        if not self._on_gpu:
-            return [end - start for start, end in pairwise(marks)]
-        torch.cuda.synchronize(self._device)
-        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
-
-
-Times = dict[str, list[float]]
-"""Seconds of every turn, by phase."""
-
-
-def take_turns(contenders: Sequence[Contender], config: BenchmarkConfig, device: torch.device) -> dict[str, Times]:
-    """Times of every contender by name, one step of each in every turn."""
-    clock = Clock(device, config.cpu_time)
-    times: dict[str, Times] = {one.name: {phase: [] for phase in one.phases} for one in contenders}
-    for turn in range(config.warmup + config.repeats):
-        for contender in contenders:
-            clock.mark()
-            for phase in contender.phases.values():
-                phase()
-                clock.mark()
-            spans = clock.seconds()
-            if turn >= config.warmup:
-                for seconds, span in zip(times[contender.name].values(), spans, strict=True):
-                    seconds.append(span)
-        print(f"\rturn {turn + 1} of {config.warmup + config.repeats}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return times
-
-
 def build_contenders(config: BenchmarkConfig, device: torch.device) -> list[Contender]:
-    """Ours first, then the bounds."""
-    samples = Samples.random(config.slice, device)
-    contenders = [our_slice(config.slice, samples, device, config.with_optimizer)]
-    contenders += [bound(config.slice, device, is_ours) for is_ours in (True, False)]
+    """Ours first, with documents also ours without them, then the bounds."""
+    slice_, samples = config.slice, Samples.random(config.slice, device)
+    contenders = [our_slice(slice_, samples, device, config.with_optimizer)]
+    if slice_.documents is not None:
+        whole = replace(slice_, documents=None)
+        contenders.append(our_slice(whole, samples, device, config.with_optimizer, "without documents"))
+    contenders += [bound(slice_, device, kind) for kind in ("our", "torch")]
+    if slice_.precision.fp8_format is not None:
+        contenders.append(bound(slice_, device, "FP8"))
     if config.compare == "transformers":
         for is_compiled in (False, True) if config.compile else (False,):
-            contenders.append(transformers_slice(config.slice, samples, device, config.with_optimizer, is_compiled))
+            contenders.append(transformers_slice(slice_, samples, device, config.with_optimizer, is_compiled))
     return contenders
-
-
-def spread(values: Sequence[float]) -> float:
-    """Half the distance of the quartiles, relative to the median."""
-    if len(values) < 2:
-        return 0.0
-    first, _, third = quantiles(values, n=4)
-    return (third - first) / 2 / median(values)
 
 
 def measured_row(
@@ -165,8 +130,8 @@ def measured_row(
 ) -> dict[str, Any]:
     """The figures of a contender; ``our_steps`` are the seconds of our steps in the same turns."""
     steps = [sum(spans) for spans in zip(*times.values())]
-    speed = config.slice.tokens / median(steps)
-    layers = 1 if config.slice.with_head else config.slice.architecture.num_layers
+    speed = config.slice.microbatches * config.slice.tokens / median(steps)
+    layers = config.slice.microbatches * config.slice.architecture.num_layers
     return {
         "ms": {phase: median(seconds) * 1e3 for phase, seconds in times.items()} | {"step": median(steps) * 1e3},
         "ms_per_layer": None if config.slice.with_head else median(steps) * 1e3 / layers,
@@ -179,10 +144,24 @@ def measured_row(
     }
 
 
-def memory_row(contender: Contender, profile: StepProfile) -> dict[str, Any]:
-    """Bytes that a contender holds between steps, and that a step takes on top."""
+def profiled_row(contender: Contender, device: torch.device, bytes_per_s: float) -> dict[str, Any]:
+    """Bytes that stay between steps, bytes that a step allocates on top, and the time of its kernels.
+
+    ``stand_in_ms`` is the time of the copies that stand for collectives, which the times include, at the rate
+    ``bytes_per_s`` of large copies.
+    """
     held = None if contender.held_bytes is None else contender.held_bytes()
-    return {"held_bytes": held, "step_bytes": profile.peak_bytes, "kernel_seconds": profile.seconds}
+    contender.moved_by_stand_ins()
+    contender.step()
+    moved = contender.moved_by_stand_ins()
+    profile: StepProfile = profile_step(contender.step, device)
+    return {
+        "held_bytes": held,
+        "step_bytes": profile.peak_bytes,
+        "stand_in_ms": moved / bytes_per_s * 1e3,
+        "kernel_seconds": profile.seconds,
+        "longest_kernels": profile.longest,
+    }
 
 
 def find_peak(config: BenchmarkConfig, device: torch.device, precision: str) -> tuple[float | None, str]:
@@ -204,100 +183,58 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
     precision = config.slice.run_config().precision.name
     peak, source = find_peak(config, device, precision)
     contenders = build_contenders(config, device)
-    times = take_turns(contenders, config, device)
+    times = take_turns(contenders, config.warmup, config.repeats, Clock(device, config.cpu_time))
     our_steps = [sum(spans) for spans in zip(*times[contenders[0].name].values())]
+    bytes_per_s = copy_rate(device)
     return {
         "device": device_name(device) or f"{platform.processor() or platform.machine()} CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "precision": precision,
         "peak": source,
+        "product_tflops": product_rates(device),
+        "copy_bytes_per_s": bytes_per_s,
         "kernels": [asdict(choice) for choice in config.slice.choose_kernels(config.slice.topology(device)).choices],
         "flags": asdict(config),
         "flops_per_token": config.flops_per_token,
         "rows": {
-            one.name: measured_row(config, times[one.name], our_steps, peak)
-            | memory_row(one, profile_step(one.step, device))
+            one.name: measured_row(config, times[one.name], our_steps, peak) | profiled_row(one, device, bytes_per_s)
             for one in contenders
         },
     }
 
 
-def describe(config: BenchmarkConfig, figures: dict[str, Any]) -> str:
-    """What was measured, where."""
-    slice_, model = config.slice, config.slice.architecture
-    share = f", one rank of {slice_.tensor_model_parallel_size}" if slice_.tensor_model_parallel_size > 1 else ""
-    return (
-        f"{model.num_layers} layers{' with embedding and head' if slice_.with_head else ''} of "
-        f"{slice_.model.model or 'a Llama'} (hidden {model.hidden_size}){share}; {slice_.micro_batch_size} x "
-        f"{slice_.seq_length} tokens, {figures['precision']}, on {figures['device']} ({figures['threads']} CPU "
-        f"threads{', processor time' if config.cpu_time else ''}), torch {figures['torch']}\n{figures['peak']}"
-    )
+def measure_and_report(config: BenchmarkConfig, name: str | None = None) -> None:
+    """Print the figures, and append them to ``--json`` as the row ``name`` of a sweep."""
+    figures = measure(config)
+    print(report(config.slice, config.cpu_time, figures))
+    append_line(config, {"row": name} | figures)
 
 
-def choices_table(choices: Sequence[dict[str, str]]) -> str:
-    """What computed each operation of ours."""
-    return "\n".join(["our kernels:", *kernel_choices([Choice(**choice) for choice in choices])])
+def append_line(config: BenchmarkConfig, figures: dict[str, Any]) -> None:
+    if config.json is not None:
+        with Path(config.json).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(figures) + "\n")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest entry; the first to the left."""
-    lines = [list(map(str, row)) for row in (header, *rows)]
-    name_width, *widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([name.ljust(name_width), *(text.rjust(width) for text, width in zip(texts, widths))])
-        for name, *texts in lines
-    )
-
-
-def _number(value: float | None, digits: int = 1, factor: float = 1.0) -> str:
-    return "" if value is None else f"{value * factor:,.{digits}f}"
-
-
-def speed_table(rows: dict[str, dict[str, Any]]) -> str:
-    """Times, rates and memory of every contender."""
-    phases = [phase for phase in next(iter(rows.values()))["ms"] if phase != "step"]
-    header = [
-        "ms",
-        *phases,
-        "step",
-        "±",
-        "per layer",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU",
-        "our speed",
-        "held MiB",
-        "step MiB",
-    ]
-    return table(
-        header,
-        [
-            [
-                name,
-                *(_number(row["ms"].get(phase)) for phase in phases),
-                _number(row["ms"]["step"]),
-                f"{row['spread']:.1%}",
-                _number(row["ms_per_layer"]),
-                _number(row["tokens_per_s"], 0),
-                _number(row["tflops"], 2),
-                "" if row["mfu"] is None else f"{row['mfu']:.1%}",
-                f"{row['our_speed_relative_to_it']:.3f} x",
-                _number(row["held_bytes"], factor=2**-20),
-                _number(row["step_bytes"], factor=2**-20),
-            ]
-            for name, row in rows.items()
-        ],
-    )
-
-
-def kernel_table(rows: dict[str, dict[str, Any]]) -> str:
-    """Where the time of one step went, under the profiler."""
-    groups = list(dict.fromkeys(group for row in rows.values() for group in row["kernel_seconds"]))
-    body = [
-        [group, *(_number(row["kernel_seconds"].get(group), factor=1e3) for row in rows.values())] for group in groups
-    ]
-    return table(["ms of one step, profiled", *rows], body)
+def run_sweep(config: BenchmarkConfig, sweep: SweepName, arguments: Sequence[str]) -> int:
+    """Measure every row of ``--sweep``; the number of rows that failed."""
+    failures = 0
+    for row in rows(sweep, config.tiny):
+        print(f"\n== {row.name}: {' '.join(row.flags)}", flush=True)
+        try:
+            one = replace(parse([*arguments, *row.flags]), sweep=None, tiny=False)
+            one.check()
+            measure_and_report(one, row.name)
+        except Exception as error:
+            # Not a reason to lose the rows after it: another kernel, another shape.
+            failures += 1
+            print(f"ERROR: {error_line(error)}", file=sys.stderr)
+            append_line(config, {"row": row.name, "error": error_line(error)})
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return failures
 
 
 def parse(arguments: Sequence[str]) -> BenchmarkConfig:
@@ -317,16 +254,12 @@ def main() -> int:
     try:
         config = parse(sys.argv[1:])
         config.check()
-        figures = measure(config)
+        if config.sweep is not None:
+            return 1 if run_sweep(config, config.sweep, sys.argv[1:]) else 0
+        measure_and_report(config)
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    rows = figures["rows"]
-    print(
-        describe(config, figures), choices_table(figures["kernels"]), speed_table(rows), kernel_table(rows), sep="\n\n"
-    )
-    if config.json is not None:
-        Path(config.json).write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

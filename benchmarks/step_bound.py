@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.ops.attention_kernels import AttentionKernel, AttentionOutput, TorchAttention
+from megatron.core.ops.fp8 import E4M3, E5M2, ScaledGemm
+from megatron.core.ops.quantized import QuantizedTensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""
@@ -58,6 +60,39 @@ class BareProducts:
         for shape in reversed(self._shapes):
             self._product(self._outputs[shape], self._weights[shape].t())
             self._product(self._outputs[shape].t(), self._inputs[shape].t())
+
+
+class BareFp8Products:
+    """As :class:`BareProducts` with FP8 GEMMs, whose operands and their transposes are quantised already."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        tokens: int,
+        multiply: ScaledGemm,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shapes, self._multiply, self._dtype = shapes, multiply, dtype
+
+        def random(rows: int, columns: int, fp8: torch.dtype = E4M3) -> QuantizedTensor:
+            data = torch.randn(rows, columns, dtype=torch.bfloat16, device=device).to(fp8)
+            return QuantizedTensor(data, torch.ones((), device=device))
+
+        self._inputs = {(k, n): (random(tokens, k), random(k, tokens)) for k, n in shapes}
+        self._weights = {(k, n): (random(n, k), random(k, n)) for k, n in shapes}
+        self._grads = {(k, n): (random(tokens, n, E5M2), random(n, tokens, E5M2)) for k, n in shapes}
+
+    def forward(self) -> None:
+        """Outputs, which alone may accumulate fast."""
+        for shape in self._shapes:
+            self._multiply(self._inputs[shape][0], self._weights[shape][0], self._dtype, fast=True)
+
+    def backward(self) -> None:
+        """Gradients of inputs, and of weights in fp32."""
+        for shape in reversed(self._shapes):
+            self._multiply(self._grads[shape][0], self._weights[shape][1], self._dtype)
+            self._multiply(self._grads[shape][1], self._inputs[shape][1], torch.float32)
 
 
 class BareAttention:

@@ -1,16 +1,16 @@
 """Whose steps are measured: this codebase's, Hugging Face's, and the bounds."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.rank_slice import SliceConfig
-from benchmarks.step_bound import BareAttention, BareProducts, linear_shapes
+from benchmarks.step_bound import BareAttention, BareFp8Products, BareProducts, linear_shapes
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.matmul import linear
@@ -22,18 +22,45 @@ _LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
+class Action:
+    """A part of a step, whose time counts for ``phase``."""
+
+    phase: str
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Contender:
-    """A step in phases, by name and in their order."""
+    """A step: the actions of all its microbatches, in order."""
 
     name: str
-    phases: dict[str, Callable[[], None]]
+    actions: Sequence[Action]
     held_bytes: Callable[[], int] | None = None
-    """What it keeps between steps: weights, and where they stay, gradients and the optimizer's state."""
+    """Bytes that stay between steps: weights, gradients if they stay, optimizer state."""
+    moved_by_stand_ins: Callable[[], int] = lambda: 0
+    """Bytes that the stand-ins for collectives have read and written since the last call."""
+
+    @property
+    def phases(self) -> list[str]:
+        """Names of the phases in their order."""
+        return list(dict.fromkeys(action.phase for action in self.actions))
 
     def step(self) -> None:
-        """All phases."""
-        for phase in self.phases.values():
-            phase()
+        """All actions."""
+        for action in self.actions:
+            action.run()
+
+
+def actions_of(
+    microbatches: int,
+    passes: "Passes",
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> list[Action]:
+    """``before`` (forward), forward and backward pass of every microbatch, ``after`` (backward)."""
+    first = [] if before is None else [Action("forward", before)]
+    last = [] if after is None else [Action("backward", after)]
+    return [*first, *[Action("forward", passes.forward), Action("backward", passes.backward)] * microbatches, *last]
 
 
 @dataclass(frozen=True)
@@ -61,8 +88,16 @@ class Samples:
         return Samples(text[:, :-1].contiguous(), text[:, 1:].contiguous(), inputs, grad)
 
 
-class Passes:
-    """Forward and backward; what the first keeps, ``output`` included, the second lets go."""
+class Passes(Protocol):
+    """The passes of a microbatch."""
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+class ModelPasses:
+    """Forward and backward pass through a model; the backward pass frees ``output`` and what autograd saved."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], inputs: Tensor, grad: Tensor | None = None) -> None:
         self._forward, self._inputs, self._grad = forward, inputs, grad
@@ -76,75 +111,98 @@ class Passes:
         self.output = self._forward(self._inputs)
 
     def backward(self) -> None:
-        """Gradients of inputs, if they can have one, and of weights."""
+        """Gradients of weights, and of the inputs unless these are token ids."""
         assert self.output is not None
         output, self.output = self.output, None
         output.backward(self._grad)
 
 
-def our_slice(config: SliceConfig, samples: Samples, device: torch.device, with_optimizer: bool) -> Contender:
-    """The slice as a training run has it."""
+def our_slice(
+    config: SliceConfig, samples: Samples, device: torch.device, with_optimizer: bool, name: str = "megatron-llama"
+) -> Contender:
+    """The slice as :func:`megatron.training.loop.step.train_step` runs it."""
     run, topology = config.run_config(), config.topology(device)
     kernels = config.choose_kernels(topology)
     model = config.build(topology, kernels)
     data_parallel = config.data_parallel(topology, model)
-    passes = our_passes(config, samples, model)
-    memory = data_parallel.memory()
+    memory, fp8 = data_parallel.memory(), model.context.fp8
 
-    def forward() -> None:
-        data_parallel.start_grad_accumulation(1)
-        passes.forward()
+    def start_step() -> None:
+        if fp8 is not None:
+            fp8.start_step()
+        data_parallel.start_grad_accumulation(config.microbatches)
 
-    def backward() -> None:
-        passes.backward()
+    def finish_step() -> None:
         data_parallel.finish_grad_sync()
+        if fp8 is not None:
+            fp8.finish_step()
 
-    phases = {"forward": forward, "backward": backward}
+    actions = actions_of(config.microbatches, our_passes(config, samples, model), start_step, finish_step)
     if with_optimizer:
         optimizer = Optimizer(run.optimizer, data_parallel, topology, kernels.optimizer)
         memory |= optimizer.memory()
-
-        def update() -> None:
-            optimizer.step(Hyperparameters(_LEARNING_RATE), 1.0)
-
-        phases["optimizer"] = update
-    return Contender("megatron-llama", phases, lambda: sum(memory.values()))
+        actions.append(Action("optimizer", lambda: _update(optimizer)))
+    return Contender(name, actions, lambda: sum(memory.values()), topology.take_moved_bytes)
 
 
-def our_passes(config: SliceConfig, samples: Samples, model: TransformerModel) -> Passes:
-    """Through the rank's only chunk, to the mean loss where it has the head."""
+def _update(optimizer: Optimizer) -> None:
+    optimizer.step(Hyperparameters(_LEARNING_RATE), 1.0)
+
+
+def our_passes(config: SliceConfig, samples: Samples, model: TransformerModel) -> ModelPasses:
+    """Through the rank's only chunk, with the head to the mean loss. Every microbatch has other documents."""
     chunk, head = model.chunks[0], model.head
+    documents = config.random_documents()
     if head is not None:
 
         def mean_loss(tokens: Tensor) -> Tensor:
-            return head.token_losses(chunk(tokens), samples.labels).sum() / config.tokens
+            return head.token_losses(chunk(tokens, next(documents)), samples.labels).sum() / config.tokens
 
-        return Passes(mean_loss, samples.tokens)
+        return ModelPasses(mean_loss, samples.tokens)
     parallel = model.context.parallel
     parts = parallel.size if parallel.sequence_parallel else 1
     inputs, grad = (tensor.chunk(parts)[0].clone() for tensor in (samples.inputs, samples.grad))
-    return Passes(chunk, inputs, grad)
+    return ModelPasses(lambda hidden: chunk(hidden, next(documents)), inputs, grad)
 
 
-def bound(config: SliceConfig, device: torch.device, is_ours: bool) -> Contender:
-    """The slice's matrix products and attention alone, by torch's own functions or by the operators of our layers."""
+class BarePasses:
+    """GEMMs and attention alone."""
+
+    def __init__(self, products: BareProducts | BareFp8Products, attention: BareAttention) -> None:
+        self._products, self._attention = products, attention
+
+    def forward(self) -> None:
+        self._products.forward()
+        self._attention.forward()
+
+    def backward(self) -> None:
+        self._attention.backward()
+        self._products.backward()
+
+
+def bound(config: SliceConfig, device: torch.device, kind: Literal["our", "torch", "FP8"]) -> Contender:
+    """The slice's GEMMs and attention over whole sequences alone: by torch's functions, by the operators of our layers,
+    or by these with FP8 GEMMs of operands that are quantised already (without the head's)."""
     model, size = config.architecture, config.tensor_model_parallel_size
-    shapes = linear_shapes(model, size, config.with_head)
-    kernel = config.choose_kernels(config.topology(device)).attention if is_ours else TorchAttention()
-    products = BareProducts(shapes, config.tokens, config.dtype, device, linear if is_ours else F.linear)
+    kernels = replace(config, documents=None).choose_kernels(config.topology(device))
     attention = BareAttention(
-        model, config.micro_batch_size, config.seq_length, config.dtype, device, size, kernel=kernel
+        model,
+        config.micro_batch_size,
+        config.seq_length,
+        config.dtype,
+        device,
+        size,
+        kernel=TorchAttention() if kind == "torch" else kernels.attention,
     )
-
-    def forward() -> None:
-        products.forward()
-        attention.forward()
-
-    def backward() -> None:
-        attention.backward()
-        products.backward()
-
-    return Contender(f"bound, {'our' if is_ours else 'torch'} kernels", {"forward": forward, "backward": backward})
+    layers = linear_shapes(model, size, config.with_head)
+    products: BareProducts | BareFp8Products
+    if kind == "FP8":
+        products = BareFp8Products(
+            linear_shapes(model, size, False), config.tokens, kernels.fp8_gemm, config.dtype, device
+        )
+    else:
+        products = BareProducts(layers, config.tokens, config.dtype, device, F.linear if kind == "torch" else linear)
+    return Contender(f"bound, {kind} kernels", actions_of(config.microbatches, BarePasses(products, attention)))
 
 
 def transformers_slice(
@@ -155,25 +213,21 @@ def transformers_slice(
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01, fused=True)
     passes = _transformers_passes(config, samples, model, is_compiled)
 
-    def backward() -> None:
-        passes.backward()
-        if not with_optimizer:
-            optimizer.zero_grad()
-
     def update() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    phases = {"forward": passes.forward, "backward": backward}
+    after = None if with_optimizer else optimizer.zero_grad
+    actions = actions_of(config.microbatches, passes, after=after)
     if with_optimizer:
-        phases["optimizer"] = update
+        actions.append(Action("optimizer", update))
 
     def held_bytes() -> int:
         moments = (state for states in optimizer.state.values() for state in states.values())
         return sum(tensor.nbytes for tensor in (*model.parameters(), *moments))
 
-    return Contender(f"transformers {'compiled' if is_compiled else 'eager'}", phases, held_bytes)
+    return Contender(f"transformers {'compiled' if is_compiled else 'eager'}", actions, held_bytes)
 
 
 def _transformers_model(config: SliceConfig) -> Any:
@@ -209,7 +263,7 @@ def _transformers_model(config: SliceConfig) -> Any:
     return whole.model
 
 
-def _transformers_passes(config: SliceConfig, samples: Samples, model: Any, is_compiled: bool) -> Passes:
+def _transformers_passes(config: SliceConfig, samples: Samples, model: Any, is_compiled: bool) -> ModelPasses:
     run: Any = torch.compile(model) if is_compiled else model
     if config.with_head:
 
@@ -218,11 +272,11 @@ def _transformers_passes(config: SliceConfig, samples: Samples, model: Any, is_c
             # Widened as transformers' own loss does.
             return F.cross_entropy(logits.flatten(0, 1).float(), samples.labels.flatten())
 
-        return Passes(mean_loss, samples.tokens)
+        return ModelPasses(mean_loss, samples.tokens)
 
     def through_layers(inputs: Tensor) -> Tensor:
         hidden: Tensor = run(inputs_embeds=inputs).last_hidden_state
         return hidden
 
     inputs, grad = (tensor.transpose(0, 1).contiguous() for tensor in (samples.inputs, samples.grad))
-    return Passes(through_layers, inputs, grad)
+    return ModelPasses(through_layers, inputs, grad)

@@ -1,7 +1,7 @@
 """Where the time of a step goes, by groups of kernels, and how much memory it takes."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,18 @@ def kernel_group(name: str) -> str:
     return next((group for group, pattern in KERNEL_GROUPS if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
+MOST_KERNELS, MOST_CHARACTERS = 30, 100
+"""Kernels in a profile, and characters of their names."""
+
+
 @dataclass(frozen=True)
 class StepProfile:
     """What the profiler saw of one step."""
 
     seconds: dict[str, float]
     """By kernel group, largest first; under the profiler, which slows small kernels."""
+    longest: list[tuple[str, float, int]]
+    """Name, seconds and calls of the kernels that took longest together, at most :data:`MOST_KERNELS`."""
     peak_bytes: int
     """Most that the step had allocated at once, beyond what was there before it (CPU: what torch allocated, thus
     without oneDNN's own memory; CUDA: by the caching allocator's count)."""
@@ -58,17 +64,27 @@ def profile_step(step: Callable[[], None], device: torch.device) -> StepProfile:
         step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    return StepProfile(_seconds_by_group(profiled, on_gpu), cuda_peak if on_gpu else _peak_on_cpu(profiled))
+    kernels = _kernels(profiled, on_gpu)
+    longest = [(name[:MOST_CHARACTERS], seconds, calls) for name, seconds, calls in kernels[:MOST_KERNELS]]
+    return StepProfile(_seconds_by_group(kernels), longest, cuda_peak if on_gpu else _peak_on_cpu(profiled))
 
 
-def _seconds_by_group(profiled: Any, on_gpu: bool) -> dict[str, float]:
-    seconds: dict[str, float] = {}
+def _kernels(profiled: Any, on_gpu: bool) -> list[tuple[str, float, int]]:
+    """Name, seconds and calls of every kernel (on a CPU, of every operator), longest first."""
+    found = []
     for event in profiled.key_averages():
         # On a GPU only kernels count, not the operators that launch them.
         if (event.device_type == DeviceType.CUDA) == on_gpu:
             own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            group = kernel_group(event.key)
-            seconds[group] = seconds.get(group, 0.0) + own / 1e6
+            found.append((str(event.key), own / 1e6, int(event.count)))
+    return sorted(found, key=lambda kernel: -kernel[1])
+
+
+def _seconds_by_group(kernels: Sequence[tuple[str, float, int]]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for name, own, _ in kernels:
+        group = kernel_group(name)
+        seconds[group] = seconds.get(group, 0.0) + own
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 

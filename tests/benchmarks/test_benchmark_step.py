@@ -2,18 +2,29 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import benchmark_step
 from benchmarks.benchmark_step import parse
+from benchmarks.product_rates import copy_rate, product_rates
 from benchmarks.rank_slice import SilentCommunicator, SliceConfig
 from benchmarks.step_bound import linear_shapes
-from benchmarks.step_contenders import Samples, our_passes
+from benchmarks.step_contenders import Contender, Samples, bound, our_passes, our_slice
 from benchmarks.step_profile import kernel_group, profile_step
+from benchmarks.step_sweep import SWEEPS, Row, SweepName, rows
+from benchmarks.step_timing import Clock, take_turns
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.fp8 import Fp8Gemm, Fp8Role, Fp8Scaling
+from megatron.core.gradient import Gradient, MainGrad
+from megatron.core.kernels import selection
+from megatron.core.models.transformer import TransformerModel
+from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.parameter import info_of
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
@@ -85,6 +96,145 @@ def test_silent_collectives_have_the_shapes_of_real_ones() -> None:
     output = torch.empty(2, 1)
     assert silent.reduce_scatter(tensor, output) is output
     assert output.flatten().tolist() == [2.0, 3.0]
+
+
+def slices_model(config: SliceConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Contender, TransformerModel]:
+    """A slice's contender, and the model that it has built."""
+    models: list[TransformerModel] = []
+    build = SliceConfig.build
+
+    def recorded(*arguments: Any) -> TransformerModel:
+        models.append(build(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr(SliceConfig, "build", recorded)
+    return our_slice(config, Samples.random(config, CPU), CPU, with_optimizer=True), models[0]
+
+
+def test_after_a_step_all_fp8_layers_have_scales_and_weights_are_quantised_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ("--bf16", "--fp8-format", "hybrid", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    contender, model = slices_model(slice_of(*flags, "--microbatches", "2"), monkeypatch)
+    fp8 = model.context.fp8
+    assert isinstance(fp8, Fp8Scaling)
+    quantised = 0
+    gemms = fp8._layers
+    assert len(gemms) == 8
+    quantize = type(gemms[0])._quantize
+
+    def counted(gemm: Fp8Gemm, role: Fp8Role, tensor: Tensor) -> QuantizedTensor:
+        nonlocal quantised
+        quantised += role == "weight"
+        return quantize(gemm, role, tensor)
+
+    monkeypatch.setattr(type(gemms[0]), "_quantize", counted)
+    for step in range(2):
+        contender.step()
+        assert all(gemm.has_scales for gemm in gemms)
+        assert quantised == 8 * (step + 1)
+
+
+def test_gradients_of_later_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulated: list[bool] = []
+    add = MainGrad.add
+
+    def recorded(main_grad: MainGrad, gradient: Gradient) -> None:
+        accumulated.append(not main_grad.is_filled)
+        add(main_grad, gradient)
+
+    contender, _ = slices_model(slice_of("--microbatches", "3"), monkeypatch)
+    monkeypatch.setattr(MainGrad, "add", recorded)
+    contender.step()
+    assert [action.phase for action in contender.actions].count("forward") == 1 + 3
+    assert accumulated.count(True) * 3 == len(accumulated)
+
+
+def test_documents_have_the_mean_length_and_differ_between_microbatches() -> None:
+    config = slice_of("--documents", "50", "--seq-length", "4096", "--micro-batch-size", "2")
+    batches = config.random_documents()
+    drawn = [next(batches) for _ in range(5)]
+    spans = [documents.spans for documents in drawn if documents is not None]
+    assert len({str(found) for found in spans}) == 5
+    assert sum(map(len, spans)) == pytest.approx(5 * 2 * 4096 / 50, rel=0.2)
+    for found in spans:
+        assert sum(span.stop - span.start for span in found) == 2 * 4096
+    assert next(slice_of().random_documents()) is None
+
+
+def test_documents_restrict_attention() -> None:
+    outputs = []
+    for documents in ((), ("--documents", "4")):
+        config = slice_of(*documents)
+        topology = config.topology(CPU)
+        model = config.build(topology)
+        config.data_parallel(topology, model)
+        torch.manual_seed(0)
+        passes = our_passes(config, Samples.random(config, CPU), model)
+        passes.forward()
+        assert passes.output is not None
+        outputs.append(passes.output)
+    assert not torch.allclose(outputs[0], outputs[1])
+
+
+def test_stand_ins_for_collectives_are_counted() -> None:
+    config = slice_of("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    contender = our_slice(config, Samples.random(config, CPU), CPU, with_optimizer=False)
+    contender.step()
+    # At least: before each of two column-parallel layers 16 tokens of 128 numbers are gathered from 8, and after each
+    # of two row-parallel layers a part is copied; the same for gradients.
+    gathered, reduced = (16 + 8) * 128 * 4, 2 * 8 * 128 * 4
+    moved = contender.moved_by_stand_ins()
+    assert moved % (2 * 128 * 4) == 0
+    assert moved >= 2 * 2 * (gathered + reduced)
+    assert contender.moved_by_stand_ins() == 0
+    alone = our_slice(slice_of(), Samples.random(config, CPU), CPU, with_optimizer=False)
+    alone.step()
+    assert alone.moved_by_stand_ins() == 0
+
+
+def test_times_of_actions_add_up_to_their_phase() -> None:
+    class Counter(Clock):
+        """The n-th mark is at n seconds."""
+
+        def __init__(self) -> None:
+            super().__init__(CPU)
+            self._seconds = 0
+
+        def mark(self) -> None:
+            self._seconds += 1
+            self._marks.append(self._seconds)
+
+    config = slice_of("--microbatches", "2")
+    contender = our_slice(config, Samples.random(config, CPU), CPU, with_optimizer=True)
+    times = take_turns([contender], warmup=1, repeats=3, clock=Counter(), shows_turns=False)
+    # Start and two forward passes, two backward passes and end, update.
+    assert times == {"megatron-llama": {"forward": [3.0] * 3, "backward": [3.0] * 3, "optimizer": [1.0] * 3}}
+
+
+def test_a_product_that_does_not_run_leaves_its_reason() -> None:
+    rates = product_rates(CPU, 16)
+    assert {"bf16", "e4m3", "e4m3, fast accumulation"} <= rates.keys()
+    assert isinstance(rates["bf16"], float) and rates["bf16"] > 0
+    # Only GPUs have half-precision products that add to fp32.
+    assert isinstance(rates["bf16, added to fp32 gradients"], str)
+    assert copy_rate(CPU, 2**20) > 0
+
+
+def test_the_fp8_bound_has_the_products_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
+
+    def recorded(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        calls.append((tuple(a.data.shape), tuple(b.data.shape), dtype))
+        return a.data
+
+    monkeypatch.setattr(selection, "gemm_for", lambda device: recorded)
+    flags = ("--bf16", "--fp8-format", "hybrid", "--with-head", "--microbatches", "2")
+    bound(slice_of(*flags), CPU, "FP8").step()
+    assert len(calls) == 2 * 3 * 8
+    widths = linear_shapes(slice_of().architecture, with_head=False)
+    assert {(a, b) for a, b, dtype in calls if dtype == torch.float32} == {((n, 16), (k, 16)) for k, n in widths}
+    assert all(a[1] == b[1] for a, b, _ in calls)
 
 
 # The figures
@@ -219,9 +369,71 @@ def test_a_run_reports_every_contender(
     assert "1.000 x" in printed
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_figures_are_appended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    for flags in (("--documents", "6"), ("--bf16", "--fp8-format", "hybrid", "--microbatches", "2")):
+        assert run(monkeypatch, *flags, "--peak-tflops", "1", "--json", str(path)) == 0
+    documents, fp8 = lines(path)
+    assert list(documents["rows"]) == [
+        "megatron-llama",
+        "without documents",
+        "bound, our kernels",
+        "bound, torch kernels",
+    ]
+    assert list(fp8["rows"])[-1] == "bound, FP8 kernels"
+    ours = fp8["rows"]["megatron-llama"]
+    assert ours["tokens_per_s"] == pytest.approx(2 * 16 / ours["ms"]["step"] * 1e3)
+    assert ours["ms_per_layer"] == pytest.approx(ours["ms"]["step"] / 4)
+    assert len(ours["longest_kernels"]) == 30
+    assert sum(ours["kernel_seconds"].values()) >= sum(kernel[1] for kernel in ours["longest_kernels"])
+
+
+def test_a_sweep_goes_on_after_a_row_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    few = [
+        Row("first", ("--model", "tiny", "--num-layers", "1", "--seq-length", "16")),
+        Row("bad", ("--fp64", "--bf16")),
+    ]
+    monkeypatch.setattr(benchmark_step, "rows", lambda sweep, tiny: [*few, replace(few[0], name="last")])
+    flags = ["--sweep", "bf16", "--device", "cpu", "--warmup", "0", "--repeats", "1", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["benchmark_step.py", *flags, "--peak-tflops", "1"])
+    assert benchmark_step.main() == 1
+    first, bad, last = lines(path)
+    assert (first["row"], bad["row"], last["row"]) == ("first", "bad", "last")
+    assert "rows" in first and "rows" in last
+    assert bad["error"].startswith("--bf16 and --fp64")
+    assert f"ERROR: {bad['error']}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_rows_of_sweeps_can_be_built(sweep: SweepName) -> None:
+    found = rows(sweep)
+    assert len(found) > 10
+    for row, tiny in zip(found, rows(sweep, is_tiny=True), strict=True):
+        whole = parse(row.flags)
+        whole.check()
+        assert whole.slice.seq_length == 8192
+        small = parse(tiny.flags)
+        small.check()
+        assert small.slice.architecture.hidden_size == 128
+        assert small.slice.precision == whole.slice.precision
+        assert small.slice.grid == whole.slice.grid
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
+        (("--tiny",), "--tiny shrinks the rows of --sweep"),
+        (("--sweep", "fp8"), "--sweep has slices of its own"),
+        (("--documents", "0"), "--documents 0"),
+        (("--microbatches", "0"), "--microbatches 0"),
+        (("--compare", "transformers", "--documents", "8"), "--compare transformers has no documents"),
         (("--compare", "megatron-core"), "--compare megatron-core cannot be measured"),
         (("--compile",), "--compile is about what --compare names"),
         (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
