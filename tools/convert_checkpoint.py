@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -53,6 +53,8 @@ class FromHuggingFace:
     """Dtype to store; keep does not convert. Training converts the loaded weights to its precision."""
     iteration: int = 0
     """Iteration under which the checkpoint is saved."""
+    apply_layernorm_1p: bool = False
+    """Store the weights of norms for training with --apply-layernorm-1p: the gain minus one, in fp32."""
 
     def check(self) -> None:
         require_at_least(0, {"--iteration": self.iteration})
@@ -147,7 +149,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
 
     source, root = Path(config.hf), Path(config.save)
     check_unused(root)
-    model = HuggingFaceImport(source, torch_dtype(config.dtype), progress.advance)
+    model = HuggingFaceImport(source, torch_dtype(config.dtype), progress.advance, config.apply_layernorm_1p)
     tokenizer = tokenizer_flags(source, iteration_directory(root, config.iteration).resolve() / TOKENIZER)
     progress.expect(model.nbytes)
     save_streaming(
@@ -204,10 +206,11 @@ def tokenizer_flags(source: Path, copied: Path) -> TokenizerConfig:
 def model_flags(architecture: TransformerConfig) -> list[str]:
     """The shortest flags that give the architecture: a preset's name, or every size."""
     wanted = ModelConfig.of(architecture)
+    in_preset = replace(wanted, apply_layernorm_1p=False)
     for name in PRESETS:
         resolved = preset(name).resolve(architecture.vocab_size, 1, 1)
-        if ModelConfig.of(resolved) == wanted:
-            return ["--model", name]
+        if ModelConfig.of(resolved) == in_preset:
+            return ["--model", name, *given_flags(ModelConfig(apply_layernorm_1p=wanted.apply_layernorm_1p))]
     return given_flags(wanted)
 
 

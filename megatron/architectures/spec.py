@@ -26,6 +26,8 @@ class WeightMapping:
     sections: tuple[HFTensor, ...]
     columns: int | None = None
     """None: one dimension."""
+    is_gain: bool = False
+    """Whether it is the gain of a norm."""
 
 
 LayerWeights = Callable[[TransformerConfig], tuple[WeightMapping, ...]]
@@ -72,7 +74,7 @@ def dense_layer(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     """The weights that every layer with a SwiGLU MLP has."""
     hidden, ffn, key_value = config.hidden_size, config.ffn_hidden_size, config.key_value_size
     return (
-        WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),)),
+        WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),), is_gain=True),
         WeightMapping(
             "self_attention.linear_qkv.weight",
             (
@@ -85,7 +87,7 @@ def dense_layer(config: TransformerConfig) -> tuple[WeightMapping, ...]:
         WeightMapping(
             "self_attention.linear_proj.weight", (HFTensor("self_attn.o_proj.weight", hidden),), config.query_size
         ),
-        WeightMapping("pre_mlp_layernorm.weight", (HFTensor("post_attention_layernorm.weight", hidden),)),
+        WeightMapping("pre_mlp_layernorm.weight", (HFTensor("post_attention_layernorm.weight", hidden),), is_gain=True),
         WeightMapping(
             "mlp.linear_fc1.weight",
             (HFTensor("mlp.gate_proj.weight", ffn), HFTensor("mlp.up_proj.weight", ffn)),

@@ -29,6 +29,8 @@ class TransformerConfig:
     """RMSNorm of every query and key head before the rotation."""
     add_qkv_bias: bool = False
     """Bias of the query, key and value projections."""
+    apply_layernorm_1p: bool = False
+    """The gain of a norm is one plus its weight, which starts at zero."""
 
     @property
     def query_size(self) -> int:

@@ -1,6 +1,7 @@
 """Conversion from and to Hugging Face's files, block by block; memory holds one block of rows."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,14 +38,17 @@ Advance = Callable[[int], object]
 class HuggingFaceImport:
     """A Hugging Face model as global tensors of this code, read chunk by chunk.
 
-    ``dtype`` None keeps the dtype of each tensor. Raises :class:`CheckpointError` for a model that is not a complete
-    plain Llama.
+    ``dtype`` None keeps the dtype of each tensor. With ``apply_layernorm_1p`` the weights of norms, gains minus one,
+    are at least fp32: in bf16 a gain below 0.5 would lose bits. Raises :class:`CheckpointError` for a model that is not
+    a complete plain Llama.
     """
 
-    def __init__(self, source: Path, dtype: torch.dtype | None, advance: Advance) -> None:
+    def __init__(
+        self, source: Path, dtype: torch.dtype | None, advance: Advance, apply_layernorm_1p: bool = False
+    ) -> None:
         self._source = source
         self._weights = HuggingFaceWeights(source)
-        self.architecture = hugging_face_architecture(source)
+        self.architecture = replace(hugging_face_architecture(source), apply_layernorm_1p=apply_layernorm_1p)
         mapping = HuggingFaceMapping.of(self.architecture)
         mapping.check(self._weights.shapes, str(source))
         self._check_tied_head()
@@ -65,10 +69,10 @@ class HuggingFaceImport:
 
     def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A chunk of the global tensor ``name``."""
-        dtype = self.tensors[name].properties.dtype
+        dtype, tensor = self.tensors[name].properties.dtype, self._tensors[name]
         block = torch.empty(chunk.sizes, dtype=dtype)
-        for copy in self._tensors[name].copies(tuple(chunk.offsets), tuple(chunk.sizes)):
-            block[copy.place].copy_(self._weights.read(copy.source, copy.source_place))
+        for copy in tensor.copies(tuple(chunk.offsets), tuple(chunk.sizes)):
+            block[copy.place].copy_(_weights_of(self._weights.read(copy.source, copy.source_place), tensor))
             check_range(block[copy.place], self._formats[copy.source], copy.source)
         self._advance(block.nbytes)
         return block
@@ -79,6 +83,8 @@ class HuggingFaceImport:
             dtype = self._formats[tensor.sections[0].name]
             for section in tensor.sections[1:]:
                 dtype = torch.promote_types(dtype, self._formats[section.name])
+        if tensor.is_gain_minus_one:
+            dtype = torch.promote_types(dtype, torch.float32)
         chunks = []
         for section in tensor.sections:
             for first, rows in blocks(section, dtype):
@@ -108,7 +114,7 @@ class HuggingFaceExport:
     """The weights of a checkpoint as Hugging Face's tensors, converted block by block.
 
     ``dtype`` None keeps the dtype of the model; another dtype is rounded from the master weights if the checkpoint has
-    them.
+    them. A gain ``1 + weight`` is rounded once, and without ``dtype`` has the embedding's dtype.
     """
 
     def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance) -> None:
@@ -120,7 +126,7 @@ class HuggingFaceExport:
         self.source = self._choose_source(dtype)
         """Prefix of the weights to read: ``model/`` or ``optimizer/master/``."""
         self.entries = {
-            name: Entry(dtype or self._stored(MODEL, section), section.shape)
+            name: Entry(dtype or self._stored(MODEL, self._kept_like(section)), section.shape)
             for name, section in self._sections.items()
         }
         """Hugging Face's tensors in order."""
@@ -138,12 +144,18 @@ class HuggingFaceExport:
             yield self._block(section, (first, *(0 for _ in section.shape[1:])), (rows, *section.shape[1:]), dtype)
 
     def _block(self, section: Section, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        block = torch.empty(shape, dtype=dtype)
+        block = torch.empty(shape, dtype=torch.float64 if section.is_gain_minus_one else dtype)
         for copy in copies_of_section(section, offset, shape):
             self._saved.read_into(block[copy.place], self.source + copy.source, copy.source_place)
+        if section.is_gain_minus_one:
+            block = (block + 1.0).to(dtype)
         check_range(block, self._stored(self.source, section), section.name)
         self._advance(block.nbytes)
         return block
+
+    def _kept_like(self, section: Section) -> Section:
+        """The section whose stored dtype ``section`` gets; the weight of a norm may be stored in a wider one."""
+        return self._sections[EMBEDDING] if section.is_gain_minus_one else section
 
     def _stored(self, source: str, section: Section) -> torch.dtype:
         return self._saved.manifest.tensors()[source + section.ours].properties.dtype
@@ -166,17 +178,25 @@ class HuggingFaceExport:
 
 
 @torch.no_grad()
-def fill_from_hugging_face(source: Path, targets: Iterable[tuple[ParameterInfo, int, Tensor]]) -> None:
-    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, from a Hugging Face model. Only the
-    required parts are read; numbers are converted to the target dtypes."""
+def fill_from_hugging_face(
+    source: Path, architecture: TransformerConfig, targets: Iterable[tuple[ParameterInfo, int, Tensor]]
+) -> None:
+    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, of a model of ``architecture`` from a
+    Hugging Face model. Only the required parts are read; numbers are converted to the target dtypes."""
     weights = HuggingFaceWeights(source)
-    mapping = HuggingFaceMapping.of(hugging_face_architecture(source))
+    mapping = HuggingFaceMapping.of(architecture)
     mapping.check(weights.shapes, str(source))
     for info, start, flat in targets:
         for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
             block = flat[begin - start : end - start].view(box.shape)
-            for copy in mapping.ours[info.name].copies(box.global_offset, box.shape):
-                block[copy.place].copy_(weights.read(copy.source, copy.source_place))
+            tensor = mapping.ours[info.name]
+            for copy in tensor.copies(box.global_offset, box.shape):
+                block[copy.place].copy_(_weights_of(weights.read(copy.source, copy.source_place), tensor))
+
+
+def _weights_of(numbers: Tensor, tensor: GlobalTensor) -> Tensor:
+    """Hugging Face's ``numbers`` as numbers of ``tensor``."""
+    return numbers.double() - 1.0 if tensor.is_gain_minus_one else numbers
 
 
 def hugging_face_architecture(source: Path) -> TransformerConfig:

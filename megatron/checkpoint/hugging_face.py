@@ -1,7 +1,8 @@
 """Mapping between the tensors of this code and Hugging Face's: pure functions of names and coordinates.
 
 This code fuses query-key-value and gate-up along dim 0, and its rotary pairs are neighbouring rows ``(2i, 2i+1)`` of a
-head; Hugging Face's are ``(i, head_size/2 + i)``. A box of one side is a few strided parts of tensors of the other.
+head; Hugging Face's are ``(i, head_size/2 + i)``. A box of one side is a few strided parts of tensors of the other. The
+numbers are equal, but with ``apply_layernorm_1p`` the weight of a norm is Hugging Face's gain minus one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
-from megatron.architectures.spec import FEATURES, ArchitectureSpec, WeightMapping
+from megatron.architectures.spec import FEATURES, ArchitectureSpec, HFTensor, WeightMapping
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.places import Place, overlap, strided
 from megatron.errors import CheckpointError
@@ -41,6 +42,8 @@ class Section:
     """First row in this code's tensor."""
     head_size: int | None = None
     """Set if the rows of every head are in rotary order."""
+    is_gain_minus_one: bool = False
+    """Whether this code's numbers are Hugging Face's minus one."""
 
     def runs(self) -> Iterator[_Run]:
         """All rows; rows of this code's tensor are counted in the whole tensor."""
@@ -69,6 +72,11 @@ class GlobalTensor:
     name: str
     shape: tuple[int, ...]
     sections: tuple[Section, ...]
+
+    @property
+    def is_gain_minus_one(self) -> bool:
+        """As of its sections."""
+        return self.sections[0].is_gain_minus_one
 
     def copies(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
         """Sources of the box of this code's tensor with ``shape`` at ``offset``, in Hugging Face's tensors."""
@@ -151,30 +159,30 @@ class HuggingFaceMapping:
 
     def _tensors(self) -> Iterator[GlobalTensor]:
         config = self.config
-        table = (config.vocab_size, config.hidden_size)
-        yield _whole("embedding.word_embeddings.weight", EMBEDDING, *table)
+        vocabulary, width = config.vocab_size, config.hidden_size
+        embedding = WeightMapping("embedding.word_embeddings.weight", (HFTensor(EMBEDDING, vocabulary),), width)
+        norm = WeightMapping("final_layernorm.weight", (HFTensor("model.norm.weight", width),), is_gain=True)
+        yield self._stacked(embedding)
         weights = self.architecture.layer_weights(config)
         for number in range(config.num_layers):
             for weight in weights:
-                yield _stacked(weight, f"layers.{number}.", f"model.layers.{number}.", config.kv_channels)
-        yield _whole("final_layernorm.weight", "model.norm.weight", config.hidden_size)
+                yield self._stacked(weight, f"layers.{number}.", f"model.layers.{number}.")
+        yield self._stacked(norm)
         if config.untie_embeddings_and_output_weights:
-            yield _whole("output_layer.weight", HEAD, *table)
+            yield self._stacked(WeightMapping("output_layer.weight", (HFTensor(HEAD, vocabulary),), width))
 
-
-def _whole(ours: str, theirs: str, *shape: int) -> GlobalTensor:
-    return GlobalTensor(ours, shape, (Section(theirs, shape, ours),))
-
-
-def _stacked(weight: WeightMapping, ours: str, theirs: str, head_size: int) -> GlobalTensor:
-    """The tensor that ``weight`` describes, in the layer with the prefixes ``ours`` and ``theirs``."""
-    other = () if weight.columns is None else (weight.columns,)
-    sections, first_row = [], 0
-    for part in weight.sections:
-        rotary = head_size if part.is_rotary else None
-        sections.append(Section(theirs + part.name, (part.rows, *other), ours + weight.name, first_row, rotary))
-        first_row += part.rows
-    return GlobalTensor(ours + weight.name, (first_row, *other), tuple(sections))
+    def _stacked(self, weight: WeightMapping, ours: str = "", theirs: str = "") -> GlobalTensor:
+        """The tensor that ``weight`` describes, whose names have the prefixes ``ours`` and ``theirs``."""
+        other = () if weight.columns is None else (weight.columns,)
+        is_gain_minus_one = weight.is_gain and self.config.apply_layernorm_1p
+        sections, first_row = [], 0
+        for part in weight.sections:
+            shape, head_size = (part.rows, *other), self.config.kv_channels if part.is_rotary else None
+            sections.append(
+                Section(theirs + part.name, shape, ours + weight.name, first_row, head_size, is_gain_minus_one)
+            )
+            first_row += part.rows
+        return GlobalTensor(ours + weight.name, (first_row, *other), tuple(sections))
 
 
 def _some(names: list[str]) -> str:

@@ -5,7 +5,6 @@ _BY_REMEDY = {
         "--rotary-interleaved --rotary-seq-len-interpolation-factor --window-size --fp32-residual-connection "
         "--mtp-num-layers --spec"
     ),
-    "norm weights have no weight decay, so training is the same up to rounding: remove it.": "--apply-layernorm-1p",
     "the optimizer state is always on the training device: remove it.": (
         "--optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d"
     ),

@@ -46,6 +46,9 @@ class ModelConfig:
     """RMSNorm of every query and key head before the rotation, as in Qwen3."""
     add_qkv_bias: bool = False
     """Bias of the query, key and value projections, as in Qwen2."""
+    apply_layernorm_1p: bool = False
+    """Store the gain of every RMSNorm as one plus a weight, which starts at 0, so that bf16 weights represent gains
+    near 1 more precisely. Checkpoints hold the weight."""
     untie_embeddings_and_output_weights: bool = True
     """Separate weights for the output layer; --no-untie-embeddings-and-output-weights shares the embedding's weights,
     as the small Llama 3.2 and Qwen3 models do."""

@@ -49,11 +49,13 @@ def normal_numbers(key: int, index: Tensor) -> Tensor:
 @torch.no_grad()
 def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int) -> None:
     """Fill ``flat`` ``[n]``, elements ``[start, start + n)`` of a rank's flattened local tensor: normal with
-    ``info.init_std``, or ones; padding is zero."""
+    ``info.init_std``, zeros or ones; padding is zero."""
     if info.init_std is None:
         flat.fill_(1.0)
         return
     flat.zero_()
+    if info.init_std == 0.0:
+        return
     key = parameter_key(seed, info.name)
     width = info.global_shape[-1] if len(info.global_shape) > 1 else 1
     for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):

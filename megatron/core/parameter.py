@@ -39,7 +39,7 @@ class ParameterInfo:
     """The boxes of the local tensor, in their order along its dim 0. Rows after the last box are padding, which is
     always zero and in no checkpoint."""
     init_std: float | None
-    """Standard deviation of the initial weights; None means ones (a norm's gain)."""
+    """Standard deviation of the initial weights; None means ones (a norm's gain), 0 zeros."""
     weight_decay: bool
     tensor_parallel_sharded: bool
     """False: every tensor-parallel rank has the whole parameter, and only the first counts it in norms."""

@@ -1,5 +1,6 @@
 """From Hugging Face into training and back: every bit, the same logits, bounded memory, and never half a result."""
 
+import copy
 import json
 import os
 import pickle
@@ -105,8 +106,10 @@ def hf(model: Any, tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def from_hf(source: Path, save: Path, dtype: DtypeName = "keep", iteration: int = 0) -> str:
-    return convert_checkpoint.convert(FromHuggingFace(str(source), str(save), dtype, iteration))
+def from_hf(
+    source: Path, save: Path, dtype: DtypeName = "keep", iteration: int = 0, apply_layernorm_1p: bool = False
+) -> str:
+    return convert_checkpoint.convert(FromHuggingFace(str(source), str(save), dtype, iteration, apply_layernorm_1p))
 
 
 def to_hf(load: Path, target: Path, **flags: Any) -> str:
@@ -143,6 +146,44 @@ def test_back_again_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "single").glob("model*")] == ["model.safetensors"]
     for back in ("shards", "single"):
         assert_same_weights(tmp_path / back, hf)
+
+
+def test_gains_are_one_plus_the_weights_of_norms_and_bf16_gains_come_back_bit_for_bit(
+    model: Any, tmp_path: Path
+) -> None:
+    """Gains in bf16 from 2^-17 on, of both signs; in bf16 a weight, gain minus one, would lose bits below a half."""
+    model = copy.deepcopy(model).bfloat16()
+    gains = [0.0, 2.0**-17, -(2.0**-17), 0.01, 0.3, 0.4, 0.5, 0.999, 1.0, 1.01, 2.5, 100.0, -0.3]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter[: len(gains)] = torch.tensor(gains)[: len(parameter)]
+    model.save_pretrained(tmp_path / "hf")
+    advice = from_hf(tmp_path / "hf", tmp_path / "ours", apply_layernorm_1p=True)
+    assert "--apply-layernorm-1p" in advice
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert_same_weights(tmp_path / "back", tmp_path / "hf")
+    assert_our_logits_are_theirs(tmp_path / "ours", model)
+    weights = weights_under(checkpoint_of(tmp_path / "ours", 0))
+    final = next(tensor for name, tensor in weights.items() if name.startswith("model/final_layernorm.weight"))
+    assert final.dtype == torch.float32
+    assert torch.equal(final.double() + 1.0, model.model.norm.weight.detach().double())
+
+
+def test_a_run_of_gains_minus_one_starts_from_hugging_face_and_from_its_own_checkpoints_alone(
+    hf: Path, tmp_path: Path
+) -> None:
+    words = continued(from_hf(hf, tmp_path / "ours"), tmp_path / "run")
+    flags = [word for word in words if word not in ("--load", str(tmp_path / "ours"), "--finetune")]
+    call_training([*flags, "--apply-layernorm-1p", "--load-hf", str(hf)]).succeeded()
+    to_hf(tmp_path / "run", tmp_path / "back")
+    found, wanted = weights_under(tmp_path / "back"), weights_under(hf)
+    for name, tensor in wanted.items():
+        # The weight, gain minus one, is rounded to fp32.
+        rounding = 2.0**-23 * (1.0 + tensor.abs()) if "norm" in name else 0.0
+        assert ((found[name] - tensor).abs() <= rounding).all(), name
+    refused = call_training([*flags, "--load", str(tmp_path / "run")])
+    assert "--apply-layernorm-1p is False here and True there" in refused.errors[0]
 
 
 @pytest.mark.slow(reason="four ranks")

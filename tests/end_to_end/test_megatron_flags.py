@@ -185,7 +185,7 @@ RECIPE = """
     --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
     --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0
     --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --normalization RMSNorm
-    --untie-embeddings-and-output-weights --disable-bias-linear
+    --untie-embeddings-and-output-weights --disable-bias-linear --apply-layernorm-1p
     --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
     --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
     --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
@@ -202,7 +202,7 @@ RECIPE = """
     --log-validation-ppl-to-tensorboard
 """
 """The flags of Megatron-LM's recipe for Llama 3 8B in FP8, as bash hands them over (with --split's quotes), but for
---apply-layernorm-1p and --fp8-param-gather, which are refused; and some that others of its recipes have."""
+--fp8-param-gather, which is refused; and some that others of its recipes have."""
 
 
 def test_a_recipe_of_megatron_lm_trains(tmp_path: Path) -> None:

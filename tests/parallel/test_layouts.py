@@ -88,6 +88,7 @@ MUON_OTHER = replace(
     ),
 )
 QWEN3 = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
+QWEN3_1P = replace(QWEN3, model=replace(QWEN3.model, apply_layernorm_1p=True))
 QWEN2 = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True))
 UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
@@ -419,6 +420,11 @@ def architecture_matrix() -> Iterator[Case]:
     yield QWEN3, Layout(2, 2, True, "optim_grads_params", overlap_param_gather=True)
     yield QWEN3, Layout(2, dp=2, strategy="optim", instances=2, activations=selective("core_attn", "layernorm", "mlp"))
     yield QWEN3, Layout(2, activations=full("uniform", 2, cpu_offloading_num_layers=2))
+    yield QWEN3_1P, Layout(2, 2, True, "optim", microbatches=2, overlap_grad_reduce=True, overlap_param_gather=True)
+    yield QWEN3_1P, Layout(4, activations=selective("layernorm"))
+    yield QWEN3_1P, Layout(2, pp=2, schedule="zb-v", microbatches=4)
+    yield QWEN3_1P, Layout(2, 2, True, "optim_grads_params")
+    yield QWEN3_1P, Layout(2, 2, True, "optim", transformer_engine=True)
     yield QWEN2, Layout(4, sequence_parallel=True, microbatches=2)
     yield QWEN2, Layout(2, 2, pp=2, schedule="zb-h1", strategy="optim", microbatches=2)
     yield QWEN2, Layout(2, 2, True, "optim_grads_params", activations=selective("core_attn", "layernorm"))
@@ -487,7 +493,8 @@ def _identifier(value: object) -> str:
     tied = "" if value.model.untie_embeddings_and_output_weights else "-tied"
     documents = "-documents" if value.masks_documents else ""
     fp8 = "" if value.fp8 is None else f"-fp8-{value.fp8.fp8_recipe}"
-    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{documents}{fp8}"
+    gains = "-1p" if value.model.apply_layernorm_1p else ""
+    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{gains}{documents}{fp8}"
 
 
 def _name_activations(activations: ActivationConfig) -> str:
@@ -597,6 +604,20 @@ def test_one_process_has_the_gradient_of_the_mean_over_unmasked_tokens() -> None
         assert (weights[info.name] - updated).abs().max() < TOLERANCE, info.name
         squares += float(wanted.square().sum())
     assert trace.grad_norms[0] == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
+
+
+def test_gains_of_one_plus_a_weight_train_as_gains_do() -> None:
+    """Norms have no weight decay, so both forms have the same updates."""
+    gains, weights = one_process(QWEN3), one_process(QWEN3_1P)
+    assert weights.losses == pytest.approx(gains.losses, rel=TOLERANCE)
+    assert weights.grad_norms == pytest.approx(gains.grad_norms, rel=TOLERANCE)
+    trained, wanted = assemble(weights.weights[-1]), assemble(gains.weights[-1])
+    norms = [name for name in wanted if "layernorm" in name]
+    assert len(norms) == 4 * QWEN3.model.num_layers + 1
+    for name, tensor in wanted.items():
+        found = 1.0 + trained[name] if name in norms else trained[name]
+        assert (found - tensor).abs().max() < TOLERANCE * tensor.abs().max(), name
+        assert name not in norms or (tensor != 1.0).any(), name
 
 
 def test_the_run_trains_and_clips() -> None:

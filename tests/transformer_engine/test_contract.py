@@ -69,8 +69,8 @@ class Bench:
             fp8=fp8,
         )
 
-    def column(self, context: BuildContext) -> nn.Module:
-        return self._filled(context.provider.norm_linear("norm", "linear", OUTPUTS, CONFIG, context))
+    def column(self, context: BuildContext, config: TransformerConfig = CONFIG) -> nn.Module:
+        return self._filled(context.provider.norm_linear("norm", "linear", OUTPUTS, config, context))
 
     def row(self, context: BuildContext) -> nn.Module:
         return self._filled(context.provider.row_linear("linear", SIZE, CONFIG, context))
@@ -118,11 +118,14 @@ def with_main_grads(layer: nn.Module, dtype: torch.dtype) -> dict[str, MainGrad]
     return main_grads
 
 
-def gradients_by_autograd(bench: Bench, layer: nn.Module, is_column: bool, seed: int) -> tuple[Tensor, ...]:
+def gradients_by_autograd(
+    bench: Bench, layer: nn.Module, is_column: bool, seed: int, is_zero_centered: bool = False
+) -> tuple[Tensor, ...]:
     """Output, and gradients of input, weight and gain, by the definition."""
     inputs = bench.inputs(seed).detach().double().requires_grad_()
     weights = {name: p.detach().double().requires_grad_() for name, p in parameters_of(layer).items()}
-    normed = F.rms_norm(inputs, (SIZE,), weights["norm.weight"], 1e-5) if is_column else inputs
+    gain = weights["norm.weight"] + float(is_zero_centered) if is_column else None
+    normed = F.rms_norm(inputs, (SIZE,), gain, 1e-5) if is_column else inputs
     output = normed @ weights["linear.weight"].t()
     output.backward(bench.numbers(*output.shape, seed=seed + 100).double())
     gradients = [weights[name].grad for name in ("linear.weight", "norm.weight") if name in weights]
@@ -130,15 +133,17 @@ def gradients_by_autograd(bench: Bench, layer: nn.Module, is_column: bool, seed:
     return output.detach(), inputs.grad, *[gradient for gradient in gradients if gradient is not None]
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("kind", ["column", "row", "column, apply_layernorm_1p"])
 def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str) -> None:
     """The first microbatch overwrites what is stale, the second adds, and each is one delivery."""
-    layer = getattr(bench, kind)(bench.context())
+    kind, _, one_plus = kind.partition(", ")
+    config = replace(CONFIG, apply_layernorm_1p=bool(one_plus))
+    layer = bench.row(bench.context()) if kind == "row" else bench.column(bench.context(), config)
     main_grads = with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
     deliveries: list[str] = []
     for name, main_grad in main_grads.items():
         main_grad.on_accumulated = lambda name=name: deliveries.append(name)
-    wanted = [gradients_by_autograd(bench, layer, kind == "column", seed) for seed in (0, 1)]
+    wanted = [gradients_by_autograd(bench, layer, kind == "column", seed, bool(one_plus)) for seed in (0, 1)]
     for seed in (0, 1):
         inputs = bench.inputs(seed)
         output = layer(inputs)

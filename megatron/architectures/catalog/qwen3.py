@@ -11,8 +11,8 @@ def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     key_norm = HFTensor("self_attn.k_norm.weight", config.kv_channels, is_rotary=True)
     return (
         *dense_layer(config),
-        WeightMapping("self_attention.q_layernorm.weight", (query_norm,)),
-        WeightMapping("self_attention.k_layernorm.weight", (key_norm,)),
+        WeightMapping("self_attention.q_layernorm.weight", (query_norm,), is_gain=True),
+        WeightMapping("self_attention.k_layernorm.weight", (key_norm,), is_gain=True),
     )
 
 

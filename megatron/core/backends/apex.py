@@ -11,13 +11,15 @@ from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 
 
 class RMSNorm:
-    """apex's fused RMSNorm; the inverse RMS is ``[tokens]``, the weight's gradient has the weight's dtype."""
+    """apex's fused RMSNorm; the inverse RMS is ``[tokens]``. The gain is rounded to the inputs' dtype, which its
+    gradient has."""
 
     def __init__(self) -> None:
         self._kernels = load("fused_layer_norm_cuda", "apex")
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        output, inverse_rms = self._kernels.rms_forward_affine(inputs.contiguous(), weight.shape, weight, epsilon)
+        gain = weight.to(inputs.dtype)
+        output, inverse_rms = self._kernels.rms_forward_affine(inputs.contiguous(), gain.shape, gain, epsilon)
         return output, inverse_rms
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ class RMSNorm:
             inverse_rms,
             inputs.contiguous(),
             weight.shape,
-            weight,
+            weight.to(inputs.dtype),
             1e-5,  # epsilon, unused unless memory efficient
             is_memory_efficient,
         )

@@ -57,27 +57,34 @@ class RMSNorm(nn.Module):
     """RMSNorm with a gain, replicated over the tensor-parallel ranks: ``[..., h] -> [..., h]``."""
 
     def __init__(
-        self, name: str, size: int, epsilon: float, context: BuildContext, gradient_is_partial: bool | None = None
+        self,
+        name: str,
+        size: int,
+        config: TransformerConfig,
+        context: BuildContext,
+        gradient_is_partial: bool | None = None,
     ) -> None:
         super().__init__()
-        self.epsilon, self.kernel = epsilon, context.kernels.rms_norm
-        self.weight = context.empty_parameter(context.gain(name, size, gradient_is_partial))
+        self.epsilon, self.is_zero_centered = config.norm_epsilon, config.apply_layernorm_1p
+        self.kernel = context.kernels.rms_norm
+        info = context.gain(name, size, self.is_zero_centered, gradient_is_partial)
+        self.weight = context.empty_parameter(info)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon, self.kernel)
+        return rms_norm(x, self.weight, self.epsilon, self.kernel, self.is_zero_centered)
 
 
 class HeadNorm(nn.Module):
     """RMSNorm of every query head and every key head, each with one gain ``[d]`` for all heads (QK-norm; Henry et al.,
     arXiv 2010.04245, with RMSNorm as in Qwen3)."""
 
-    def __init__(self, name: str, shape: AttentionShape, epsilon: float, context: BuildContext) -> None:
+    def __init__(self, name: str, shape: AttentionShape, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
         self.shape = shape
         # Each tensor-parallel rank has some of the heads, so its gradient of a gain is a partial sum.
         is_partial = context.parallel.size > 1
-        self.q_layernorm = RMSNorm(f"{name}.q_layernorm", shape.head_size, epsilon, context, is_partial)
-        self.k_layernorm = RMSNorm(f"{name}.k_layernorm", shape.head_size, epsilon, context, is_partial)
+        self.q_layernorm = RMSNorm(f"{name}.q_layernorm", shape.head_size, config, context, is_partial)
+        self.k_layernorm = RMSNorm(f"{name}.k_layernorm", shape.head_size, config, context, is_partial)
 
     def forward(self, qkv: Tensor) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
         shape = self.shape
@@ -106,7 +113,7 @@ class LocalProvider:
         self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: BuildContext
     ) -> nn.Module:
         return NormLinear(
-            RMSNorm(norm, config.hidden_size, config.norm_epsilon, context),
+            RMSNorm(norm, config.hidden_size, config, context),
             ColumnParallelLinear(name, config.hidden_size, output_sections, context, config.init_method_std),
         )
 
@@ -127,9 +134,7 @@ class SelfAttention(nn.Module):
             f"layers.{layer}.input_layernorm", f"{name}.linear_qkv", sections, config, context
         )
         self.qkv_bias = Bias(f"{name}.linear_qkv", sections, context) if config.add_qkv_bias else nn.Identity()
-        self.qk_norm = (
-            HeadNorm(name, self.shape, config.norm_epsilon, context) if config.qk_layernorm else nn.Identity()
-        )
+        self.qk_norm = HeadNorm(name, self.shape, config, context) if config.qk_layernorm else nn.Identity()
         self.attend_proj = AttentionProjection(
             self.shape,
             context.context_parallel.attention(layer, context.attention_kernel),

@@ -64,7 +64,7 @@ class OutputLayer(nn.Module):
         # saved tensors of a layer.
         gemm = PlainGemm(context.weight_gradient)
         self.op = LinearOp(context.parallel, gemm, WeightGradStore(), is_column=True)
-        self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config.norm_epsilon, context)
+        self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config, context)
         self.output_layer = output_layer
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467)."""
+"""RMSNorm (Zhang and Sennrich, arXiv 1910.07467).
+
+The gain is the weight, or one plus the weight (``is_zero_centered``).
+"""
 
 from typing import Any, Protocol
 
@@ -10,10 +13,14 @@ from megatron.core.gradient import accumulate_main_grad
 
 
 class RMSNormKernel(Protocol):
-    """The two passes of RMSNorm over the last dim, ``h``; autograd saves the inputs and the inverse RMS."""
+    """The two passes of RMSNorm over the last dim, ``h``; autograd saves the inputs and the inverse RMS.
+
+    ``weight`` ``[h]`` is the gain, whose dtype may be wider than the inputs'.
+    """
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """The output ``[..., h]``, and the inverse RMS of every token in any shape that ``backward`` accepts."""
+        """The output ``[..., h]`` in the inputs' dtype, and the inverse RMS of every token in any shape that
+        ``backward`` accepts."""
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the inputs ``[..., h]`` and of the weight ``[h]``, which may have a wider dtype. Must not change
@@ -24,7 +31,7 @@ def normalise(inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, T
     """``inputs / rms(inputs) * weight`` with statistics in fp32 or wider, and the inverse RMS ``[..., 1]``."""
     wide = inputs.to(_compute_dtype(inputs))
     inverse_rms = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    return (wide * inverse_rms).to(inputs.dtype) * weight, inverse_rms
+    return ((wide * inverse_rms).to(inputs.dtype) * weight).to(inputs.dtype), inverse_rms
 
 
 def normalise_backward(gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,22 +81,32 @@ class _RMSNorm(Function):
     """Saves its input and one number per token."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel) -> Tensor:
-        output, inverse_rms = kernel.forward(inputs.detach(), weight.detach(), epsilon)
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel, is_zero_centered: bool
+    ) -> Tensor:
+        # The sum is wider than a bf16 weight: rounded to bf16 it would lose the bits that the small weight has.
+        gain = weight.to(_compute_dtype(weight)) + 1.0 if is_zero_centered else weight  # [h]
+        output, inverse_rms = kernel.forward(inputs.detach(), gain.detach(), epsilon)
         ctx.save_for_backward(inputs, inverse_rms)
-        ctx.weight, ctx.kernel = weight, kernel
+        ctx.weight, ctx.gain, ctx.kernel = weight, gain, kernel
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         inputs, inverse_rms = ctx.saved_tensors
-        weight: Tensor = ctx.weight
         kernel: RMSNormKernel = ctx.kernel
-        grad_inputs, grad_weight = kernel.backward(gradients[0], inputs.detach(), inverse_rms, weight.detach())
-        return grad_inputs, accumulate_main_grad(weight, grad_weight), None, None
+        # The gradient of the gain is the gradient of the weight, in both forms.
+        grad_inputs, grad_gain = kernel.backward(gradients[0], inputs.detach(), inverse_rms, ctx.gain.detach())
+        return grad_inputs, accumulate_main_grad(ctx.weight, grad_gain), None, None, None
 
 
-def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel | None = None) -> Tensor:
-    """RMSNorm over the last dim ``[..., h]``; statistics in fp32 or wider."""
-    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm())
+def rms_norm(
+    inputs: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    kernel: RMSNormKernel | None = None,
+    is_zero_centered: bool = False,
+) -> Tensor:
+    """RMSNorm over the last dim ``[..., h]``; statistics, and a gain ``1 + weight``, in fp32 or wider."""
+    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered)
     return output

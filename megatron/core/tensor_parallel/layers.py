@@ -161,13 +161,17 @@ class LayerContext:
         layout = columns_box(output_size, input_size, self.parallel.rank, self.parallel.size)
         return ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
 
-    def gain(self, name: str, size: int, gradient_is_partial: bool | None = None) -> ParameterInfo:
-        """The facts of the gain ``[size]`` of the norm ``name``. By default its gradient is partial under sequence
-        parallelism, where each rank has its part of the sequence."""
+    def gain(
+        self, name: str, size: int, is_zero_centered: bool, gradient_is_partial: bool | None = None
+    ) -> ParameterInfo:
+        """The facts of the weight ``[size]`` of the norm ``name``, the gain or, if ``is_zero_centered``, the gain minus
+        one. By default its gradient is partial under sequence parallelism, where each rank has its part of the
+        sequence."""
         if gradient_is_partial is None:
             gradient_is_partial = self.parallel.sequence_parallel
         layout = sharded_boxes((size,), (), rank=0, size=1)
-        return ParameterInfo(f"{name}.weight", *layout, None, False, False, gradient_is_partial=gradient_is_partial)
+        init_std = 0.0 if is_zero_centered else None
+        return ParameterInfo(f"{name}.weight", *layout, init_std, False, False, gradient_is_partial=gradient_is_partial)
 
 
 class _ParallelLinear(nn.Module):

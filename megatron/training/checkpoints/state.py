@@ -115,11 +115,13 @@ class RunState:
         """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards."""
 
         def fill() -> None:
-            theirs = asdict(hugging_face_architecture(source))
-            check_architecture(asdict(self.architecture), theirs, f"The model in {source}")
+            # Hugging Face stores gains, from which the weights of norms follow in both forms.
+            is_zero_centered = self.architecture.apply_layernorm_1p
+            theirs = replace(hugging_face_architecture(source), apply_layernorm_1p=is_zero_centered)
+            check_architecture(asdict(self.architecture), asdict(theirs), f"The model in {source}")
             masters = [state for state in self.module.optimizer.state() if state.kind == "master"]
             owned: list[LocalParam | OptimizerState] = [*self.module.data_parallel.local_params, *masters]
-            fill_from_hugging_face(source, [(one.info, one.start, one.tensor) for one in owned])
+            fill_from_hugging_face(source, theirs, [(one.info, one.start, one.tensor) for one in owned])
 
         run_on_all_ranks(world, fill)
 

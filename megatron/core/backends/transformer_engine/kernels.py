@@ -11,7 +11,8 @@ from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 
 
 class RMSNorm:
-    """Transformer Engine's fused RMSNorm; the inverse RMS is ``[tokens]``, the weight's gradient has its dtype."""
+    """Transformer Engine's fused RMSNorm; the inverse RMS is ``[tokens]``. The gain is rounded to the inputs' dtype,
+    which its gradient has."""
 
     def __init__(self) -> None:
         # The package loads the extension's library, so it is imported first.
@@ -19,11 +20,11 @@ class RMSNorm:
         self._kernels = load("transformer_engine_torch", "Transformer Engine")
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        rows = inputs.contiguous().flatten(0, -2)
+        rows, gain = inputs.contiguous().flatten(0, -2), weight.to(inputs.dtype)
         no_output = no_quantizer = None
         sm_margin, zero_centered = 0, False
         output, _, inverse_rms = self._kernels.rmsnorm_fwd(
-            rows, weight, epsilon, no_output, no_quantizer, self._formats[inputs.dtype], sm_margin, zero_centered
+            rows, gain, epsilon, no_output, no_quantizer, self._formats[inputs.dtype], sm_margin, zero_centered
         )
         return output.view(inputs.shape), inverse_rms
 
@@ -31,7 +32,7 @@ class RMSNorm:
         rows, grad_rows = (tensor.contiguous().flatten(0, -2) for tensor in (inputs, gradient))
         sm_margin, zero_centered = 0, False
         grad_inputs, grad_weight = self._kernels.rmsnorm_bwd(
-            grad_rows, rows, inverse_rms, weight, sm_margin, zero_centered
+            grad_rows, rows, inverse_rms, weight.to(inputs.dtype), sm_margin, zero_centered
         )
         return grad_inputs.view(inputs.shape), grad_weight
 

@@ -101,7 +101,7 @@ class TransformerEngineProvider:
         self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: LayerContext
     ) -> nn.Module:
         infos = {
-            "layer_norm_weight": context.gain(norm, config.hidden_size),
+            "layer_norm_weight": context.gain(norm, config.hidden_size, config.apply_layernorm_1p),
             "weight": context.column_weight(name, config.hidden_size, output_sections, config.init_method_std),
         }
         module = self.engine.pytorch.LayerNormLinear(
@@ -109,6 +109,7 @@ class TransformerEngineProvider:
             sum(output_sections),
             eps=config.norm_epsilon,
             normalization="RMSNorm",
+            zero_centered_gamma=config.apply_layernorm_1p,
             parallel_mode="column",
             **_arguments(context),
             **(column_overlap(name) if self.overlaps else {}),

@@ -340,6 +340,7 @@ class LayerNormLinear(_Module):
         normalization: str = "LayerNorm",
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
+        zero_centered_gamma: bool = False,
         device: Any = "cuda",
         ub_overlap_ag: bool = False,
         ub_bulk_wgrad: bool = False,
@@ -350,12 +351,13 @@ class LayerNormLinear(_Module):
         common = sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, bias, params_dtype, parallel_mode
         overlap = {"ub_overlap_ag": ub_overlap_ag, "ub_bulk_wgrad": ub_bulk_wgrad, "ub_bulk_dgrad": ub_bulk_dgrad}
         super().__init__(in_features, out_features, *common, device, overlap | {"ub_name": ub_name})
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=device, dtype=params_dtype))
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """``[..., in] -> [..., out]``"""
-        normed = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
+        gain = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
+        normed = F.rms_norm(inp, inp.shape[-1:], gain, self.eps)
         return self.multiply(normed, is_first_microbatch)
 
 
