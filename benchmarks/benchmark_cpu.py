@@ -159,7 +159,7 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
             {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts
         ]
 
-        module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology.loss_ranks)
+        module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology)
 
         def step() -> None:
             train_step(

@@ -146,11 +146,6 @@ class Topology:
         return self.communicator("pp")
 
     @property
-    def loss_ranks(self) -> Communicator:
-        """Ranks over which losses are summed; of the stages only the last has a loss."""
-        return self.communicator("cp", "pp", "dp")
-
-    @property
     def stage_ranks(self) -> Communicator:
         """Ranks with the same layers: all ranks of one stage."""
         return self.communicator("tp", "cp", "dp")

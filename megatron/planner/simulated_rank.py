@@ -75,7 +75,7 @@ def build_rank(
     parallel.executor.recorder = _PassRecorder(tracker)
     scaler = build_loss_scaler(config.precision)
     fp8 = parallel.model.context.fp8
-    return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology.loss_ranks, fp8)
+    return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology, fp8)
 
 
 def run_step(

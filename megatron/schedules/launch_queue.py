@@ -116,3 +116,18 @@ def pipeline_launches(
         yield Launch(step.action, "compute", durations[step.action.kind], after)
         if step.outgoing is not None:
             yield Launch(("send", step.outgoing), step.outgoing.channel, send, (step.action,), step.outgoing)
+
+
+def needs_receives_ahead(schedule: Schedule) -> bool:
+    """Whether ``schedule`` deadlocks in one hardware queue unless inputs are received ahead.
+
+    Interleaved groups with more microbatches than stages do: a stage sends twice before the next one receives.
+    """
+    stages = range(schedule.placement.num_stages)
+    durations: Mapping[Kind, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
+    programs = [list(pipeline_launches(schedule, stage, durations, 0.0, overlap=False)) for stage in stages]
+    try:
+        run_launches(programs, one_queue=True)
+    except ScheduleError:
+        return True
+    return False

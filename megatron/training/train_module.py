@@ -1,13 +1,18 @@
 """The parts of a rank that compute training steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.communication import Communicator
+import torch
+from torch import Tensor
+
+from megatron.core.communication import Work
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Layers
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,15 @@ class TrainModule:
     data_parallel: DataParallel
     optimizer: Optimizer
     loss_scaler: LossScaler
-    loss_ranks: Communicator
-    """Ranks over which the loss is summed: data-parallel, context-parallel and pipeline-parallel."""
+    topology: Topology
     fp8: Fp8Layers | None = None
+
+    def start_sum(self, losses: Tensor, flags: Sequence[bool] = ()) -> Work[Tensor]:
+        """Sum ``losses`` ``[2]``, as the executor returns them, and count ``flags`` over all ranks: ``[2 + flags]``.
+
+        Tensor-parallel ranks have the same losses, so the first of them adds them.
+        """
+        if self.topology.tensor_parallel.rank > 0:
+            losses = torch.zeros_like(losses)
+        counts = torch.tensor(flags, dtype=losses.dtype).to(losses.device, non_blocking=True)
+        return self.topology.world.start_all_reduce(torch.cat((losses, counts)))

@@ -90,7 +90,7 @@ def step(
     }
     with PeakWatch() as watch:
         outcome = train_step(
-            TrainModule(executor, data_parallel, optimizer, LossScaler(), topology.loss_ranks),
+            TrainModule(executor, data_parallel, optimizer, LossScaler(), topology),
             iter([batch]),
             Hyperparameters(learning_rate=1e-3),
             num_microbatches=1,

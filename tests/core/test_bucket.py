@@ -125,13 +125,26 @@ def test_sharded_gradients_without_overlap_are_reduced_at_once() -> None:
 def test_each_module_waits_for_its_own_weights_and_for_no_others(strategy: ShardingStrategy) -> None:
     data_parallel, (first, second), events = two_buckets(strategy, overlap=True)
     data_parallel.start_param_all_gather()
-    assert events == ["start gather", "start gather"]
+    assert events == ["start gather"]
     first()
+    # The all-gather of the next weights overlaps with the computation.
+    assert events[1:] == ["start gather", "end gather", "run a"]
     second()
-    assert events[2:] == ["end gather", "run a", "end gather", "run b"]
+    assert events[4:] == ["end gather", "run b"]
+    first()
+    assert events[6:] == ["run a"]
     data_parallel.start_param_all_gather()
     data_parallel.finish_param_all_gather()
-    assert events[6:] == ["start gather", "start gather", "end gather", "end gather"]
+    assert events[7:] == ["start gather", "start gather", "end gather", "end gather"]
+
+
+def test_a_module_that_runs_early_gathers_all_weights_before_its_own() -> None:
+    """So all ranks gather in the same order."""
+    data_parallel, (first, second), events = two_buckets("optim", overlap=True)
+    data_parallel.start_param_all_gather()
+    second()
+    first()
+    assert events == ["start gather", "start gather", "end gather", "run b", "end gather", "run a"]
 
 
 def test_without_overlap_weights_are_there_before_anything_goes_on() -> None:

@@ -158,7 +158,7 @@ def test_weights_are_cut_in_as_many_buckets_as_asked(number: int | None) -> None
     formats = NumberFormats(torch.float64, torch.float64, torch.float64, master=torch.float64)
     config = ParallelConfig(ddp_num_buckets=number)
     data_parallel = BufferedDataParallel(parameters, formats, single_process(), config)
-    assert len(data_parallel._weights) == (number or 1)
+    assert len(data_parallel._buckets) == (number or 1)
 
 
 def test_norms_do_not_decay() -> None:

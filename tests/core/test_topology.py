@@ -208,23 +208,19 @@ def test_a_channel_serves_all_stages(made: list[tuple[int, ...]]) -> None:
 
 @settings(max_examples=30)
 @given(grids())
-def test_the_place_in_the_pipeline_is_the_stage_and_losses_add_up_over_stages_and_samples(grid: RankGrid) -> None:
-    """Every rank with another stage or other samples is there once, and none that shares a layer."""
+def test_the_place_in_the_pipeline_is_the_stage(grid: RankGrid) -> None:
     grid = replace(grid, cp=1, ep=1)
     for rank in range(grid.world_size):
         topology = Topology(grid, rank, CPU)
         here = topology.coordinates
         assert topology.pipeline_parallel.rank == here["pp"]
         assert topology.pipeline_parallel.size == grid.pp
-        assert list(topology.loss_ranks.ranks) == [
-            other for other in range(grid.world_size) if grid.coordinates(other)["tp"] == here["tp"]
-        ]
 
 
 def test_a_single_process_needs_no_process_group() -> None:
     topology = single_process()
     assert topology.world.size == topology.tensor_parallel.size == topology.data_parallel.size == 1
-    assert topology.pipeline_parallel.size == topology.loss_ranks.size == 1
+    assert topology.pipeline_parallel.size == 1
     assert topology.device == CPU
     assert not torch.distributed.is_initialized()
 

@@ -340,7 +340,7 @@ def make_steps(
     """Train the steps with these numbers on this rank."""
     loss_scaler = build_loss_scaler(task.precision)
     trace = optimizer.trace = Trace()
-    module = TrainModule(executor, data_parallel, optimizer, loss_scaler, topology.loss_ranks, optimizer.fp8)
+    module = TrainModule(executor, data_parallel, optimizer, loss_scaler, topology, optimizer.fp8)
     for step in steps:
         outcome = train_step(
             module,

@@ -26,11 +26,11 @@ class OtherRank(Communicator):
 
     def __init__(self, *flags: int) -> None:
         super().__init__((0, 1), 0)
-        self.flags = torch.tensor(flags, dtype=torch.int32)
+        self.flags = torch.tensor(flags)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
-        assert reduction == "max"
-        return torch.maximum(tensor, self.flags)
+        assert reduction == "sum"
+        return tensor + self.flags
 
 
 @pytest.fixture
@@ -126,17 +126,17 @@ def test_afterwards_every_handler_is_back(usual: list[int], signals: int) -> Non
 
 
 def test_a_run_goes_on_without_a_reason() -> None:
-    assert all(stop().reason(iteration) is None for iteration in (0, 1, 99))
+    assert all(stop().agree(iteration) is None for iteration in (0, 1, 99))
 
 
 @pytest.mark.parametrize("iteration", [100, 101])
 def test_a_run_ends_when_it_is_complete(iteration: int) -> None:
-    assert stop().reason(iteration) == "the run is complete"
+    assert stop().agree(iteration) == "the run is complete"
 
 
 def test_a_run_pauses_at_every_multiple_of_the_exit_interval() -> None:
     paused = stop(TrainingConfig(exit_interval=30))
-    reasons = [paused.reason(iteration) for iteration in range(101)]
+    reasons = [paused.agree(iteration) for iteration in range(101)]
     assert [number for number, reason in enumerate(reasons) if reason] == [30, 60, 90, 100]
     assert reasons[30] == "--exit-interval 30"
 
@@ -145,21 +145,21 @@ def test_a_run_resumed_at_a_pause_goes_on() -> None:
     """Else a recipe that is started again and again would never get past its first pause."""
     resumed = stop(TrainingConfig(exit_interval=30))
     resumed.first_iteration = 30
-    assert [number for number in range(30, 100) if resumed.reason(number)] == [60, 90]
+    assert [number for number in range(30, 100) if resumed.agree(number)] == [60, 90]
 
 
 def test_a_signal_ends_the_run_by_name() -> None:
-    assert stop(received="SIGTERM").reason(5) == "signal SIGTERM"
+    assert stop(received="SIGTERM").agree(5) == "signal SIGTERM"
 
 
 @pytest.mark.parametrize(("seconds_ago", "is_over"), [(0, False), (80, False), (100, True)])
 def test_a_run_ends_when_its_time_is_up(seconds_ago: float, is_over: bool) -> None:
-    reason = stop(TrainingConfig(exit_duration_in_mins=1.5), seconds_ago=seconds_ago).reason(5)
+    reason = stop(TrainingConfig(exit_duration_in_mins=1.5), seconds_ago=seconds_ago).agree(5)
     assert reason == ("--exit-duration-in-mins 1.5" if is_over else None)
 
 
 def test_no_time_limit_is_no_limit() -> None:
-    assert stop(seconds_ago=1e9).reason(5) is None
+    assert stop(seconds_ago=1e9).agree(5) is None
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_no_time_limit_is_no_limit() -> None:
 def test_what_another_rank_knows_counts_here_too(flags: tuple[int, int, int], reason: str | None) -> None:
     has_signal, time_is_up, lacks_data = flags
     here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(has_signal, time_is_up, 0, lacks_data))
-    assert here.reason(5) == reason
+    assert here.agree(5) == reason
 
 
 def test_what_another_rank_found_in_the_data_ends_this_one() -> None:
@@ -188,34 +188,41 @@ def test_what_another_rank_found_in_the_data_ends_this_one() -> None:
     here = stop(world=OtherRank(0, 0, 1, 0))
     here.data_check = cast(DataCheck, Check())
     with pytest.raises(DataError, match="found by another rank"):
-        here.reason(5)
+        here.agree(5)
 
 
 def test_a_rank_without_data_stops_with_the_others_unless_a_signal_came_meanwhile() -> None:
     here = stop()
-    assert here.reason(5, lambda: False) == NO_DATA
+    assert here.agree(5, lambda: False) == NO_DATA
 
     def signalled() -> bool:
         here.signals.received = "SIGTERM"
         return False
 
-    assert here.reason(5, signalled) == "signal SIGTERM"
+    assert here.agree(5, signalled) == "signal SIGTERM"
     # After a signal nobody waits for data.
-    assert here.reason(5, lambda: pytest.fail("has waited")) == "signal SIGTERM"
-    assert here.reason(100, lambda: pytest.fail("has waited")) == "the run is complete"
+    assert here.agree(5, lambda: pytest.fail("has waited")) == "signal SIGTERM"
+    assert here.agree(100, lambda: pytest.fail("has waited")) == "the run is complete"
 
 
 def test_what_this_rank_knows_counts_when_the_other_is_quiet() -> None:
     quiet = OtherRank(0, 0, 0, 0)
-    assert stop(received="SIGINT", world=quiet).reason(5) == "signal SIGINT"
+    assert stop(received="SIGINT", world=quiet).agree(5) == "signal SIGINT"
     late = stop(TrainingConfig(exit_duration_in_mins=1), seconds_ago=61, world=quiet)
-    assert late.reason(5) == "--exit-duration-in-mins 1"
+    assert late.agree(5) == "--exit-duration-in-mins 1"
+
+
+def test_a_reason_that_every_rank_knows_needs_no_flags() -> None:
+    """The loader is not asked for data that no iteration will read."""
+    paused = stop(TrainingConfig(exit_interval=30), received="SIGTERM")
+    assert list(paused.local_flags(30, lambda: pytest.fail("has waited"))) == [False] * 4
+    assert paused.reason(30, [0.0] * 4) == "--exit-interval 30"
 
 
 def test_completion_comes_before_every_other_reason() -> None:
     everything: dict[str, Any] = {"exit_interval": 10, "exit_duration_in_mins": 1.0}
     ending = stop(TrainingConfig(**everything), received="SIGTERM", seconds_ago=100)
-    assert [ending.reason(iteration) for iteration in (100, 90, 91)] == [
+    assert [ending.agree(iteration) for iteration in (100, 90, 91)] == [
         "the run is complete",
         "--exit-interval 10",
         "signal SIGTERM",

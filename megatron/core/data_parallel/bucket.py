@@ -5,7 +5,7 @@ A bucket counts its gradients, so that its reduction starts with the last one in
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -33,6 +33,40 @@ class WeightBucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+
+
+class ParamGathers:
+    """The all-gathers of all buckets of weights, in the order of the forward pass.
+
+    With ``overlap`` the all-gather of the next bucket starts when one is waited for, so that at most two are under way:
+    with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) an all-gather that waits for another one holds back the
+    computation that is launched after it (:mod:`megatron.schedules.launch_queue`).
+    """
+
+    def __init__(self, buckets: Sequence[WeightBucket], overlap: bool) -> None:
+        self._buckets, self._overlap = buckets, overlap
+        self._positions = {bucket: position for position, bucket in enumerate(buckets)}
+        self._num_started = len(buckets)
+
+    def start(self) -> None:
+        """Start to gather: the first bucket, or all of them and wait."""
+        self._num_started = 0
+        self._start_until(1 if self._overlap else len(self._buckets))
+        if not self._overlap:
+            self.finish()
+
+    def finish(self, buckets: Iterable[WeightBucket] | None = None) -> None:
+        """Wait for ``buckets``; without them, for all."""
+        for bucket in self._buckets if buckets is None else buckets:
+            # The next one starts first: on a GPU it then runs while the caller computes with this one.
+            self._start_until(self._positions[bucket] + 2)
+            bucket.finish_gather()
+
+    def _start_until(self, stop: int) -> None:
+        """Start the buckets before position ``stop`` that have not started."""
+        for bucket in self._buckets[self._num_started : stop]:
+            bucket.start_gather()
+        self._num_started = max(self._num_started, min(stop, len(self._buckets)))
 
 
 @dataclass(frozen=True)

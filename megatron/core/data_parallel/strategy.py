@@ -18,6 +18,7 @@ from megatron.core.data_parallel.bucket import (
     GradientBucket,
     GradientReduction,
     InFlight,
+    ParamGathers,
     ShardedGradientBucket,
     WeightBucket,
     WholeGradientBucket,
@@ -159,7 +160,6 @@ class BufferedDataParallel(DataParallel):
     ) -> None:
         sharing = Sharing.of(config, topology)
         shards, replicas = sharing.shards, sharing.replicas
-        self._shards = shards
         shard_gradients = config.sharding_strategy == "optim_grads"
         bucket_size = config.bucket_size(
             shards.size * replicas.size, sum(parameter.numel() for parameter in parameters)
@@ -167,14 +167,14 @@ class BufferedDataParallel(DataParallel):
         buffer = ParameterBuffer(parameters, formats.gradient, shards.size, bucket_size, shard_gradients)
         self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
         self.local_params = whole_params(parameters)
-        self._weights: list[WeightBucket] = []
+        weights: list[WeightBucket] = []
         buckets: list[GradientBucket] = []
         holders: dict[str, WeightBucket] = {}
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         reduction = GradientReduction(shards, replicas, formats.reduction)
         for view in buffer.buckets(shards.rank):
             gathered = WeightBucket(view.weights, shards)
-            self._weights.append(gathered)
+            weights.append(gathered)
             holders |= {info.name: gathered for info, _, _ in view.gradients.main_grads}
             if shard_gradients:
                 buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
@@ -182,9 +182,10 @@ class BufferedDataParallel(DataParallel):
                 buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
         param_shards = list(buffer.param_shards(shards.rank))
         super().__init__(formats, topology, sharing, param_shards, buckets, list(buffer.splits()))
-        self._gathers_behind = config.overlap_param_gather
-        if config.overlap_param_gather:
-            _wait_before_use(modules, holders)
+        # Parameters fill the buffers in the order of the backward pass.
+        self._gathers = ParamGathers(weights[::-1] if shards.size > 1 else (), config.overlap_param_gather)
+        if config.overlap_param_gather and shards.size > 1:
+            _wait_before_use(modules, holders, self._gathers)
 
     @property
     def needs_master_weights(self) -> bool:
@@ -192,30 +193,22 @@ class BufferedDataParallel(DataParallel):
         return self.formats.weight != self.formats.master
 
     def start_param_all_gather(self) -> None:
-        """All-gather every bucket, in the order of the forward pass."""
-        if self._shards.size == 1:
-            return
-        for bucket in reversed(self._weights):
-            bucket.start_gather()
-        if not self._gathers_behind:
-            self.finish_param_all_gather()
+        self._gathers.start()
 
     def finish_param_all_gather(self) -> None:
-        for bucket in reversed(self._weights):
-            bucket.finish_gather()
+        self._gathers.finish()
 
     def memory(self) -> dict[str, int]:
         return {kind: buffer.untyped_storage().nbytes() for kind, buffer in self._kept.items()}
 
 
-def _wait_before_use(modules: Sequence[nn.Module], holders: Mapping[str, WeightBucket]) -> None:
+def _wait_before_use(modules: Sequence[nn.Module], holders: Mapping[str, WeightBucket], gathers: ParamGathers) -> None:
     """Let each of ``modules`` wait, before its forward pass, for the buckets with its weights."""
     for module in modules:
-        mine = {holders[info_of(parameter).name]: None for parameter in module.parameters()}
+        mine = tuple({holders[info_of(parameter).name]: None for parameter in module.parameters()})
 
-        def wait(*_: object, mine: Sequence[WeightBucket] = tuple(mine)) -> None:
-            for bucket in mine:
-                bucket.finish_gather()
+        def wait(*_: object, mine: Sequence[WeightBucket] = mine) -> None:
+            gathers.finish(mine)
 
         module.register_forward_pre_hook(wait)
 

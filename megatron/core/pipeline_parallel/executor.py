@@ -19,6 +19,7 @@ from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_
 from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.p2p import Channels, P2PCommunicator, open_channels
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.schedules.launch_queue import needs_receives_ahead
 from megatron.schedules.schedule import Action, Schedule, Step
 from megatron.schedules.verifier import verify
 
@@ -184,10 +185,11 @@ class _Pass:
     def steps(self) -> Iterator[Step]:
         """The stage's actions, to be performed in order; with overlap, the next one's input is received meanwhile."""
         steps = self.schedule.steps(self.stage)
+        receives_ahead = self.executor.overlap or needs_receives_ahead(self.schedule)
         for step, following in zip(steps, (*steps[1:], None)):
             self.p2p.free_sent()
             self.p2p.start_receive(step)
-            if following is not None and self.executor.overlap:
+            if following is not None and receives_ahead:
                 self.p2p.start_receive(following)
             yield step
         self.p2p.close()

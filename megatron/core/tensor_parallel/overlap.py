@@ -58,29 +58,31 @@ class P2POverlap:
     def gather_gemm(
         self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor]:
-        # All sends start at once; this rank's rows are multiplied first, the others as they arrive.
+        # This rank's rows are multiplied first, the others as they arrive. One exchange is under way at a time: with
+        # one hardware queue a second one would wait for the first and hold back the GEMM that is launched after it.
         ranks = self._ranks
         own = rows.with_rows([tensor.contiguous() for tensor in rows.row_tensors])
         whole = rows.with_rows([_all_rows(tensor, ranks.size) for tensor in rows.row_tensors])
         parts = whole.chunk(ranks.size)
-        arriving = {
-            source: Work.all_of(
-                [
-                    ranks.start_exchange(sent, target, received, source)
-                    for sent, received in zip(own.row_tensors, parts[source].row_tensors)
-                ],
-                own.with_rows,
-            )
-            for source, target in self._partners()
-        }
+
+        def start_exchange(source: int, target: int) -> Work[QuantizedTensor]:
+            sent_and_received = zip(own.row_tensors, parts[source].row_tensors)
+            works = [ranks.start_exchange(sent, target, received, source) for sent, received in sent_and_received]
+            return Work.all_of(works, own.with_rows)
+
+        partners = self._partners()
+        arriving = start_exchange(*partners[0])
         for tensor, target_rows in zip(own.row_tensors, parts[ranks.rank].row_tensors):
             target_rows.copy_(tensor)
         first = gemm(own)  # [s/tp, b, n]
         output = _all_rows(first, ranks.size)  # [s, b, n]
         outputs = output.chunk(ranks.size)
         outputs[ranks.rank].copy_(first)
-        for source, work in arriving.items():
-            outputs[source].copy_(gemm(work.wait()))
+        for (source, _), following in zip(partners, (*partners[1:], None)):
+            current = arriving
+            if following is not None:
+                arriving = start_exchange(*following)
+            outputs[source].copy_(gemm(current.wait()))
         return output, whole
 
     def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:

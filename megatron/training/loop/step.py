@@ -5,7 +5,7 @@ up losses and token counts, never means.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.optimizer.hyperparameters import Hyperparameters
@@ -39,13 +39,15 @@ class StepOutcome:
     """Whether the loss was not finite, or gradients overflowed although the loss scale cannot be lowered."""
     num_tokens: float
     """Unmasked tokens in the global batch."""
+    stop_flags: Sequence[float] = ()
+    """The number of ranks with each stop flag."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Values for the metrics record, by name; listeners may add some."""
 
 
 def evaluate(module: TrainModule, microbatches: Iterator[Microbatch], num_microbatches: int) -> TokenLoss:
     """Loss over ``num_microbatches`` on every data-parallel rank, without gradients."""
-    return TokenLoss(*module.loss_ranks.all_reduce(module.executor.evaluate(microbatches, num_microbatches)).tolist())
+    return TokenLoss(*module.start_sum(module.executor.evaluate(microbatches, num_microbatches)).wait().tolist())
 
 
 def train_step(
@@ -57,11 +59,13 @@ def train_step(
     expected_tokens: int,
     timers: Timers,
     before_update: Callable[[], None] = lambda: None,
+    stop_flags: Callable[[], Sequence[bool]] = tuple,
 ) -> StepOutcome:
     """One iteration, without an update if the loss or a gradient is not finite.
 
     ``expected_tokens`` is the number of tokens in the global batch, by which the loss is divided until the number of
-    unmasked tokens is known. ``before_update`` is called between the gradients and the update.
+    unmasked tokens is known. ``before_update`` is called between the gradients and the update. ``stop_flags`` returns
+    this rank's flags, which are counted together with the loss.
     """
     scale, fp8 = module.loss_scaler.scale, module.fp8
     if fp8 is not None:
@@ -69,17 +73,22 @@ def train_step(
     module.data_parallel.start_grad_accumulation(num_microbatches)
     with timers("forward-backward"):
         sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
+    flags = stop_flags()
     with timers("grads-reduce"):
-        # The reduction of the loss overlaps with the reduction of the gradients.
-        pending_loss = module.loss_ranks.start_all_reduce(sums)
+        # The reduction of the loss overlaps with the reduction of the gradients, and precedes the all-gathers of the
+        # updated weights. The stop flags add no collective and no wait for the device.
+        pending_sum = module.start_sum(sums, flags)
         module.data_parallel.finish_grad_sync()
-        loss = TokenLoss(*pending_loss.wait().tolist())
+        total, num_tokens, *counts = pending_sum.wait().tolist()
+        loss = TokenLoss(total, num_tokens)
     if fp8 is not None:
         # Also in a skipped step: its finite amax values set the scales of the next step.
         fp8.finish_step()
     if not math.isfinite(loss.mean):
         # The loss scale does not change: the loss does not depend on it.
-        return StepOutcome(loss.mean, math.nan, is_skipped=True, is_fault=True, num_tokens=loss.num_tokens)
+        return StepOutcome(
+            loss.mean, math.nan, is_skipped=True, is_fault=True, num_tokens=loss.num_tokens, stop_flags=counts
+        )
     before_update()
     with timers("optimizer"):
         result = module.optimizer.step(hyperparameters, expected_tokens / loss.num_tokens / scale)
@@ -90,5 +99,6 @@ def train_step(
         is_skipped=not result.is_applied,
         is_fault=is_fault,
         num_tokens=loss.num_tokens,
+        stop_flags=counts,
         metrics=dict(result.metrics),
     )

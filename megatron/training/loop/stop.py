@@ -1,7 +1,7 @@
 """The conditions that end a run, on which all ranks agree."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,11 @@ NO_DATA = "a rank has no more data"
 
 @dataclass
 class StopConditions:
-    """The conditions that end a run."""
+    """The conditions that end a run.
+
+    Each step counts the flags of all ranks together with its loss, so agreeing costs no collective and no wait for the
+    device. A signal during an evaluation or a save therefore ends the run after the next iteration.
+    """
 
     train_iters: int
     config: TrainingConfig
@@ -30,26 +34,30 @@ class StopConditions:
     """Iterations before this process; ``--exit-interval`` does not stop there."""
     data_check: DataCheck | None = None
 
-    def reason(self, iteration: int, has_data: Callable[[], bool] = lambda: True) -> str | None:
-        """The reason to stop after ``iteration`` iterations, or None; the same on every rank.
+    def local_flags(self, iteration: int, has_data: Callable[[], bool] = lambda: True) -> Sequence[bool]:
+        """This rank's reasons not to start another iteration after ``iteration``, to be counted over all ranks.
 
-        ``has_data`` waits for the rank's next microbatch; it is called before the collective, in which the other ranks
-        wait. Raises :class:`~megatron.errors.DataError` on every rank if one has found the corpus damaged.
+        Signals, clocks and data differ between ranks. ``has_data`` waits for the rank's next microbatch, before any
+        rank waits in the collective.
         """
-        if self.is_complete(iteration):
-            return "the run is complete"
-        interval = self.config.exit_interval
-        if interval is not None and iteration > self.first_iteration and iteration % interval == 0:
-            return f"--exit-interval {interval}"
+        if self._known_reason(iteration) is not None:
+            return [False] * 4
         lacks_data = self.signals.received is None and not has_data()
         limit = self.config.exit_duration_in_mins
         is_late = limit is not None and time.monotonic() - self.started > limit * 60
         found_damage = self.data_check is not None and self.data_check.has_found_damage
-        # Signals, clocks and data differ between ranks. The flags have a collective of their own: the reduction of the
-        # loss does not span tensor-parallel ranks, and precedes evaluation, saves and the wait for data.
-        mine = [self.signals.received is not None, is_late, found_damage, lacks_data]
-        flags = torch.tensor(mine, dtype=torch.int32).to(self.device)
-        got_signal, time_is_up, is_damaged, lacks_data = self.world.all_reduce(flags, "max").tolist()
+        return [self.signals.received is not None, is_late, found_damage, lacks_data]
+
+    def reason(self, iteration: int, counts: Sequence[float]) -> str | None:
+        """The reason to stop after ``iteration`` iterations, or None; the same on every rank.
+
+        ``counts`` are the numbers of ranks with each of :meth:`local_flags`. Raises
+        :class:`~megatron.errors.DataError` on every rank if one has found the corpus damaged.
+        """
+        known = self._known_reason(iteration)
+        if known is not None:
+            return known
+        got_signal, time_is_up, is_damaged, lacks_data = (count > 0 for count in counts)
         if is_damaged and self.data_check is not None:
             self.data_check.raise_on_all_ranks()
         if got_signal:
@@ -57,7 +65,21 @@ class StopConditions:
         if lacks_data:
             return NO_DATA
         if time_is_up:
-            return f"--exit-duration-in-mins {limit}"
+            return f"--exit-duration-in-mins {self.config.exit_duration_in_mins}"
+        return None
+
+    def agree(self, iteration: int, has_data: Callable[[], bool] = lambda: True) -> str | None:
+        """:meth:`reason`, by a collective of its own: where no step counts the flags together with its loss."""
+        flags = torch.tensor(self.local_flags(iteration, has_data), dtype=torch.float64).to(self.device)
+        return self.reason(iteration, self.world.all_reduce(flags).tolist())
+
+    def _known_reason(self, iteration: int) -> str | None:
+        """The reason that follows from the flags of the run alone."""
+        if self.is_complete(iteration):
+            return "the run is complete"
+        interval = self.config.exit_interval
+        if interval is not None and iteration > self.first_iteration and iteration % interval == 0:
+            return f"--exit-interval {interval}"
         return None
 
     def is_complete(self, iteration: int) -> bool:

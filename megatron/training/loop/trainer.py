@@ -88,47 +88,51 @@ class Trainer:
 
     def run(self) -> str:
         """Train until a reason to stop, and return it."""
-        while True:
-            # The time of an iteration includes the agreement on stopping, which waits for the device.
-            started = time.perf_counter()
-            reason = self.stop.reason(self.state.progress.iteration, self._has_data)
-            if reason is not None:
-                break
+        reason = self.stop.agree(self.state.progress.iteration, self._has_data)
+        while reason is None:
             if self.state.progress.iteration + 1 in self.context.config.training.iterations_to_skip:
                 self._skip_iteration()
-                continue
-            for listener in self.listeners:
-                listener.on_iteration_start(self)
-            batch_size = self.batches.global_batch_size(self.state.progress.consumed_samples)
-            hyperparameters = self.state.hyperparameters()
-            try:
-                outcome = train_step(
-                    self.module,
-                    self._microbatches(),
-                    hyperparameters,
-                    num_microbatches=self.batches.num_microbatches(self.state.progress.consumed_samples),
-                    expected_tokens=batch_size * self.context.config.seq_length,
-                    timers=self.timers,
-                    before_update=self._before_update,
-                )
-            except NoMicrobatchError as error:
-                if self.context.world.size > 1:
-                    raise  # the other ranks wait in a collective, so they cannot agree to save
-                self._failure = error
-                reason = self.stop.signal_reason() or NO_DATA
-                break
-            if outcome.is_fault and self.context.config.training.check_for_nan_in_loss_and_grad:
-                raise UserError(_fault(self.state.progress.iteration + 1, outcome, self.module.loss_scaler))
-            self._count_iteration()
-            result = IterationResult(outcome, hyperparameters, batch_size, time.perf_counter() - started)
-            for listener in self.listeners:
-                listener.on_iteration(self, result)
+                reason = self.stop.agree(self.state.progress.iteration, self._has_data)
+            else:
+                reason = self._train_iteration()
         if self.state.progress.iteration > self.stop.first_iteration:
             for listener in self.listeners:
                 listener.on_end(self, reason)
         if reason == NO_DATA:
             self._raise_failure()
         return reason
+
+    def _train_iteration(self) -> str | None:
+        """Train one iteration and return the reason to stop after it, if there is one."""
+        started = time.perf_counter()
+        for listener in self.listeners:
+            listener.on_iteration_start(self)
+        batch_size = self.batches.global_batch_size(self.state.progress.consumed_samples)
+        hyperparameters = self.state.hyperparameters()
+        following = self.state.progress.iteration + 1
+        try:
+            outcome = train_step(
+                self.module,
+                self._microbatches(),
+                hyperparameters,
+                num_microbatches=self.batches.num_microbatches(self.state.progress.consumed_samples),
+                expected_tokens=batch_size * self.context.config.seq_length,
+                timers=self.timers,
+                before_update=self._before_update,
+                stop_flags=lambda: self.stop.local_flags(following, self._has_data),
+            )
+        except NoMicrobatchError as error:
+            if self.context.world.size > 1:
+                raise  # the other ranks wait in a collective, so they cannot agree to save
+            self._failure = error
+            return self.stop.signal_reason() or NO_DATA
+        if outcome.is_fault and self.context.config.training.check_for_nan_in_loss_and_grad:
+            raise UserError(_fault(following, outcome, self.module.loss_scaler))
+        self._count_iteration()
+        result = IterationResult(outcome, hyperparameters, batch_size, time.perf_counter() - started)
+        for listener in self.listeners:
+            listener.on_iteration(self, result)
+        return self.stop.reason(following, outcome.stop_flags)
 
     def _raise_failure(self) -> NoReturn:
         """Raise the first rank's failure on all ranks."""
@@ -139,10 +143,7 @@ class Trainer:
         raise shared
 
     def _has_data(self) -> bool:
-        """Wait for the first microbatch of the next iteration, before any collective.
-
-        Without it, all ranks can still agree to save the last iteration.
-        """
+        """Wait for the first microbatch of the next iteration; without it, all ranks can still agree to save."""
         try:
             if self.module.executor.readers:
                 with self.timers("batch-generator", level=2):

@@ -1,0 +1,150 @@
+"""Communication overlaps with computation on GPUs with one hardware queue, by the order in which the code launches it.
+
+The launches of our own code are recorded by communicators that send nothing, and timed by the model of GPU queues.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.communication import Communicator, Work
+from megatron.core.data_parallel.strategy import BufferedDataParallel
+from megatron.core.gradient import accumulate_main_grad
+from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
+from megatron.core.precision import NumberFormats
+from megatron.core.tensor_parallel.overlap import P2POverlap
+from megatron.core.topology import RankGrid, Topology
+from megatron.schedules.launch_queue import Launch, run_launches
+
+NUM_LAYERS, COLLECTIVE, LAYER = 32, 5.0, 7.0
+
+
+class LaunchLog:
+    """What the host of a rank launches, as NCCL and torch order it."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self._computed: tuple[Hashable, ...] = ()
+        self._awaited: list[Hashable] = []
+
+    def compute(self, duration: float) -> None:
+        """A kernel on the compute stream, which has waited for some collectives."""
+        self.launches.append(Launch(len(self.launches), "compute", duration, tuple(self._awaited)))
+        self._computed = (self.launches[-1].name,)
+        self._awaited.clear()
+
+    def collective(self, finish: Callable[[], Tensor]) -> Work[Tensor]:
+        """A collective on its group's stream, which waits for what the compute stream has been given so far."""
+        name = len(self.launches)
+        self.launches.append(Launch(name, "collectives", COLLECTIVE, (*self._computed, *self._awaited)))
+
+        def end() -> Tensor:
+            self._awaited.append(name)
+            return finish()
+
+        return Work((), end)
+
+    def duration(self, one_queue: bool) -> float:
+        (ended,) = run_launches([self.launches], one_queue)
+        return max(ended.values())
+
+
+class Recording(Communicator):
+    """A rank of a group that sends nothing."""
+
+    def __init__(self, size: int, log: LaunchLog) -> None:
+        super().__init__(tuple(range(size)), 0)
+        self.log = log
+
+    def start_all_gather(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
+        assert output is not None
+        return self.log.collective(lambda: output)
+
+    def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
+        part = tensor.chunk(self.size)[0]
+        return self.log.collective(lambda: part if output is None else output.copy_(part))
+
+    def start_exchange(
+        self, tensor: Tensor, target: int, received: Tensor, source: int, kind: str = "exchange"
+    ) -> Work[Tensor]:
+        return self.log.collective(lambda: received.copy_(tensor))
+
+
+class Layer(nn.Module):
+    """A module with one weight, which is a bucket."""
+
+    def __init__(self, number: int, log: LaunchLog) -> None:
+        super().__init__()
+        info = ParameterInfo(f"{number}", *sharded_boxes([2], (), 0, 1), None, True, False)
+        self.weight, self.log = empty_parameter(info, torch.float32, "cpu"), log
+
+    def forward(self) -> None:
+        self.log.compute(LAYER)
+
+
+def build(log: LaunchLog, overlap: bool) -> tuple[BufferedDataParallel, Sequence[Layer]]:
+    topology = Topology(RankGrid(dp=2, dp_replicas=1), 0, torch.device("cpu"))
+    topology._communicators["cp", "dp_shard"] = Recording(2, log)
+    layers = [Layer(number, log) for number in range(NUM_LAYERS)]
+    config = ParallelConfig(
+        data_parallel_sharding_strategy="optim",
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        ddp_bucket_size=2,
+    )
+    formats = NumberFormats.uniform(torch.float32)
+    return BufferedDataParallel([layer.weight for layer in layers], formats, topology, config, layers), layers
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_all_gathers_of_weights_overlap_with_the_forward_pass(one_queue: bool) -> None:
+    durations = {}
+    for overlap in (True, False):
+        log = LaunchLog()
+        data_parallel, layers = build(log, overlap)
+        data_parallel.start_param_all_gather()
+        for layer in layers:
+            layer()
+        durations[overlap] = log.duration(one_queue)
+    assert durations[False] == NUM_LAYERS * (COLLECTIVE + LAYER)
+    # Only the first one is not hidden.
+    assert durations[True] == COLLECTIVE + NUM_LAYERS * LAYER
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_reductions_of_gradients_overlap_with_the_backward_pass(one_queue: bool) -> None:
+    durations = {}
+    for overlap in (True, False):
+        log = LaunchLog()
+        data_parallel, layers = build(log, overlap)
+        data_parallel.start_grad_accumulation(1)
+        for layer in reversed(layers):
+            log.compute(LAYER)
+            accumulate_main_grad(layer.weight, torch.ones(2))
+        data_parallel.finish_grad_sync()
+        log.compute(0.0)
+        durations[overlap] = log.duration(one_queue)
+    assert durations[False] == NUM_LAYERS * (COLLECTIVE + LAYER)
+    # Only the last one is not hidden.
+    assert durations[True] == NUM_LAYERS * LAYER + COLLECTIVE
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_gemms_at_tensor_parallel_edges_overlap_with_their_exchanges(one_queue: bool) -> None:
+    size = 8
+    log = LaunchLog()
+
+    def gemm(rows: QuantizedTensor) -> Tensor:
+        log.compute(LAYER)
+        return rows.data
+
+    overlap = P2POverlap(Recording(size, log))
+    overlap.gather_gemm(QuantizedTensor(torch.ones(2, 1, 4)), gemm, None)
+    assert log.duration(one_queue) == size * LAYER
+    log.launches.clear()
+    overlap.gemm_reduce(QuantizedTensor(torch.ones(2 * size, 1, 4)), gemm, None).wait()
+    assert log.duration(one_queue) == size * LAYER
