@@ -198,7 +198,7 @@ def bound(config: SliceConfig, device: torch.device, kind: Literal["our", "torch
     products: BareProducts | BareFp8Products
     if kind == "FP8":
         products = BareFp8Products(
-            linear_shapes(model, size, False), config.tokens, kernels.fp8_gemm, config.dtype, device
+            linear_shapes(model, size, False), config.tokens, kernels.fp8.gemm, config.dtype, device
         )
     else:
         products = BareProducts(layers, config.tokens, config.dtype, device, F.linear if kind == "torch" else linear)

@@ -22,18 +22,17 @@ from megatron.core.communication import Communicator
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
-    ScaledGemm,
+    Fp8Kernels,
+    Fp8WeightGradientProduct,
     amax_of,
     amax_of_history,
     gemm_for,
     largest_value,
     push_amax,
-    quantize,
     scale_from_amax,
     scaled_gemm,
-    transposed,
 )
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 
 Fp8Role = Literal["input", "weight", "output_gradient"]
 ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)
@@ -104,12 +103,12 @@ class Fp8Scaling(Fp8Layers):
         ranks: Communicator,
         device: torch.device,
         keeps_weights: bool = True,
-        multiply: ScaledGemm | None = None,
+        kernels: Fp8Kernels | None = None,
     ) -> None:
         super().__init__(config)
         self.keeps_weights = keeps_weights
-        self.multiply = gemm_for(device) if multiply is None else multiply
-        self.gemm_name = "torch._scaled_mm" if self.multiply is scaled_gemm else "fp32 products of the FP8 numbers"
+        self.kernels = kernels or Fp8Kernels.eager(gemm_for(device))
+        self.gemm_name = "torch._scaled_mm" if self.kernels.gemm is scaled_gemm else "fp32 products of the FP8 numbers"
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Gemm] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3
@@ -162,7 +161,7 @@ class Fp8Scaling(Fp8Layers):
 
     def _drop_weights(self) -> None:
         for layer in self._layers:
-            layer.weight = layer.transposed_weight = None
+            layer.weight = None
 
     def _update_has_scales(self) -> None:
         """Update ``has_scales`` of the layers. Once all have scales, this no longer waits for the device."""
@@ -212,63 +211,62 @@ class Fp8Gemm:
         self._scaling, self._number, self._dtype = scaling, number, dtype
         self._tensor_parallel, self._sharded = tensor_parallel, frozenset(sharded)
         self.weight: QuantizedTensor | None = None
-        self.transposed_weight: QuantizedTensor | None = None
-        """The quantised weight of this step and its transpose, with ``keeps_weights``."""
+        """The quantised weight of this step in both layouts, with ``keeps_weights``."""
 
-    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
-        return self._quantize("input", inputs)
+    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
+        return self._quantize("input", inputs, layout)
 
-    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
-        return self._quantize("output_gradient", grad_outputs)
+    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
+        return self._quantize("output_gradient", grad_outputs, layout)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         # Only this GEMM may accumulate fast, as in Transformer Engine.
-        return self._multiply_rows(inputs, self._quantized_weight(weight), fast=True)
+        return self._multiply_rows(inputs, self._quantized_weight(weight, Layout.ROWS), fast=True)
 
     def input_gradient(self, grad_outputs: QuantizedTensor, weight: Tensor) -> Tensor:
-        transpose = self.transposed_weight
-        if transpose is None:
-            transpose = transposed(self._quantized_weight(weight))  # [k, n]
-            if self._scaling.keeps_weights:
-                self.transposed_weight = transpose
-        return self._multiply_rows(grad_outputs, transpose, fast=False)
+        quantized = self._quantized_weight(weight, Layout.TRANSPOSED)
+        return self._multiply_rows(grad_outputs, self._transpose(quantized), fast=False)
 
-    def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Tensor:
+    def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Fp8WeightGradientProduct:
         wide = torch.promote_types(self._dtype, torch.float32)
-        # [n, rows] @ [k, rows]^T
-        return self._scaling.multiply(transposed(_rows(grad_outputs)), transposed(_rows(inputs)), wide)
+        operands = self._transpose(grad_outputs), self._transpose(inputs)  # [n, m], [k, m]
+        return Fp8WeightGradientProduct(*operands, self._scaling.kernels, wide)
 
     def _multiply_rows(self, inputs: QuantizedTensor, weight: QuantizedTensor, fast: bool) -> Tensor:
-        product = self._scaling.multiply(_rows(inputs), weight, self._dtype, fast)
+        rows = QuantizedTensor(inputs.data.flatten(0, -2), inputs.inverse_scale)  # [m, k]
+        product = self._scaling.kernels.gemm(rows, weight, self._dtype, fast)
         return product.view(*inputs.data.shape[:-1], -1)
 
-    def _quantized_weight(self, weight: Tensor) -> QuantizedTensor:
-        """``weight`` ``[n, k]``, quantised once a step with ``keeps_weights``."""
-        if self.weight is not None:
-            return self.weight
-        quantized = self._quantize("weight", weight)
-        if self._scaling.keeps_weights:
-            self.weight = quantized
-        return quantized
+    def _transpose(self, operand: QuantizedTensor) -> QuantizedTensor:
+        """The transpose ``[k, m]``, made now if the rows were all-gathered after they were quantised."""
+        data = operand.transposed
+        if data is None:
+            data = self._scaling.kernels.quantization.transpose(operand.data.flatten(0, -2))
+        return QuantizedTensor(data, operand.inverse_scale)
 
-    def _quantize(self, role: Fp8Role, tensor: Tensor) -> QuantizedTensor:
+    def _quantized_weight(self, weight: Tensor, layout: Layout) -> QuantizedTensor:
+        """``weight`` ``[n, k]`` in ``layout``; with ``keeps_weights`` quantised once a step, in both layouts."""
+        if not self._scaling.keeps_weights:
+            return self._quantize("weight", weight, layout)
+        if self.weight is None:
+            self.weight = self._quantize("weight", weight, Layout.BOTH)
+        return self.weight
+
+    def _quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
+        scaling, dtype = self._scaling, self._scaling.formats[role]
+        quantization, index = scaling.kernels.quantization, (self._number, ROLES.index(role))
+        if self.has_scales:
+            state = scaling.delayed_state
+            return quantization.quantize_and_record(tensor, state.scale[index], state.step_amax[index], dtype, layout)
         amax = amax_of(tensor)
-        return quantize(tensor, self._scale(role, amax), amax, self._scaling.formats[role])
-
-    def _scale(self, role: Fp8Role, amax: Tensor) -> Tensor:
-        """The scale of a tensor, or of this rank's shard of it, whose amax is ``amax``."""
-        scaling = self._scaling
         if scaling.is_delayed:
-            state, index = scaling.delayed_state, (self._number, ROLES.index(role))
-            step_amax = state.step_amax[index]
+            step_amax = scaling.delayed_state.step_amax[index]
             torch.maximum(step_amax, amax, out=step_amax)
-            if self.has_scales:
-                return state.scale[index]
+        return quantization.quantize(tensor, self._current_scale(role, amax), amax, dtype, layout)
+
+    def _current_scale(self, role: Fp8Role, amax: Tensor) -> Tensor:
+        """The scale of a tensor, or of this rank's shard of it, from its own ``amax``."""
+        scaling = self._scaling
         if role in self._sharded:
             amax = self._tensor_parallel.all_reduce(amax.clone(), "max")
         return scale_from_amax(amax, largest_value(scaling.formats[role]), 1.0, scaling.config.fp8_margin)
-
-
-def _rows(operand: QuantizedTensor) -> QuantizedTensor:
-    """``[..., k]`` as a matrix ``[m, k]``."""
-    return QuantizedTensor(operand.data.flatten(0, -2), operand.inverse_scale)

@@ -11,7 +11,7 @@ from megatron.core.kernels.selection import Kernels, LayerKernels
 from megatron.core.models.kernels import build_kernels, needs_log_sum_exp
 from megatron.core.ops.attention_kernels import AttentionKernel, ReferenceAttention, choose_attention_kernel
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
-from megatron.core.ops.fp8 import gemm_for
+from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
 from megatron.core.ops.matmul import SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU
@@ -95,7 +95,7 @@ def simulated_kernels(
             cross_entropy=EagerCrossEntropy(GPU_CHUNK_BYTES) if eager_loss else _FusedCrossEntropy(),
         ),
         optimizer=OptimizerKernels(),
-        fp8_gemm=gemm_for(device),
+        fp8=Fp8Kernels.eager(gemm_for(device)),
         engine=None,
         choices=(),
     )

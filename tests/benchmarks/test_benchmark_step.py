@@ -24,7 +24,7 @@ from megatron.core.fp8 import Fp8Gemm, Fp8Role, Fp8Scaling
 from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.parameter import info_of
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
@@ -123,10 +123,10 @@ def test_after_a_step_all_fp8_layers_have_scales_and_weights_are_quantised_anew(
     assert len(gemms) == 8
     quantize = type(gemms[0])._quantize
 
-    def counted(gemm: Fp8Gemm, role: Fp8Role, tensor: Tensor) -> QuantizedTensor:
+    def counted(gemm: Fp8Gemm, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
         nonlocal quantised
         quantised += role == "weight"
-        return quantize(gemm, role, tensor)
+        return quantize(gemm, role, tensor, layout)
 
     monkeypatch.setattr(type(gemms[0]), "_quantize", counted)
     for step in range(2):

@@ -19,6 +19,7 @@ from megatron.core.ops.fp8 import (
     E5M2,
     LARGEST_SCALE,
     AmaxAlgorithm,
+    Fp8Kernels,
     ScaledGemm,
     amax_of,
     dequantize,
@@ -29,7 +30,7 @@ from megatron.core.ops.fp8 import (
     scaled_gemm_reference,
     widened_gemm,
 )
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -145,11 +146,12 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
     with FakeTensorMode():
         layer = Fp8Scaling(TENSORWISE, ALONE, device).gemm("layer", torch.bfloat16, ALONE, ())
         weight = torch.empty(32, 48, dtype=torch.bfloat16, device=device)
-        inputs = layer.quantize_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device))
-        gradient = layer.quantize_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device))
+        inputs = layer.quantize_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device), Layout.BOTH)
+        gradient = layer.quantize_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device), Layout.BOTH)
         assert layer.output(inputs, weight).shape == (4, 8, 32)
         assert layer.input_gradient(gradient, weight).shape == (4, 8, 48)
-        assert layer.weight_gradient(gradient, inputs).shape == (32, 48)
+        assert layer.weight_gradient(gradient, inputs).value().shape == (32, 48)
+        assert layer.weight_gradient(gradient.with_rows([gradient.data]), inputs.kept).value().shape == (32, 48)
         rows, one = inputs.data.flatten(0, 1), torch.ones((), device=device)
         with pytest.raises(RuntimeError, match="must be col_major"):
             torch._scaled_mm(rows, rows.t().contiguous(), one, one)
@@ -335,7 +337,7 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
         return scaled_gemm(a, b, dtype, fast)
 
     def train(runs_again: bool) -> list[Tensor]:
-        scaling = Fp8Scaling(config, ALONE, CPU, multiply=multiply)
+        scaling = Fp8Scaling(config, ALONE, CPU, kernels=Fp8Kernels.eager(multiply))
         context = LayerContext(TensorParallel(ALONE), torch.bfloat16, CPU, fp8=scaling)
         linear = (
             ColumnParallelLinear("linear", 48, (16, 16), context, init_std=1.0)

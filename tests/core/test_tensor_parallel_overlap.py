@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.communication import CollectiveRecord, Communicator, Work, add_in_order
 from megatron.core.gradient import Gradient
 from megatron.core.ops.matmul import Gemm, PlainGemm
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import NoOverlap, TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import (
@@ -195,12 +195,12 @@ class RowScaledGemm(PlainGemm):
 
     is_plain = False
 
-    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
+    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         amax = inputs.abs().amax(dim=-1, keepdim=True)  # [s, b, 1]
         return QuantizedTensor(inputs / amax, amax)
 
-    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
-        return self.quantize_input(grad_outputs)
+    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
+        return self.quantize_input(grad_outputs, layout)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         return super().output(inputs, weight) * scales_of(inputs)

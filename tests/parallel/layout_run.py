@@ -32,7 +32,7 @@ from megatron.core.models.parallelize import build_executor, build_model, chunks
 from megatron.core.offload import HostCopies
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
-from megatron.core.ops.fp8 import scaled_gemm_reference
+from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference
 from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
@@ -241,7 +241,7 @@ def context(
         fp8 = TransformerEngineFp8(transformer_engine(), precision, topology.stage_ranks)
     elif precision is not None:
         keeps_weights = layout.strategy != "optim_grads_params"
-        fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, scaled_gemm_reference)
+        fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, Fp8Kernels.eager(scaled_gemm_reference))
     return BuildContext(
         parallel,
         dtype,

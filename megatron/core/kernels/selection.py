@@ -27,7 +27,7 @@ from megatron.core.ops.attention_kernels import (
     attention_kernels,
 )
 from megatron.core.ops.cross_entropy import CompiledCrossEntropy, CrossEntropyKernel, EagerCrossEntropy
-from megatron.core.ops.fp8 import ScaledGemm, gemm_for
+from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
@@ -58,7 +58,7 @@ class Kernels:
     weight_gradient: WeightGradientKernel
     layers: LayerKernels
     optimizer: OptimizerKernels
-    fp8_gemm: ScaledGemm
+    fp8: Fp8Kernels
     engine: "TransformerEngine | None"
     """Provides the norms and linear layers under ``--transformer-impl transformer_engine``."""
     choices: tuple[Choice, ...]
@@ -133,7 +133,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
             cross_entropy=chosen("cross_entropy", cross_entropy),
         ),
         optimizer=OptimizerKernels(adam=chosen("adam", adam), squared_norm=chosen("l2_norm", l2_norm)),
-        fp8_gemm=gemm_for(setting.device),
+        fp8=Fp8Kernels.eager(gemm_for(setting.device)),
         engine=setting.engine,
         choices=tuple(choices),
     )

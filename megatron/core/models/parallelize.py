@@ -154,7 +154,7 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
         )
     # FSDP frees the weights of a layer after use; quantised copies of all weights would take the memory it saves.
     keeps_weights = not shards_weights(config.parallel, topology)
-    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights, kernels.fp8_gemm)
+    return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights, kernels.fp8)
 
 
 def stage_chunks(config: RunConfig, architecture: TransformerConfig, topology: Topology) -> list[VirtualStage]:

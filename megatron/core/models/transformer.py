@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -69,7 +70,8 @@ class OutputLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included."""
-        logits: Tensor = LinearFunction.apply(self.final_layernorm(hidden), self.output_layer.weight, self.op, False)
+        normed, weight = self.final_layernorm(hidden), self.output_layer.weight
+        logits: Tensor = LinearFunction.apply(normed, weight, self.op, False, torch.is_grad_enabled())
         return logits
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ together with ``1 / scale``. *amax* is the largest magnitude of a tensor. Source
 (Micikevicius et al., arXiv 2209.05433); delayed scaling follows NVIDIA's Transformer Engine.
 """
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.torch_compat import scaled_mm
 
 AmaxAlgorithm = Literal["most_recent", "max"]
@@ -59,9 +60,45 @@ def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) ->
     return QuantizedTensor(data, scale.reciprocal() + (amax - amax))
 
 
-def transposed(operand: QuantizedTensor) -> QuantizedTensor:
-    """A contiguous copy ``[n, m]`` of the transpose of ``[m, n]``."""
-    return QuantizedTensor(operand.data.t().contiguous(), operand.inverse_scale)
+class Quantization(Protocol):
+    """Quantises tensors ``[..., k]`` of ``m`` rows with one ``scale`` ``[]`` in fp32, as :func:`quantize`, in one or in
+    both layouts."""
+
+    def quantize(
+        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        """:func:`quantize` with the amax of ``tensor``, which current scaling computes before."""
+
+    def quantize_and_record(
+        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        """:func:`quantize`; raises ``step_amax`` ``[]`` to the amax of ``tensor`` if that is larger, or NaN."""
+
+    def transpose(self, data: Tensor) -> Tensor:
+        """A contiguous copy ``[n, m]`` of the transpose of ``data`` ``[m, n]`` in FP8."""
+
+
+class EagerQuantization:
+    """One torch operation after the other: the definition, 29 bytes per bf16 element and layout."""
+
+    def quantize(
+        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        rows = quantize(tensor, scale, amax, dtype)
+        if Layout.TRANSPOSED not in layout:
+            return rows
+        data = rows.data if Layout.ROWS in layout else rows.data.new_empty(0)
+        return QuantizedTensor(data, rows.inverse_scale, self.transpose(rows.data.flatten(0, -2)))
+
+    def quantize_and_record(
+        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        amax = amax_of(tensor)
+        torch.maximum(step_amax, amax, out=step_amax)
+        return self.quantize(tensor, scale, amax, dtype, layout)
+
+    def transpose(self, data: Tensor) -> Tensor:
+        return data.t().contiguous()
 
 
 class ScaledGemm(Protocol):
@@ -88,6 +125,58 @@ def widened_gemm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fas
 def gemm_for(device: torch.device) -> ScaledGemm:
     """The GEMM for ``device``; on some CPUs torch's own takes seconds instead of milliseconds."""
     return widened_gemm if device.type == "cpu" else scaled_gemm
+
+
+class Fp8WeightGradientKernel(Protocol):
+    """The weight-gradient GEMM ``a [n, m] @ b [k, m]^T`` into a buffer ``[n, k]``."""
+
+    def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
+        """Add the product to ``buffer``, or overwrite it."""
+
+
+@dataclass(frozen=True)
+class SeparateFp8WeightGradient:
+    """A GEMM in fp32, then a sum: one more pass, and memory for the product."""
+
+    gemm: ScaledGemm
+
+    def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
+        product = self.gemm(a, b, torch.promote_types(buffer.dtype, torch.float32))
+        if accumulate:
+            buffer.add_(product)
+        else:
+            buffer.copy_(product)
+
+
+@dataclass(frozen=True)
+class Fp8Kernels:
+    """The implementations of the operations of FP8 linear layers."""
+
+    gemm: ScaledGemm
+    quantization: Quantization
+    weight_gradient: Fp8WeightGradientKernel
+
+    @staticmethod
+    def eager(gemm: ScaledGemm) -> "Fp8Kernels":
+        """``gemm``, and plain torch operations."""
+        return Fp8Kernels(gemm, EagerQuantization(), SeparateFp8WeightGradient(gemm))
+
+
+@dataclass(frozen=True)
+class Fp8WeightGradientProduct:
+    """A :class:`~megatron.core.gradient.GradientProduct` of the transposed operands ``[n, m]`` and ``[k, m]``; in
+    ``dtype`` where there is no buffer."""
+
+    grad_outputs: QuantizedTensor
+    inputs: QuantizedTensor
+    kernels: Fp8Kernels
+    dtype: torch.dtype
+
+    def value(self) -> Tensor:
+        return self.kernels.gemm(self.grad_outputs, self.inputs, self.dtype)
+
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        self.kernels.weight_gradient.write(buffer, self.grad_outputs, self.inputs, accumulate)
 
 
 def scaled_gemm_reference(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.gradient import Gradient
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.torch_compat import onednn_linear
 
 _ONEDNN_LINEAR = onednn_linear()
@@ -106,10 +106,10 @@ class Gemm(Protocol):
     is_plain: bool
     """Whether the operands are not quantised."""
 
-    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
-        """``x`` ``[..., k]``, or this rank's rows of it; saved for backward."""
+    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
+        """``x`` ``[..., k]``, or this rank's rows of it. A GEMM that does not quantise ignores ``layout``."""
 
-    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
+    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
         """``dy`` ``[..., n]``, or this rank's rows of it."""
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
@@ -119,7 +119,8 @@ class Gemm(Protocol):
         """``dy W`` ``[..., k]``; rows are independent."""
 
     def weight_gradient(self, grad_outputs: QuantizedTensor, inputs: QuantizedTensor) -> Gradient:
-        """``dy^T x`` ``[n, k]``, possibly not multiplied yet; its dtype may be wider than the weight's."""
+        """``dy^T x`` ``[n, k]`` of the whole or the kept operands (:attr:`QuantizedTensor.kept`), possibly not
+        multiplied yet; its dtype may be wider than the weight's."""
 
 
 class PlainGemm:
@@ -130,10 +131,10 @@ class PlainGemm:
     def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
         self._kernel = kernel or SeparateWeightGradient()
 
-    def quantize_input(self, inputs: Tensor) -> QuantizedTensor:
+    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         return QuantizedTensor(inputs)
 
-    def quantize_gradient(self, grad_outputs: Tensor) -> QuantizedTensor:
+    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
         return QuantizedTensor(grad_outputs)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:

@@ -1,11 +1,23 @@
 """The operand of a GEMM: a tensor, and its scales if it is quantised."""
 
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Work
+
+
+class Layout(enum.Flag):
+    """In which layouts a tensor is quantised."""
+
+    ROWS = enum.auto()
+    """``[..., k]``: for the output and the input gradient, whose rows are independent and may be communicated."""
+    TRANSPOSED = enum.auto()
+    """``[k, m]`` with all ``m`` rows: for the weight gradient, because FP8 units read both operands along the summed
+    dim."""
+    BOTH = ROWS | TRANSPOSED
 
 
 @dataclass(frozen=True)
@@ -13,9 +25,12 @@ class QuantizedTensor:
     """``data`` ``[s, b, k]`` times ``inverse_scale``. Rows are communicated together with their scales."""
 
     data: Tensor
+    """``[0]`` if there is only the transpose."""
     inverse_scale: Tensor | None = None
     """None: not quantised. ``[]``: one scale per tensor, equal on all ranks that share it. ``[s, b, blocks]``: one
     scale per row, or per block of a row."""
+    transposed: Tensor | None = None
+    """The transpose ``[k, s b]`` of ``data``, contiguous; None if it was not made."""
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:
@@ -24,13 +39,8 @@ class QuantizedTensor:
             return (self.data,)
         return self.data, self.inverse_scale
 
-    @property
-    def scaling(self) -> "QuantizedTensor":
-        """No rows, and the scale of the whole tensor if there is one."""
-        return QuantizedTensor(self.data.new_empty(0), self.inverse_scale if len(self.row_tensors) == 1 else None)
-
     def with_rows(self, row_tensors: Sequence[Tensor]) -> "QuantizedTensor":
-        """The same scaling with other ``row_tensors``."""
+        """The same scaling with other ``row_tensors``, without a transpose."""
         data, *scales = row_tensors
         return QuantizedTensor(data, *scales) if scales else QuantizedTensor(data, self.inverse_scale)
 
@@ -38,4 +48,29 @@ class QuantizedTensor:
         return [self.with_rows(rows) for rows in zip(*(tensor.chunk(parts) for tensor in self.row_tensors))]
 
     def start_all_gather(self, ranks: Communicator) -> Work["QuantizedTensor"]:
+        assert self.transposed is None, "the transpose of all rows is made after the all-gather"
         return Work.all_of([ranks.start_all_gather(tensor) for tensor in self.row_tensors], self.with_rows)
+
+    # What backward keeps
+
+    @property
+    def kept(self) -> "QuantizedTensor":
+        """What the weight gradient reads: the transpose if there is one, otherwise the rows."""
+        return self if self.transposed is None else replace(self, data=self.data.new_empty(0))
+
+    @property
+    def kept_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of :attr:`kept`, without a scale of the whole tensor."""
+        return self.row_tensors if self.transposed is None else (self.transposed,)
+
+    @property
+    def scaling(self) -> "QuantizedTensor":
+        """No elements, and the scale of the whole tensor if there is one."""
+        empty, is_whole = self.data.new_empty(0), len(self.row_tensors) == 1
+        return QuantizedTensor(
+            empty, self.inverse_scale if is_whole else None, None if self.transposed is None else empty
+        )
+
+    def with_kept(self, kept_tensors: Sequence[Tensor]) -> "QuantizedTensor":
+        """:attr:`kept` of the tensor that has this :attr:`scaling` and these ``kept_tensors``."""
+        return self.with_rows(kept_tensors) if self.transposed is None else replace(self, transposed=kept_tensors[0])

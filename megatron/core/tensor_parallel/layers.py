@@ -18,7 +18,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.parameter import (
     ParameterInfo,
     TiedEnd,
@@ -40,17 +40,34 @@ class LinearOp:
     is_column: bool
     """Column-parallel: all-gather, then GEMM. Row-parallel: GEMM, then reduction."""
 
+    @property
+    def gathers_input(self) -> bool:
+        """Whether a rank has only its rows of the input, which forward and backward all-gather."""
+        return self.is_column and self.parallel.sequence_parallel
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Whether a rank has only its rows of the output gradient, which backward all-gathers."""
+        return not self.is_column and self.parallel.sequence_parallel
+
 
 class LinearFunction(Function):
     """``y = x W^T`` at the edge of a tensor-parallel region: ``[s(/tp), b, in] -> [s, b, out/tp]`` if column-parallel,
     ``[s, b, in/tp] -> [s(/tp), b, out]`` if row-parallel."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, skip_output: bool) -> Tensor:
-        x = op.gemm.quantize_input(inputs)
-        # Under sequence parallelism only this rank's rows of x are saved; backward gathers them again. The weight and
-        # a scale of the whole tensor are no activations, so hooks on saved tensors (CPU offload) must not see them.
-        ctx.save_for_backward(*x.row_tensors)
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, skip_output: bool, has_backward: bool
+    ) -> Tensor:
+        # Backward needs x for the weight gradient alone, hence transposed. Under sequence parallelism only this rank's
+        # rows of x are saved; backward gathers them again, and transposes all rows.
+        layout = Layout.ROWS if op.gathers_input or not skip_output else Layout(0)
+        if has_backward and not op.gathers_input:
+            layout |= Layout.TRANSPOSED
+        x = op.gemm.quantize_input(inputs, layout)
+        # The weight and a scale of the whole tensor are no activations, so hooks on saved tensors (CPU offload) must
+        # not see them.
+        ctx.save_for_backward(*x.kept_tensors)
         ctx.scaling, ctx.weight, ctx.op = x.scaling, weight, op
         if skip_output:
             # Recompute: nothing reads the output, so it has a shape and no memory.
@@ -64,29 +81,29 @@ class LinearFunction(Function):
         return op.parallel.overlap.gemm_reduce(x, gemm, matrix).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         op: LinearOp = ctx.op
         parallel, weight, wgrad = op.parallel, ctx.weight, op.gemm.weight_gradient
         # Detached: a deferred weight gradient must not keep the graph alive.
-        x = ctx.scaling.with_rows([tensor.detach() for tensor in ctx.saved_tensors])
-        dy = op.gemm.quantize_gradient(gradients[0])
+        x: QuantizedTensor = ctx.scaling.with_kept([tensor.detach() for tensor in ctx.saved_tensors])
+        dy = op.gemm.quantize_gradient(gradients[0], Layout.ROWS if op.gathers_gradient else Layout.BOTH)
         dgrad = partial(op.gemm.input_gradient, weight=weight)
         matrix = weight if op.gemm.is_plain else None  # [out, in], of this rank
         if op.is_column:
             if op.weight_gradients.is_deferring:
-                op.weight_gradients.put(weight, lambda: parallel.gather_input(x), lambda x: wgrad(dy, x))
-                return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None
+                op.weight_gradients.put(weight, lambda: parallel.gather_input(x), partial(wgrad, dy.kept))
+                return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None, None
             # dx is reduced while the weight gradient is multiplied.
             gathering = parallel.gather_input(x)
             dx_reduction = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
             grad_weight = accumulate_main_grad(weight, wgrad(dy, gathering.wait()))
-            return dx_reduction.wait(), grad_weight, None, None
+            return dx_reduction.wait(), grad_weight, None, None, None
         dx, whole_dy = parallel.overlap.gather_gemm(dy, dgrad, matrix)
         if op.weight_gradients.is_deferring:
             # Stores this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
-            op.weight_gradients.put(weight, lambda: parallel.gather_input(dy), lambda dy: wgrad(dy, x))
-            return dx, None, None, None
-        return dx, accumulate_main_grad(weight, wgrad(whole_dy, x)), None, None
+            op.weight_gradients.put(weight, partial(parallel.gather_input, dy.kept), lambda dy: wgrad(dy, x))
+            return dx, None, None, None, None
+        return dx, accumulate_main_grad(weight, wgrad(whole_dy, x)), None, None, None
 
 
 class _VocabParallelEmbedding(Function):
@@ -182,7 +199,9 @@ class _ParallelLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
-        output: Tensor = LinearFunction.apply(inputs, self.weight, self.op, self.skip_output)
+        # False in evaluations, and in the first run of a recomputed segment.
+        has_backward = torch.is_grad_enabled()
+        output: Tensor = LinearFunction.apply(inputs, self.weight, self.op, self.skip_output, has_backward)
         return output
 
 
