@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ from megatron.core.gradient import compute_deferred
 from megatron.core.models.parallelize import build_executor, build_model
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
-from megatron.core.pipeline_parallel.executor import Chunk, PipelineExecutor
+from megatron.core.pipeline_parallel.executor import Chunk, PipelineExecutor, _Pass
+from megatron.core.pipeline_parallel.p2p import P2PCommunicator
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology, single_process
@@ -609,3 +612,20 @@ def test_a_schedule_that_is_not_sound_is_refused_before_anything_runs() -> None:
     executor = build_executor(model, single_process(), cut_short, SEQUENCE, BATCH // 2)
     with pytest.raises(ScheduleError, match=r"missing B1\.0"):
         executor.train(iter(()), 2, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_microbatches", "ahead"), [(True, 8, 1), (False, 8, 0), (True, 9, 1), (False, 9, 1)]
+)
+def test_without_overlap_only_groups_longer_than_the_pipeline_receive_ahead(
+    overlap: bool, num_microbatches: int, ahead: int
+) -> None:
+    """Nine microbatches on four stages, interleaved, deadlock in one hardware queue otherwise."""
+    schedule = build_schedule("interleaved", 4, num_microbatches, num_chunks=2)
+    activations = SimpleNamespace(empty=lambda: torch.empty(0), device=CPU)
+    executor = SimpleNamespace(stage=1, activations=activations, readers=set(), channels=None, overlap=overlap)
+    run = _Pass(cast(PipelineExecutor, executor), schedule, iter(()))
+    p2p = mock.create_autospec(P2PCommunicator, instance=True)
+    run.p2p = p2p
+    next(run.steps())
+    assert p2p.start_receive.call_count == 1 + ahead
