@@ -46,7 +46,7 @@ from megatron.checkpoint.names import MASTER, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import preset
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology
 from megatron.errors import UserError
 from megatron.errors import report as report_error
@@ -148,7 +148,7 @@ class Tensors:
 class Bench:
     """A rank, what it saves, and what it loads into."""
 
-    def __init__(self, config: BenchmarkConfig, directory: Path, world: Communicator) -> None:
+    def __init__(self, config: BenchmarkConfig, directory: Path, world: ControlGroup) -> None:
         self.directory = directory
         self.world = world
         self.saved = Tensors(config, world.rank)
@@ -179,7 +179,7 @@ def save_ours(name: str) -> Step:
     """As a run saves."""
 
     def step(bench: Bench) -> None:
-        save_checkpoint(bench.root(name), ITERATION, bench.saved.boxed, saved_state())
+        save_checkpoint(bench.root(name), ITERATION, bench.saved.boxed, saved_state(), bench.world)
 
     return step
 
@@ -189,7 +189,7 @@ def save_behind(name: str) -> Step:
 
     def step(bench: Bench) -> None:
         bench.saving = AsyncSaveBackend(bench.root(name), ITERATION, bench.background)
-        save_checkpoint(bench.root(name), ITERATION, bench.saved.boxed, saved_state(), saving=bench.saving)
+        save_checkpoint(bench.root(name), ITERATION, bench.saved.boxed, saved_state(), bench.world, bench.saving)
 
     return step
 
@@ -250,7 +250,7 @@ def load_ours(name: str) -> Step:
     def step(bench: Bench) -> None:
         found = find_saved_run(CheckpointConfig(load=str(bench.root(name))), bench.world)
         assert found is not None
-        load_checkpoint(found.root, found.iteration, bench.loaded.boxed)
+        load_checkpoint(found.root, found.iteration, bench.loaded.boxed, bench.world)
 
     return step
 
@@ -398,7 +398,7 @@ def run_rank(rank: int, config: BenchmarkConfig, directory: Path) -> None:
     if config.ranks > 1:
         store = f"file://{directory / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=config.ranks)
-    bench = Bench(config, directory, Topology(RankGrid(dp=config.ranks), rank, torch.device("cpu")).world)
+    bench = Bench(config, directory, Topology(RankGrid(dp=config.ranks), rank, torch.device("cpu")).control)
     turns = take_turns(config.repeats, bench)
     bench.background.close()
     if rank == 0:

@@ -7,6 +7,7 @@
 import gc
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change the timeout of the collectives of a gloo or NCCL group."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def release_meshes() -> None:

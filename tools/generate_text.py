@@ -128,7 +128,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     from megatron.training.checkpoints.tensors import model_tensors
 
     root = path_of(config.load)
-    iteration = run_on_rank0(topology.world, lambda: find_checkpoint(root, config.ckpt_step))
+    iteration = run_on_rank0(topology.control, lambda: find_checkpoint(root, config.ckpt_step))
     if iteration is None:
         raise CheckpointError(f"--load {config.load} holds no checkpoint: check the path.")
     state = read_run_state(root, iteration)
@@ -158,7 +158,7 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
-    load_checkpoint(root, iteration, model_tensors(whole_params(model.parameters())))
+    load_checkpoint(root, iteration, model_tensors(whole_params(model.parameters())), topology.control)
     return model, tokenizer
 
 

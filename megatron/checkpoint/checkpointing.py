@@ -31,6 +31,7 @@ from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.schema import SavedState, upgrade
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SafetensorsReader, SafetensorsWriter, SaveBackend, SyncSaveBackend
+from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
 
 # The public save() and load() are these two behind a warning for every run of a single process.
@@ -45,7 +46,7 @@ def save_checkpoint(
     iteration: int,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, JSON],
-    process_group: dist.ProcessGroup | None = None,
+    control: ControlGroup | None = None,
     saving: SaveBackend | None = None,
 ) -> Path:
     """Save as the checkpoint of ``iteration`` in ``root`` and return its directory; a collective call.
@@ -57,18 +58,18 @@ def save_checkpoint(
     that ranks write about equally many bytes; boxes that overlap without being equal are an error (of a parameter that
     two stages share, one stage must pass it). ``state`` is taken from the first rank.
 
-    Without a group: the default group, or a single process if ``torch.distributed`` is not initialised. A failure
-    raises :class:`CheckpointError` on all ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier
-    checkpoint.
+    ``control`` has all ranks that call it; None is a single process. A failure raises :class:`CheckpointError` on all
+    ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier checkpoint.
     """
     saving = saving or SyncSaveBackend(root, iteration)
+    group = _process_group(control)
     try:
-        with _same_error_on_all_ranks(process_group):
+        with _same_error_on_all_ranks(group):
             save_state_dict(
                 dict(tensors),
                 SafetensorsWriter(state, saving),
-                process_group=process_group,
-                no_dist=not _is_distributed(),
+                process_group=group,
+                no_dist=group is None,
                 planner=_SavePlanner(),
             )
     except BaseException:
@@ -81,7 +82,7 @@ def load_checkpoint(
     root: AnyPath,
     iteration: int,
     tensors: Mapping[str, Tensor],
-    process_group: dist.ProcessGroup | None = None,
+    control: ControlGroup | None = None,
 ) -> dict[str, Any]:
     """Fill ``tensors`` in place from the checkpoint of ``iteration`` and return its state; a collective call.
 
@@ -90,12 +91,13 @@ def load_checkpoint(
     checkpoint, a missing name, or another shape or kind of number; ``tensors`` are undefined then.
     """
     reader = SafetensorsReader(root, iteration)
-    with _same_error_on_all_ranks(process_group):
+    group = _process_group(control)
+    with _same_error_on_all_ranks(group):
         load_state_dict(
             dict(tensors),
             reader,
-            process_group=process_group,
-            no_dist=not _is_distributed(),
+            process_group=group,
+            no_dist=group is None,
             planner=_LoadPlanner(),
         )
     return reader.manifest.state
@@ -126,20 +128,24 @@ def read_run_state(root: AnyPath, iteration: int) -> SavedState:
     return upgrade(manifest.state, manifest.format_version)
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
+def _process_group(control: ControlGroup | None) -> Any:
+    """The group in which the ranks agree on a checkpoint; None for a single process."""
+    if control is None:
+        assert not dist.is_initialized() or dist.get_world_size() == 1, "several ranks need a control group"
+        return None
+    return control.process_group
 
 
 # --- errors ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _same_error_on_all_ranks(process_group: dist.ProcessGroup | None) -> Iterator[None]:
+def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Convert DCP's collected failures to one error, equal on every rank."""
     try:
         yield
     except CheckpointException as exception:
-        raise _one_error(exception, dist.get_world_size(process_group) if _is_distributed() else 1) from exception
+        raise _one_error(exception, 1 if group is None else dist.get_world_size(group)) from exception
 
 
 def _one_error(exception: CheckpointException, world_size: int) -> BaseException:

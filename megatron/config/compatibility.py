@@ -22,7 +22,7 @@ REFUSALS = {
     "te_rng_tracker": "training draws no random numbers",
     "use_cpu_initialization": "initial weights are the same in every layout",
     "accumulate_allreduce_grads_in_fp32": "gradients are accumulated in fp32",
-    "disable_gloo_process_groups": "no gloo process groups are needed beside NCCL's",
+    "disable_gloo_process_groups": "one gloo process group of all ranks is needed beside NCCL's",
     "ckpt_fully_parallel_save": "every rank saves its own part",
     "dist_ckpt_optim_fully_reshardable": "the optimizer state loads in every layout",
     "verify_integrity": "every file is compared with its digest before it is loaded",
@@ -87,7 +87,8 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. --main-grads-dtype and --grad-reduce-in-bf16 choose formats
     other than fp32."""
     disable_gloo_process_groups: bool = True
-    """Accepted for Megatron-LM compatibility; no effect. On GPUs all process groups are NCCL's."""
+    """Accepted for Megatron-LM compatibility; no effect. On GPUs tensors use NCCL; one gloo group of
+    all ranks carries objects."""
     create_attention_mask_in_dataloader: bool = False
     """Accepted for Megatron-LM compatibility as --no-create-attention-mask-in-dataloader; no effect. Attention kernels
     build the causal mask."""

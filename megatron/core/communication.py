@@ -1,4 +1,6 @@
-"""All collectives, in one layer in which they can be counted, timed and faked.
+"""All collectives of tensors, in one layer in which they can be counted, timed and faked.
+
+Objects, and waits for long work of one rank, use :mod:`megatron.core.control`.
 
 A :class:`Communicator` of one rank communicates nothing and needs no ``torch.distributed``. ``start_`` methods return a
 :class:`Work`, so that computation can overlap.
@@ -163,14 +165,6 @@ class Transport:
 
     def receive(self, tensor: Tensor, source: int) -> Any:
         return dist.irecv(tensor, source, self._group)
-
-    def all_gather_object(self, values: list[Any], value: Any) -> None:
-        """Write every rank's ``value`` to ``values``."""
-        dist.all_gather_object(values, value, group=self._group)
-
-    def broadcast_object(self, values: list[Any], source: int) -> None:
-        """Replace ``values`` by the ``values`` of ``source``."""
-        dist.broadcast_object_list(values, source, group=self._group)
 
 
 class Communicator:
@@ -383,22 +377,6 @@ class Communicator:
             self._record("broadcast", tensor)
             self.transport.broadcast(tensor, self.ranks[source])
         return tensor
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` in rank order; for small control data."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        self.transport.all_gather_object(values, value)
-        return values
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The ``value`` of the group's rank ``source``; for small control data."""
-        if self.size == 1:
-            return value
-        values = [value]
-        self.transport.broadcast_object(values, self.ranks[source])
-        return values[0]
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

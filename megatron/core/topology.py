@@ -7,6 +7,7 @@ alone. (Llama 3 orders ranks [TP, CP, PP, DP] from the fastest link to the slowe
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -14,6 +15,7 @@ import torch
 
 from megatron.config.parallel import RANK_AXES
 from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,10 @@ class RankGrid:
 
 
 class Topology:
-    """The coordinates, the device and the communicators of one rank. ``timeout`` applies to each collective."""
+    """The coordinates, the device and the communicators of one rank.
+
+    ``timeout`` applies to each collective of a communicator, not to those of :attr:`control`.
+    """
 
     has_memory = True
     """Whether tensors have memory; False in a dry run."""
@@ -170,7 +175,13 @@ class Topology:
 
     @property
     def world(self) -> Communicator:
+        """All ranks, for tensors."""
         return self.communicator(*RANK_AXES)
+
+    @cached_property
+    def control(self) -> ControlGroup:
+        """All ranks, for objects and for waits while one rank does long work."""
+        return ControlGroup(range(self.grid.world_size), self.rank, self._timeout)
 
 
 def single_process(device: torch.device | None = None) -> Topology:

@@ -74,12 +74,6 @@ class FakeTransport(Transport):
     def receive(self, tensor: Tensor, source: int) -> Any:
         return _CompletedWork()
 
-    def all_gather_object(self, values: list[Any], value: Any) -> None:
-        values[:] = [value] * len(values)
-
-    def broadcast_object(self, values: list[Any], source: int) -> None:
-        pass
-
 
 class FakeCommunicator(Communicator):
     def __init__(self, ranks: Sequence[int], rank: int, name: str, transport: Transport) -> None:

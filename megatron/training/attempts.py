@@ -17,7 +17,7 @@ def attempt_counted(context: RunContext) -> Iterator[None]:
 
     Without ``--save`` there are no checkpoints to measure progress by.
     """
-    config, world = context.config, context.world
+    config, control = context.config, context.control
     save, limit = config.checkpoint.save, config.operation.max_failed_attempts
     if save is None or limit == 0 or config.validation.skip_train:
         yield
@@ -30,14 +30,14 @@ def attempt_counted(context: RunContext) -> Iterator[None]:
         except OSError as error:
             context.log_rank0(f"--max-failed-attempts does not count this attempt: {error}")
 
-    run_on_rank0(world, begin)
+    run_on_rank0(control, begin)
     try:
         yield
     except UserError as error:
-        if world.rank == 0 and error.exit_code in (ExitCode.ACTION_REQUIRED, ExitCode.STOPPED):
+        if control.rank == 0 and error.exit_code in (ExitCode.ACTION_REQUIRED, ExitCode.STOPPED):
             counter.take_back(newest_iteration(Path(save)))
         raise
-    if world.rank == 0:
+    if control.rank == 0:
         counter.take_back(newest_iteration(Path(save)))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.config.run import RunConfig
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.topology import Topology
 from megatron.training.signals import SignalWatch
 
@@ -25,11 +25,11 @@ class RunContext:
     log_rank0: LogRank0
 
     @property
-    def world(self) -> Communicator:
-        """All ranks."""
-        return self.topology.world
+    def control(self) -> ControlGroup:
+        """All ranks, for objects and long waits."""
+        return self.topology.control
 
     def warn_rank0(self, text: str) -> None:
         """Log a warning on rank 0."""
-        if self.world.rank == 0:
+        if self.topology.rank == 0:
             _logger.warning("%s", text)

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.parallel import ParallelConfig
+from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology
 from megatron.errors import ConfigError, RankError, UserError
 from megatron.operation.namespace import fresh_namespace
@@ -52,12 +54,29 @@ def choose_device(wanted: str, process: Process) -> torch.device:
         raise ConfigError("--device cuda needs a GPU, and torch finds none: use --device cpu.")
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    if process.local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    if visible == 1:
+        # Each process may see a GPU of its own (srun --gpus-per-task 1); check_gpus_differ refuses a shared GPU.
+        return torch.device("cuda", 0)
+    if process.local_rank >= visible:
         raise RankError(
-            f"{process.local_rank + 1} processes run on this node, but it has {torch.cuda.device_count()} GPUs: start "
-            "one process per GPU (torchrun --nproc-per-node)."
+            f"{process.local_rank + 1} processes run on this node, but it has {visible} GPUs: start one process per "
+            "GPU (torchrun --nproc-per-node)."
         )
     return torch.device("cuda", process.local_rank)
+
+
+def check_gpus_differ(control: ControlGroup, device: torch.device) -> None:
+    """Raise :class:`ConfigError` on all ranks if two use the same GPU, which NCCL does not support; a collective."""
+    own = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    rank_of: dict[tuple[str, str], int] = {}
+    for rank, (host, uuid) in enumerate(control.all_gather_object(own)):
+        first = rank_of.setdefault((host, uuid), rank)
+        if first != rank:
+            raise ConfigError(
+                f"Ranks {first} and {rank} use the same GPU of {host} (GPU-{uuid}): start one process per GPU "
+                "(torchrun --nproc-per-node), or set CUDA_VISIBLE_DEVICES to another GPU in each process."
+            )
 
 
 def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
@@ -81,8 +100,12 @@ def init_distributed(parallel: ParallelConfig, process: Process, device: torch.d
     """
     _join(parallel, process, device)
     grid = rank_grid(parallel, process.world_size)
+    topology = Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
     try:
-        yield Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
+        topology.control.open()
+        if device.type != "cpu":
+            check_gpus_differ(topology.control, device)
+        yield topology
     except UserError as error:
         if not error.is_local:
             _part()

@@ -35,7 +35,7 @@ from megatron.checkpoint.manifest import JSON
 from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run, state_of_weights
@@ -45,7 +45,7 @@ PATIENCE = 60.0
 """Seconds of silence after which a world counts as hanging."""
 GRACE = 2.0
 """Seconds that the other ranks have to end when one has failed."""
-ALONE = Communicator([0], 0)
+ALONE = ControlGroup([0], 0)
 """A process without others."""
 
 # --- what is saved -------------------------------------------------------------------------------------------
@@ -92,13 +92,13 @@ def state_of(saved: Saved) -> dict[str, JSON]:
     return cast(dict[str, JSON], json.loads(json.dumps(state)))
 
 
-def content_of(root: Path, iteration: int, rank: int = 0, size: int = 1) -> Saved:
+def content_of(root: Path, iteration: int, world: ControlGroup = ALONE) -> Saved:
     """Load a checkpoint and compare every bit with what was meant; all ranks call it."""
     saved = Saved(iteration, read_state(root, iteration)["flags"]["life"])
-    expected, loaded = (tensors_of(saved, rank, size) for _ in range(2))
+    expected, loaded = (tensors_of(saved, world.rank, world.size) for _ in range(2))
     for tensor in _pieces(loaded):
         tensor.fill_(-1)
-    assert load_checkpoint(root, iteration, loaded) == state_of(saved)
+    assert load_checkpoint(root, iteration, loaded, world) == state_of(saved)
     for one, other in zip(_pieces(loaded), _pieces(expected)):
         assert torch.equal(one, other), f"{saved} is not what was saved"
     return saved
@@ -108,10 +108,10 @@ def _pieces(tensors: dict[str, Tensor]) -> list[Tensor]:
     return [piece for tensor in tensors.values() if isinstance(tensor, BoxedTensor) for _, piece in tensor.boxes]
 
 
-def load_newest(root: Path, world: Communicator, fall_back: bool = True) -> Saved | None:
+def load_newest(root: Path, world: ControlGroup, fall_back: bool = True) -> Saved | None:
     """What a run would start from; all ranks call it."""
     found = find_saved_run(CheckpointConfig(load=str(root), checkpoint_fallback=fall_back), world)
-    return None if found is None else content_of(root, found.iteration, world.rank, world.size)
+    return None if found is None else content_of(root, found.iteration, world)
 
 
 def all_saved(root: Path) -> list[Saved]:
@@ -148,12 +148,12 @@ class Saving(Protocol):
 class SyncSaveBackend:
     """Nothing else is done until the checkpoint is there."""
 
-    def __init__(self, world: Communicator) -> None:
-        pass
+    def __init__(self, world: ControlGroup) -> None:
+        self._world = world
 
     def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
         """Save it."""
-        save_checkpoint(root, iteration, tensors, state)
+        save_checkpoint(root, iteration, tensors, state, self._world)
 
     def finish(self) -> None:
         """It is there already."""
@@ -165,14 +165,14 @@ class SyncSaveBackend:
 class SavingBehind:
     """A process beside each rank writes."""
 
-    def __init__(self, world: Communicator) -> None:
+    def __init__(self, world: ControlGroup) -> None:
         self._world = world
         self._process = BackgroundProcess(PATIENCE)
 
     def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
         """Copy it aside."""
         self._saving = AsyncSaveBackend(root, iteration, self._process, read_back=True)
-        save_checkpoint(root, iteration, tensors, state, saving=self._saving)
+        save_checkpoint(root, iteration, tensors, state, self._world, self._saving)
 
     def finish(self) -> None:
         """As a run that cannot go on without it."""
@@ -187,16 +187,16 @@ class SavingBehind:
         self._process.close()
 
 
-KINDS: dict[str, Callable[[Communicator], Saving]] = {"sync": SyncSaveBackend, "async": SavingBehind}
+KINDS: dict[str, Callable[[ControlGroup], Saving]] = {"sync": SyncSaveBackend, "async": SavingBehind}
 
 
-def save(kind: str, root: Path, saved: Saved, world: Communicator) -> None:
+def save(kind: str, root: Path, saved: Saved, world: ControlGroup) -> None:
     """Save one checkpoint; all ranks call it."""
     with closing(KINDS[kind](world)) as saving:
         save_with(saving, root, saved, world)
 
 
-def save_with(saving: Saving, root: Path, saved: Saved, world: Communicator) -> None:
+def save_with(saving: Saving, root: Path, saved: Saved, world: ControlGroup) -> None:
     """Save one of several checkpoints; all ranks call it."""
     saving.save(root, saved.iteration, tensors_of(saved, world.rank, world.size), state_of(saved))
     saving.finish()
@@ -209,7 +209,7 @@ def save_with(saving: Saving, root: Path, saved: Saved, world: Communicator) -> 
 class Seat:
     """A rank's place in its world."""
 
-    world: Communicator
+    world: ControlGroup
     tell: Callable[[object], None]
     """Tells the test something that survives the death of this process."""
 
@@ -264,7 +264,7 @@ def run(seat: Seat, life: Life) -> None:
                     remove_checkpoint(locate_checkpoint(root, old))
 
 
-def _verify(root: Path, world: Communicator, iteration: int) -> None:
+def _verify(root: Path, world: ControlGroup, iteration: int) -> None:
     run_on_all_ranks(world, partial(verify_share, root, iteration, world.rank, world.size))
 
 
@@ -386,6 +386,6 @@ def _serve(
     if size > 1:
         store = dist.FileStore(str(directory / "store"), size)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
-    case(Seat(Communicator(range(size), rank), pipe.send), *arguments)
+    case(Seat(ControlGroup(range(size), rank), pipe.send), *arguments)
     if size > 1:
         dist.destroy_process_group()

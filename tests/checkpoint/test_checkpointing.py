@@ -28,6 +28,7 @@ from megatron.checkpoint.directory import MANIFEST, new_saving_directory
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.core.control import ControlGroup
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 from megatron.errors import CheckpointError
 from tests.rank_pool import RankPool
@@ -116,22 +117,24 @@ def sentence(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def save_all(root: Path, rank: int) -> str:
+def save_all(root: Path, control: ControlGroup) -> str:
+    rank = control.rank
     tensors: dict[str, Tensor] = {"step": torch.tensor(17), f"rng/rank_{rank}": torch.full((5,), rank)}
     for name, (boxed, memory, expected) in layout(*SAVED_AS, rank).items():
         memory.copy_(expected)
         tensors[name] = boxed
     with mock.patch("megatron.checkpoint.checkpointing.SLICE_BYTES", SLICE_BYTES):
-        return save_checkpoint(root, 100, tensors, {"iteration": 100, "rank": rank}).name
+        return save_checkpoint(root, 100, tensors, {"iteration": 100, "rank": rank}, control).name
 
 
-def load_as(root: Path, tensor_parallel: int, data_parallel: int, rank: int, group: dist.ProcessGroup) -> list[str]:
+def load_as(root: Path, tensor_parallel: int, data_parallel: int, control: ControlGroup) -> list[str]:
     """The names of the tensors that came back other than they should."""
+    rank = control.rank
     held = layout(tensor_parallel, data_parallel, rank)
     step, generator = torch.tensor(0), torch.zeros(5, dtype=torch.int64)
     own = f"rng/rank_{WORLD_SIZE - 1 - rank}"
     tensors = {"step": step, own: generator, **{name: boxed for name, (boxed, _, _) in held.items()}}
-    state = load_checkpoint(root, 100, tensors, group)
+    state = load_checkpoint(root, 100, tensors, control)
     wrong = [name for name, (_, memory, expected) in held.items() if not torch.equal(memory, expected)]
     wrong += ["state"] * (state != {"iteration": 100, "rank": 0})
     wrong += ["step"] * (step.item() != 17)
@@ -139,57 +142,61 @@ def load_as(root: Path, tensor_parallel: int, data_parallel: int, rank: int, gro
     return wrong
 
 
-def dtensor_and_boxes(root: Path, rank: int) -> list[bool]:
+def dtensor_and_boxes(root: Path, control: ControlGroup) -> list[bool]:
     """A DTensor, uneven over the ranks, goes into a file and comes back as a DTensor and as boxes."""
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     whole = truth("uneven", (10, 3), torch.float32)
     root = root / "dtensor"
-    save_checkpoint(root, 1, {"uneven": distribute_tensor(whole, mesh, [Shard(0)])}, {})
+    save_checkpoint(root, 1, {"uneven": distribute_tensor(whole, mesh, [Shard(0)])}, {}, control)
     sharded, plain = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)]), torch.zeros(10, 3)
-    load_checkpoint(root, 1, {"uneven": sharded})
-    load_checkpoint(root, 1, {"uneven": plain})
+    load_checkpoint(root, 1, {"uneven": sharded}, control)
+    load_checkpoint(root, 1, {"uneven": plain}, control)
     return [torch.equal(sharded.full_tensor(), whole), torch.equal(plain, whole)]
 
 
-def save_where_one_rank_cannot_write(root: Path, rank: int) -> str:
+def save_where_one_rank_cannot_write(root: Path, control: ControlGroup) -> str:
     def spoiled(root: Path, iteration: int) -> Path:
         directory = new_saving_directory(root, iteration)
         (directory / "rank_00005.safetensors").mkdir()
         return directory
 
-    tensors = {f"of/rank_{rank}": torch.zeros(3)}
+    tensors = {f"of/rank_{control.rank}": torch.zeros(3)}
     with mock.patch("megatron.checkpoint.storage.new_saving_directory", spoiled):
-        return sentence(lambda: save_checkpoint(root, 200, tensors, {}))
+        return sentence(lambda: save_checkpoint(root, 200, tensors, {}, control))
 
 
-def save_where_nobody_can(root: Path, rank: int) -> str:
-    return sentence(lambda: save_checkpoint(root / "iter_0000100" / MANIFEST / "x", 1, {"x": torch.zeros(1)}, {}))
+def save_where_nobody_can(root: Path, control: ControlGroup) -> str:
+    return sentence(
+        lambda: save_checkpoint(root / "iter_0000100" / MANIFEST / "x", 1, {"x": torch.zeros(1)}, {}, control)
+    )
 
 
-def load_where_one_rank_is_another_model(root: Path, rank: int) -> str:
-    wanted = torch.zeros(7 if rank == 3 else 6, dtype=torch.bfloat16)
-    return sentence(lambda: load_checkpoint(root, 100, {"model.norm": wanted}))
+def load_where_one_rank_is_another_model(root: Path, control: ControlGroup) -> str:
+    wanted = torch.zeros(7 if control.rank == 3 else 6, dtype=torch.bfloat16)
+    return sentence(lambda: load_checkpoint(root, 100, {"model.norm": wanted}, control))
 
 
-def load_what_was_not_saved(root: Path, rank: int) -> str:
-    return sentence(lambda: load_checkpoint(root, 100, {"a": torch.zeros(1), "b": torch.zeros(1)}))
+def load_what_was_not_saved(root: Path, control: ControlGroup) -> str:
+    return sentence(lambda: load_checkpoint(root, 100, {"a": torch.zeros(1), "b": torch.zeros(1)}, control))
 
 
-def load_from_a_broken_file(root: Path, rank: int) -> str:
+def load_from_a_broken_file(root: Path, control: ControlGroup) -> str:
     """Only the rank that needs the broken file meets it."""
     broken = root / "broken" / "iter_0000100"
-    if rank == 0:
+    if control.rank == 0:
         shutil.copytree(root / "iter_0000100", broken)
         os.truncate(broken / "rank_00006.safetensors", 100)
     dist.barrier()
-    return sentence(lambda: load_checkpoint(root / "broken", 100, {f"rng/rank_{rank}": torch.zeros(5).long()}))
+    return sentence(
+        lambda: load_checkpoint(root / "broken", 100, {f"rng/rank_{control.rank}": torch.zeros(5).long()}, control)
+    )
 
 
-def save_with_a_hole(root: Path, rank: int) -> str:
-    pieces = [] if rank == 4 else [((rank,), torch.zeros(1))]
+def save_with_a_hole(root: Path, control: ControlGroup) -> str:
+    pieces = [] if control.rank == 4 else [((control.rank,), torch.zeros(1))]
     boxed = BoxedTensor.from_boxes((WORLD_SIZE,), torch.float32, pieces)
     try:
-        save_checkpoint(root, 300, {"holey": boxed}, {})
+        save_checkpoint(root, 300, {"holey": boxed}, {}, control)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -208,20 +215,21 @@ FAILURES = [
 def work(root: Path) -> None:
     """All that the ranks do, one after the other; what each found goes into a file."""
     rank = dist.get_rank()
-    found: dict[str, object] = {"save": save_all(root, rank)}
+    control = ControlGroup(range(WORLD_SIZE), rank)
+    found: dict[str, object] = {"save": save_all(root, control)}
     for tensor_parallel, data_parallel in LOADED_AS:
         size = tensor_parallel * data_parallel
         # Groups that do not begin with rank 0, where they can.
         first = min(1, WORLD_SIZE - size)
-        group = dist.new_group(list(range(first, first + size)))
+        # All ranks create it: ranks that are in several groups would otherwise count other groups than the rest.
+        process_group = dist.new_group(list(range(first, first + size)))
         if first <= rank < first + size:
-            assert isinstance(group, dist.ProcessGroup)
-            found[f"{tensor_parallel}x{data_parallel}"] = load_as(
-                root, tensor_parallel, data_parallel, rank - first, group
-            )
-    found["dtensor"] = dtensor_and_boxes(root, rank)
+            group = ControlGroup(range(first, first + size), rank)
+            group.process_group = process_group
+            found[f"{tensor_parallel}x{data_parallel}"] = load_as(root, tensor_parallel, data_parallel, group)
+    found["dtensor"] = dtensor_and_boxes(root, control)
     for failure in FAILURES:
-        found[failure.__name__] = failure(root, rank)
+        found[failure.__name__] = failure(root, control)
     (root / f"found_{rank}.json").write_text(json.dumps(found))
 
 

@@ -278,13 +278,15 @@ def test_symmetric_memory_needs_gpus_that_read_each_others_memory(
 
 
 def test_cpus_overlap_part_by_part_and_say_why() -> None:
-    chosen = choose_overlap(single_process().tensor_parallel, CPU)
+    chosen = choose_overlap(single_process().tensor_parallel, single_process().control, CPU)
     assert isinstance(chosen, P2POverlap) and chosen.name == "pipelined (symmetric memory needs GPUs)"
 
 
 def test_gpus_that_can_use_symmetric_memory_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.core.tensor_parallel.overlap._obstacle_to_symmetric_memory", lambda *_: None)
-    assert isinstance(choose_overlap(single_process().tensor_parallel, CPU), SymmetricMemoryOverlap)
+    assert isinstance(
+        choose_overlap(single_process().tensor_parallel, single_process().control, CPU), SymmetricMemoryOverlap
+    )
 
 
 def test_without_the_flag_nothing_overlaps() -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,25 @@ def collect_and_scatter() -> tuple[list[float], list[float]]:
 def test_collectives_on_one_tensor(four_ranks: RankPool) -> None:
     found = four_ranks.run(collect_and_scatter, world_size=2)
     assert found == [([1, 2, 11, 12], [1, 3]), ([1, 2, 11, 12], [5, 7])]
+
+
+def wait_in_vain() -> str:
+    """Rank 0 does not join the collective."""
+    group = dist.new_group()
+    torch_compat.set_group_timeout(group, timedelta(seconds=0.5))
+    try:
+        if dist.get_rank():
+            dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+def test_the_timeout_of_a_group(four_ranks: RankPool) -> None:
+    first, second = four_ranks.run(wait_in_vain, world_size=2)
+    assert first == "no error" and "Timed out" in second
 
 
 def test_scaled_mm() -> None:

@@ -74,7 +74,9 @@ def save_in(task: Task, layout: Layout, root: Path) -> None:
     topology = place_in(layout)
     executor, data_parallel, optimizer = build(task, layout, topology)
     make_steps(task, layout, topology, executor, data_parallel, optimizer, range(SAVED))
-    save_checkpoint(root, SAVED, tensors_of(data_parallel, optimizer, False), {"steps": optimizer.num_steps})
+    save_checkpoint(
+        root, SAVED, tensors_of(data_parallel, optimizer, False), {"steps": optimizer.num_steps}, topology.control
+    )
 
 
 def continue_in(
@@ -87,7 +89,7 @@ def continue_in(
     topology = place_in(layout)
     executor, data_parallel, optimizer = build(task, layout, topology)
     tensors = tensors_of(data_parallel, optimizer, True)
-    optimizer.num_steps = load_checkpoint(root, SAVED, tensors)["steps"]
+    optimizer.num_steps = load_checkpoint(root, SAVED, tensors, topology.control)["steps"]
     different = differences(root, tensors)
     trace = make_steps(task, layout, topology, executor, data_parallel, optimizer, range(SAVED, STEPS))
     return different, trace.losses, trace.grad_norms, trace.weights[-1]

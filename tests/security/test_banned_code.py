@@ -54,8 +54,8 @@ COMPUTED_IMPORT = "importlib.import_module of a computed name"
 _FROM_RANKS = "unpickles what the ranks of the run send, not files: see docs/security.md"
 
 ALLOWED = {
-    ("megatron/core/communication.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
-    ("megatron/core/communication.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
+    ("megatron/core/control.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
+    ("megatron/core/control.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
     ("megatron/core/kernels/choice.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
     ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",

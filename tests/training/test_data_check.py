@@ -10,7 +10,7 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.data.block_use import block_uses
 from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
 from megatron.data.corpus_digests import BLOCK_BYTES
@@ -76,7 +76,7 @@ def test_what_a_stopped_process_has_read_is_compared_by_the_one_that_resumes(tmp
     wanted = SampleRange("train", dataset, 4, 7, np.arange)
     batches = BatchSchedule(((0, 1),), micro_batch_size=1, data_parallel_size=1)
     check = DataCheck(
-        comparison, [wanted], 1e12, Communicator((0,), 0), lambda place: describe_iteration(batches, 4, 4, 0, place)
+        comparison, [wanted], 1e12, ControlGroup((0,), 0), lambda place: describe_iteration(batches, 4, 4, 0, place)
     )
     deadline = time.monotonic() + 60
     while not check.has_found_damage:

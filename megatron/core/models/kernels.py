@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from megatron.config.run import RunConfig
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
 from megatron.core.ops.attention import AttentionShape
@@ -34,13 +34,13 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
     return choose_kernels(config.kernels, setting)
 
 
-def check_kernels_agree(choices: Sequence[Choice], world: Communicator) -> None:
+def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> None:
     """Refuse ranks with different kernels (other packages, compilers or GPUs): replicated tensors would diverge."""
-    for rank, rank_choices in enumerate(world.all_gather_object(choices)):
+    for rank, rank_choices in enumerate(control.all_gather_object(choices)):
         for own, other in zip(choices, rank_choices, strict=True):
             if own.implementation != other.implementation:
                 raise ConfigError(
-                    f"The {own.operation} kernel differs among ranks: on rank {world.rank} {own.implementation} "
+                    f"The {own.operation} kernel differs among ranks: on rank {control.rank} {own.implementation} "
                     f"({own.reason}), on rank {rank} {other.implementation} ({other.reason}): install the same "
                     f"packages on all hosts, or choose one with --kernel {own.operation}={own.implementation}."
                 )

@@ -114,7 +114,7 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
     ranks = topology.tensor_parallel
     if ranks.size == 1 or not config.parallel.sequence_parallel:
         return TensorParallel(ranks)
-    overlap = choose_overlap(ranks, topology.device) if config.parallel.tp_comm_overlap else None
+    overlap = choose_overlap(ranks, topology.control, topology.device) if config.parallel.tp_comm_overlap else None
     return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
 
 

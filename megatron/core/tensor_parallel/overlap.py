@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Work, add_in_order
+from megatron.core.control import ControlGroup
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.torch_compat import symmetric_memory_operators
 
@@ -145,22 +146,24 @@ class RankDevice:
     backend: str
 
 
-def choose_overlap(ranks: Communicator, device: torch.device) -> TPOverlap:
-    """The best overlap that all ``ranks`` support. Collective. Layers of Transformer Engine bring their own."""
-    obstacle = _obstacle_to_symmetric_memory(ranks, device)
+def choose_overlap(ranks: Communicator, control: ControlGroup, device: torch.device) -> TPOverlap:
+    """The best overlap that all ``ranks`` support. Collective over all ranks of the run (``control``). Layers of
+    Transformer Engine bring their own."""
+    obstacle = _obstacle_to_symmetric_memory(ranks, control, device)
     return SymmetricMemoryOverlap(ranks) if obstacle is None else P2POverlap(ranks, obstacle)
 
 
-def _obstacle_to_symmetric_memory(ranks: Communicator, device: torch.device) -> str | None:
+def _obstacle_to_symmetric_memory(ranks: Communicator, control: ControlGroup, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "symmetric memory needs GPUs"
     index = torch.cuda.current_device() if device.index is None else device.index
     backend = dist.get_backend(ranks.process_group)
     own = RankDevice(socket.gethostname(), index, torch.cuda.get_device_capability(device), backend)
-    devices = ranks.all_gather_object(own)
+    everyone = control.all_gather_object(own)
+    devices = [everyone[rank] for rank in ranks.ranks]
     # All ranks must choose the same overlap.
-    obstacles = ranks.all_gather_object(obstacle_between(devices, ranks.rank, _can_access_peer))
-    return next((obstacle for obstacle in obstacles if obstacle is not None), None)
+    obstacles = control.all_gather_object(obstacle_between(devices, ranks.rank, _can_access_peer))
+    return next((obstacles[rank] for rank in ranks.ranks if obstacles[rank] is not None), None)
 
 
 def _can_access_peer(own: int, other: int) -> bool:

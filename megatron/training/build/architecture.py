@@ -25,11 +25,11 @@ def resolve_architecture(context: RunContext, flags_over: FlagsOver) -> RunConfi
         return context.config
     # Rank 0 reads one checkpoint for all ranks. If it turns out to be damaged, another one is loaded later: loading
     # compares the architecture again.
-    return run_on_rank0(context.world, lambda: _resolve(context, flags_over))
+    return run_on_rank0(context.control, lambda: _resolve(context, flags_over))
 
 
 def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
-    config, world_size, log_rank0 = context.config, context.world.size, context.log_rank0
+    config, world_size, log_rank0 = context.config, context.control.size, context.log_rank0
     saved = look_up_saved_run(config.checkpoint)
     if saved is None:
         try:

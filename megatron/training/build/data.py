@@ -6,8 +6,8 @@ from functools import partial
 from megatron.checkpoint.schema import DataStage
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
-from megatron.core.communication import Communicator
 from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Digests, Share, check_indexes
 from megatron.data.gpt_dataset import Dataset, epochs_of
@@ -28,13 +28,13 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
     """Datasets (rank 0 builds cached orders first) and loaders that start at the progress of ``plan``."""
     config, topology = context.config, context.topology
     progress, stage, batches = plan.progress, plan.stage, plan.batches
-    sources = run_on_all_ranks(topology.world, lambda: read_sources(config.data))
+    sources = run_on_all_ranks(topology.control, lambda: read_sources(config.data))
     counts = sample_counts(config, plan, sources)
-    digests = run_on_all_ranks(topology.world, lambda: _check_indexes(config.data, sources, counts, topology.world))
+    digests = run_on_all_ranks(topology.control, lambda: _check_indexes(config.data, sources, counts, topology.control))
     name_those_without_digests(digests, context.log_rank0)
     described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
     train, validation, test = run_on_all_ranks(
-        topology.world,
+        topology.control,
         lambda: build_datasets(
             config.data,
             vocab_size=vocabulary.size,
@@ -42,7 +42,7 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
             seed=config.training.seed,
             sample_counts=counts,
             tokenizer_description=described,
-            inspect=topology.world.rank == 0,
+            inspect=topology.control.rank == 0,
         ),
         first=True,
     )
@@ -56,19 +56,19 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
         test=None if test is None else loader(test, 0),
         train_epochs=epochs_of(train),
         check=DataCheck(
-            BlockComparison(digests, Share(topology.world.rank, topology.world.size)),
+            BlockComparison(digests, Share(topology.control.rank, topology.control.size)),
             consumed_ranges(config, topology.grid.dp, (train, validation, test), (consumed, evaluated, 0), counts),
             config.data.data_verification_rate * 1e6,
-            topology.world,
+            topology.control,
             partial(describe_iteration, batches, progress.iteration, progress.consumed_samples, stage.first_sample),
         ),
     )
 
 
-def _check_indexes(data: DataConfig, sources: Sources, counts: tuple[int, int, int], world: Communicator) -> Digests:
+def _check_indexes(data: DataConfig, sources: Sources, counts: tuple[int, int, int], control: ControlGroup) -> Digests:
     """Compare this rank's share of the indexes that the run needs with their digests."""
     prefixes = used_prefixes(sources, [index for index, count in enumerate(counts) if count and sources.has(index)])
-    share = Share(world.rank, world.size)
+    share = Share(control.rank, control.size)
     return check_indexes(prefixes, data.index_cache_path, share, data.num_dataset_builder_threads)
 
 

@@ -84,17 +84,17 @@ def find_data_stages(context: RunContext, vocabulary: Vocabulary, saved: SavedRu
 
 def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
     """The record of the data of the flags; a collective, in which each rank reads its share of the corpora."""
-    config, world, data = context.config, context.world, context.config.data
-    sources = run_on_all_ranks(world, lambda: read_sources(data))
+    config, control, data = context.config, context.control, context.config.data
+    sources = run_on_all_ranks(control, lambda: read_sources(data))
     splits = [0, *((1, 2) if evaluates(config) else ())]
     prefixes = used_prefixes(sources, splits)
 
     def record_share() -> dict[str, CorpusRecord]:
-        share = prefixes[world.rank :: world.size]
+        share = prefixes[control.rank :: control.size]
         datasets = {prefix: IndexedDataset(prefix, data.mmap_bin_files, data.index_cache_path) for prefix in share}
         return {prefix: record_corpus(dataset) for prefix, dataset in datasets.items()}
 
-    shares = world.all_gather_object(run_on_all_ranks(world, record_share))
+    shares = control.all_gather_object(run_on_all_ranks(control, record_share))
     recorded = {prefix: corpus for share in shares for prefix, corpus in share.items()}
 
     def combine() -> DataRecord:
@@ -111,7 +111,7 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
             data_parallel_size=context.topology.grid.dp,
         )
 
-    return run_on_rank0(world, combine)
+    return run_on_rank0(control, combine)
 
 
 def used_prefixes(sources: Sources, splits: Sequence[int]) -> list[str]:

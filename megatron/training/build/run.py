@@ -38,18 +38,18 @@ def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitSta
 
     Raises :class:`~megatron.errors.UserError` on every rank alike.
     """
-    config, topology, world = context.config, context.topology, context.world
+    config, topology, control = context.config, context.topology, context.control
     started = time.monotonic()
-    run_on_rank0(world, lambda: config.logging.check_environment(os.environ))
-    run_on_rank0(world, lambda: check_trace_path(config.logging.profile_pipeline))
+    run_on_rank0(control, lambda: config.logging.check_environment(os.environ))
+    run_on_rank0(control, lambda: check_trace_path(config.logging.profile_pipeline))
     seed_random(config.training.seed)
-    vocabulary = run_on_all_ranks(world, lambda: load_vocabulary(config))
-    start = find_start(config.checkpoint, world)
+    vocabulary = run_on_all_ranks(control, lambda: load_vocabulary(config))
+    start = find_start(config.checkpoint, control)
     if not config.validation.skip_train:
-        run_on_rank0(world, lambda: check_nothing_is_abandoned(config.checkpoint, start))
+        run_on_rank0(control, lambda: check_nothing_is_abandoned(config.checkpoint, start))
     plan = plan_run(context, vocabulary, start)
-    kernels = run_on_all_ranks(world, lambda: build_kernels(config, topology, vocabulary.size))
-    check_kernels_agree(kernels.choices, world)
+    kernels = run_on_all_ranks(control, lambda: build_kernels(config, topology, vocabulary.size))
+    check_kernels_agree(kernels.choices, control)
     share_buffers(config, topology, kernels.engine, at_end)
     parallel = parallelize(config, topology, vocabulary.size, kernels)
     parallel.data_parallel.initialize(config.training.seed)
@@ -84,7 +84,7 @@ def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitSta
             plan.train_iters,
             config.training,
             context.signals,
-            world,
+            topology.world,
             topology.device,
             started,
             first_iteration=plan.progress.iteration,
@@ -109,4 +109,4 @@ def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:
         environment=os.environ,
     )
     is_writer = context.topology.rank == 0
-    return run_on_all_ranks(context.world, lambda: build_writers(config.logging, run) if is_writer else [])
+    return run_on_all_ranks(context.control, lambda: build_writers(config.logging, run) if is_writer else [])

@@ -22,7 +22,7 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
 
     Raises :class:`StopRequested` when a signal ends the wait for a lock.
     """
-    config, world = context.config.checkpoint, context.world
+    config, control = context.config.checkpoint, context.control
     locks: list[RunLock] = []
 
     def poll(attempt: LockAttempt) -> str | None:
@@ -36,9 +36,9 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
         places = [("--save", config.save), *(("--redundant-save", place) for place in config.redundant_save)]
         for flag, place in places:
             if place is not None and is_url(place):
-                run_on_rank0(world, partial(check_url_writable, flag, place))
+                run_on_rank0(control, partial(check_url_writable, flag, place))
             elif place is not None:
-                run_on_rank0(world, partial(check_save_directory, flag, Path(place)))
+                run_on_rank0(control, partial(check_save_directory, flag, Path(place)))
                 wait_on_all_ranks(partial(poll, LockAttempt(Path(place))), context)
         yield locks
     finally:
@@ -49,11 +49,11 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
 def wait_on_all_ranks(poll: Callable[[], str | None], context: RunContext) -> None:
     """Call ``poll`` on rank 0 until it returns no reason to wait; a collective."""
     is_logged = False
-    while (reason := run_on_rank0(context.world, poll)) is not None:
+    while (reason := run_on_rank0(context.control, poll)) is not None:
         if not is_logged:
             context.log_rank0(reason)
             is_logged = True
-        received = [name for name in context.world.all_gather_object(context.signals.received) if name is not None]
+        received = [name for name in context.control.all_gather_object(context.signals.received) if name is not None]
         if received:
             raise StopRequested(f"signal {received[0]} before training began: {reason}")
         time.sleep(POLL)

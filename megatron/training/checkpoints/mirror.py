@@ -41,7 +41,7 @@ class Mirror:
     """
 
     def __init__(self, context: RunContext, place: str, lock_token: str | None) -> None:
-        config, self._world, self._log_rank0 = context.config.checkpoint, context.world, context.log_rank0
+        config, self._control, self._log_rank0 = context.config.checkpoint, context.control, context.log_rank0
         self._warn = context.warn_rank0
         self._place, self._lock_token = place, lock_token
         self._process = BackgroundProcess(config.async_save_timeout)
@@ -70,11 +70,11 @@ class Mirror:
         else:
             copy = CopyTask(Path(self._place), iteration, self._process, self._lock_token)
         try:
-            target = run_on_rank0(self._world, lambda: str(copy.begin()))
+            target = run_on_rank0(self._control, lambda: str(copy.begin()))
         except CheckpointError as error:
             self._warn(f"iteration {iteration} is not mirrored to {self._place}: {error}")
             return
-        copy.start(source, file_of_rank(self._world.rank), target)
+        copy.start(source, file_of_rank(self._control.rank), target)
         self._copy = copy
 
     def settle(self, wait: bool) -> None:
@@ -82,10 +82,10 @@ class Mirror:
         copy = self._copy
         if copy is None:
             return
-        failure = first_failure(self._world.all_gather_object(copy.finish_own() if wait else copy.poll()))
+        failure = first_failure(self._control.all_gather_object(copy.finish_own() if wait else copy.poll()))
         if failure is None and wait:
-            failure = run_on_rank0(self._world, copy.finish)
-        if failure is None and not run_on_rank0(self._world, lambda: copy.is_over):
+            failure = run_on_rank0(self._control, copy.finish)
+        if failure is None and not run_on_rank0(self._control, lambda: copy.is_over):
             return
         if failure is not None:
             self.abandon()

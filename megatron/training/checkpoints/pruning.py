@@ -17,20 +17,26 @@ class Pruning:
 
     def __init__(self, context: RunContext, root: Path) -> None:
         config = context.config.checkpoint
-        self._deletes, self._root, self._world, self._log_rank0 = config.deletes, root, context.world, context.log_rank0
+        self._deletes, self._root = config.deletes, root
+        self._control, self._log_rank0 = context.control, context.log_rank0
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
     def prune(self, newest: int, in_use: Collection[int] = ()) -> None:
         """Delete old checkpoints after ``newest`` was saved, except those ``in_use``; a collective."""
         if not self._deletes:
             return
-        there = run_on_rank0(self._world, lambda: list_checkpoints(self._root))
+        there = run_on_rank0(self._control, lambda: list_checkpoints(self._root))
         # Iterations above ``newest`` were abandoned when the run returned to an older checkpoint.
         superfluous = self.retention.superfluous([iteration for iteration in there if iteration <= newest])
-        if self._world.rank == 0:
+
+        def delete() -> None:
             for iteration in (iteration for iteration in superfluous if iteration not in in_use):
                 remove_checkpoint(locate_checkpoint(self._root, iteration))
                 self._log_rank0(f"deleted checkpoint {iteration_directory(self._root, iteration)}")
 
+        # The others wait, because rank 0 may take long: in a collective of training they would time out.
+        run_on_rank0(self._control, delete)
+
     def _verify(self, iteration: int) -> None:
-        run_on_all_ranks(self._world, partial(verify_share, self._root, iteration, self._world.rank, self._world.size))
+        rank, size = self._control.rank, self._control.size
+        run_on_all_ranks(self._control, partial(verify_share, self._root, iteration, rank, size))

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.checkpoint.directory import exists, saved_iterations
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.console import print_warning
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import Progress, SavedRun, find_saved_run
@@ -34,12 +34,12 @@ class Start:
         return Progress() if self.resumed is None else self.resumed.progress
 
 
-def find_start(config: CheckpointConfig, world: Communicator) -> Start:
+def find_start(config: CheckpointConfig, control: ControlGroup) -> Start:
     """The checkpoint of ``--load``, else of ``--pretrained-checkpoint``."""
-    saved, base = find_saved_run(config, world), config.pretrained_checkpoint
+    saved, base = find_saved_run(config, control), config.pretrained_checkpoint
     if saved is not None or base is None:
         return Start(saved, is_resumed=saved is not None and not config.finetune)
-    saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), world)
+    saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), control)
     if saved is None:
         raise CheckpointError(f"--pretrained-checkpoint {base} has no checkpoint: check the path.")
     return Start(saved, is_resumed=False)
@@ -55,9 +55,9 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
         return
     origin = "random weights" if config.load_hf is None else f"the weights of {config.load_hf}"
     if config.load is not None:
-        run_on_rank0(context.world, lambda: report_nothing_to_load(config, origin, log_rank0))
+        run_on_rank0(context.control, lambda: report_nothing_to_load(config, origin, log_rank0))
     if config.load_hf is not None:
-        state.load_hugging_face(Path(config.load_hf), context.world)
+        state.load_hugging_face(Path(config.load_hf), context.control)
         log_rank0(f"loaded {origin}")
 
 

@@ -13,7 +13,7 @@ from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.data_stages import FIRST_STAGE
@@ -56,7 +56,7 @@ class SavedRun:
         return (DataStage(FIRST_STAGE, 0, 0, {"sequence_length": length}),)
 
 
-def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | None:
+def find_saved_run(config: CheckpointConfig, control: ControlGroup) -> SavedRun | None:
     """The checkpoint of ``--load``, verified by all ranks, or None if there is none; a collective."""
     if config.load is None:
         return None
@@ -64,19 +64,19 @@ def find_saved_run(config: CheckpointConfig, world: Communicator) -> SavedRun | 
     while True:
         try:
             # On rank 0, so that all ranks load the same checkpoint.
-            found = run_on_rank0(world, lambda: look_up_saved_run(config, bad))
+            found = run_on_rank0(control, lambda: look_up_saved_run(config, bad))
         except CheckpointError as nothing_left:
             # The error of the latest checkpoint is more useful.
             raise next(iter(bad.values()), nothing_left) from None
         if found is None:
             return None
         try:
-            run_on_all_ranks(world, partial(verify_share, found.root, found.iteration, world.rank, world.size))
+            run_on_all_ranks(control, partial(verify_share, found.root, found.iteration, control.rank, control.size))
             return found
         except CheckpointError as error:
             if not config.checkpoint_fallback or config.ckpt_step is not None:
                 raise
-            if world.rank == 0:
+            if control.rank == 0:
                 _logger.warning("Skipping the checkpoint of iteration %d: %s", found.iteration, error)
             bad[found.root, found.iteration] = error
 

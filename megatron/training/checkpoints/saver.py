@@ -35,7 +35,7 @@ class Saver:
         config = context.config.checkpoint
         assert config.save is not None
         root = Path(config.save)
-        self._root, self._config, self._world, self._log_rank0 = root, config, context.world, context.log_rank0
+        self._root, self._config, self._control, self._log_rank0 = root, config, context.control, context.log_rank0
         self._warn = context.warn_rank0
         # The lock of a mirror is compared when a copy is committed there: without it only the copy fails.
         self._locks = [lock for lock in locks if lock.root == root]
@@ -55,7 +55,7 @@ class Saver:
     def save(self, state: RunState) -> None:
         """Save ``state`` at a save interval; with ``--async-save``, return when it is copied to host memory."""
         iteration = state.progress.iteration
-        run_on_rank0(self._world, self._check_locks)
+        run_on_rank0(self._control, self._check_locks)
         self._finish(f"Training continues; the next attempt is now, after iteration {iteration}.")
         self._stop_after_too_many()
         try:
@@ -95,7 +95,7 @@ class Saver:
     def _save_with_retries(self, state: RunState) -> None:
         iteration = state.progress.iteration
         for attempt in range(1, LAST_SAVE_ATTEMPTS + 1):
-            run_on_rank0(self._world, self._check_locks)
+            run_on_rank0(self._control, self._check_locks)
             try:
                 self._save_now(state)
                 return
@@ -160,7 +160,7 @@ class Saver:
 
     def _note_failure(self, iteration: int, failure: str, next_attempt: str) -> None:
         """Warn, or raise if another run has taken the lock."""
-        run_on_rank0(self._world, self._check_locks)
+        run_on_rank0(self._control, self._check_locks)
         self._failures.append(failure)
         self._warn(f"Iteration {iteration} is not saved: {failure} {self._newest()} {next_attempt}")
 
@@ -181,7 +181,7 @@ class BackgroundSaves:
     """The saves of ``--async-save``, of which at most one is under way."""
 
     def __init__(self, context: RunContext, root: Path, lock_token: str | None) -> None:
-        self._config, self._world, self._log_rank0 = context.config.checkpoint, context.world, context.log_rank0
+        self._config, self._control, self._log_rank0 = context.config.checkpoint, context.control, context.log_rank0
         self._root = root
         self._lock_token = lock_token
         self._process = BackgroundProcess(self._config.async_save_timeout)
@@ -204,7 +204,7 @@ class BackgroundSaves:
             return
         failure = self.saving.poll()
         if failure is not None:
-            _logger.warning("Rank %d cannot save iteration %d: %s", self._world.rank, self.saving.iteration, failure)
+            _logger.warning("Rank %d cannot save iteration %d: %s", self._control.rank, self.saving.iteration, failure)
             self._is_reported = True
         elif self.saving.is_over:
             self._say_saved(self.saving.iteration)
@@ -213,9 +213,9 @@ class BackgroundSaves:
         """Wait for the save on all ranks; its failure, if any."""
         assert self.saving is not None
         saving, self.saving = self.saving, None
-        failure = first_failure(self._world.all_gather_object(saving.finish_own()))
+        failure = first_failure(self._control.all_gather_object(saving.finish_own()))
         if failure is None:
-            failure = run_on_rank0(self._world, saving.finish)
+            failure = run_on_rank0(self._control, saving.finish)
         if failure is None:
             self._say_saved(saving.iteration)
         else:
@@ -229,7 +229,7 @@ class BackgroundSaves:
 
     def close(self) -> None:
         """End the process. After a crash, a save whose files are written is committed."""
-        if self.saving is not None and self.saving.finish_own() is None and self._world.rank == 0:
+        if self.saving is not None and self.saving.finish_own() is None and self._control.rank == 0:
             self.saving.finish()
             self.poll()
         self._process.close()

@@ -12,7 +12,7 @@ from megatron.checkpoint.names import FP8, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, SavedState
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SaveBackend
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
@@ -72,7 +72,9 @@ class RunState:
             flags=asdict(self.context.config),
             data_stages=self.data_stages,
         )
-        return save_checkpoint(Path(config.save), self.progress.iteration, tensors, state.to_json(), saving=saving)
+        return save_checkpoint(
+            Path(config.save), self.progress.iteration, tensors, state.to_json(), topology.control, saving
+        )
 
     def load(self, saved: SavedRun, weights_only: bool) -> None:
         """Load ``saved``, or its weights alone; a collective."""
@@ -93,7 +95,8 @@ class RunState:
             for name, tensor in fp8_tensors(self.module.fp8).items()
             if name in saved.shapes  # none in the checkpoint of a run without FP8
         }
-        load_checkpoint(saved.root, saved.iteration, tensors | fp8_states | (random_states if with_random else {}))
+        wanted = tensors | fp8_states | (random_states if with_random else {})
+        load_checkpoint(saved.root, saved.iteration, wanted, topology.control)
         if self.module.fp8 is not None:
             self.module.fp8.load({name.removeprefix(FP8): tensor for name, tensor in fp8_states.items()})
         if with_random:
@@ -105,13 +108,13 @@ class RunState:
             self.module.optimizer.reload_master_weights()
         if self.module.optimizer.has_master_weights and not saved.state.has_master_weights:
             masters = renamed(optimizer_tensors(self.module.optimizer), MASTER, MODEL)
-            load_checkpoint(saved.root, saved.iteration, masters)
+            load_checkpoint(saved.root, saved.iteration, masters, topology.control)
         if self.module.optimizer.has_master_weights:
             # The checkpoint's weights may be rounded to another format than the model's.
             self.module.optimizer.publish()
             self.module.data_parallel.finish_param_all_gather()
 
-    def load_hugging_face(self, source: Path, world: Communicator) -> None:
+    def load_hugging_face(self, source: Path, control: ControlGroup) -> None:
         """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards."""
 
         def fill() -> None:
@@ -123,7 +126,7 @@ class RunState:
             owned: list[LocalParam | OptimizerState] = [*self.module.data_parallel.local_params, *masters]
             fill_from_hugging_face(source, theirs, [(one.info, one.start, one.tensor) for one in owned])
 
-        run_on_all_ranks(world, fill)
+        run_on_all_ranks(control, fill)
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)

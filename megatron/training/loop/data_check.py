@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.data.block_use import Integers
 from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, Digests, SampleRange
 from megatron.data.corpus_digests import digests_path, remedy_of
@@ -30,11 +30,11 @@ class DataCheck:
         comparison: BlockComparison,
         ranges: Sequence[SampleRange],
         bytes_per_s: float,
-        world: Communicator,
+        control: ControlGroup,
         describe_iteration: Callable[[int], str],
     ) -> None:
         self._ranges = ranges
-        self._world = world
+        self._control = control
         self._describe_iteration = describe_iteration
         self._background: BackgroundComparison | None = None
         if bytes_per_s and comparison.remaining:
@@ -48,7 +48,7 @@ class DataCheck:
 
     def raise_on_all_ranks(self) -> None:
         """Raise :class:`DataError` on every rank if one has found damage; a collective."""
-        for sentence in self._world.all_gather_object(self._sentence()):
+        for sentence in self._control.all_gather_object(self._sentence()):
             if sentence is not None:
                 raise DataError(sentence)
 

@@ -72,7 +72,7 @@ class Metrics(Listener):
             metrics["params_norm"] = trainer.module.optimizer.weight_norm()
         timers: list[dict[str, float]] = []
         if self.config.timing_log_level > 0:
-            timers = trainer.context.world.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
+            timers = trainer.context.control.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
         return IterationRecord(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,

@@ -122,7 +122,7 @@ class Trainer:
                 stop_flags=lambda: self.stop.local_flags(following, self._has_data),
             )
         except NoMicrobatchError as error:
-            if self.context.world.size > 1:
+            if self.context.control.size > 1:
                 raise  # the other ranks wait in a collective, so they cannot agree to save
             self._failure = error
             return self.stop.signal_reason() or NO_DATA
@@ -136,7 +136,7 @@ class Trainer:
 
     def _raise_failure(self) -> NoReturn:
         """Raise the first rank's failure on all ranks."""
-        failures = self.context.world.all_gather_object(self._failure)
+        failures = self.context.control.all_gather_object(self._failure)
         first = next(failure for failure in failures if failure is not None)
         shared = DataError(str(first))
         shared.exit_code = first.exit_code

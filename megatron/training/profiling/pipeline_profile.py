@@ -59,9 +59,12 @@ class PipelineProfile(Listener):
     def _write(self, trainer: Trainer) -> None:
         recorder, trainer.module.executor.recorder = trainer.module.executor.recorder, None
         assert recorder is not None
-        stages = trainer.context.topology.pipeline_parallel.all_gather_object(recorder.spans())
-        if trainer.context.topology.rank != 0:
+        topology = trainer.context.topology
+        stage_ranks = topology.grid.group(0, ("pp",))
+        spans_by_rank = topology.control.all_gather_object(recorder.spans() if topology.rank in stage_ranks else ())
+        if topology.rank != 0:
             return
+        stages = [spans_by_rank[rank] for rank in stage_ranks]
         num_microbatches = 1 + max(span.action.microbatch for span in stages[0])
         spans = tuple(span for stage in stages for span in stage)
         trace = to_chrome_trace(trainer.module.executor.schedule(num_microbatches), Timeline(len(stages), spans))

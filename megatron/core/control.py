@@ -1,0 +1,75 @@
+"""The collectives in which ranks wait for long work of one rank: an index, a file, the commit of a checkpoint.
+
+They use gloo on every device, with a timeout of hours. The collectives of training (:class:`Communicator`) have the
+timeout of ``--distributed-timeout-minutes``, and under NCCL a wait is a kernel on the GPU that a watchdog aborts.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.torch_compat import set_group_timeout
+
+CONTROL_TIMEOUT = timedelta(hours=4)
+"""A rank that ends closes its connections, which ends the wait of the others immediately. Only a rank that hangs, or a
+host that disappears without closing them, makes the others wait this long."""
+
+
+class ControlGroup:
+    """Collectives of objects over ``ranks``; ``rank`` is this process's global rank.
+
+    Objects are pickled into host memory, never onto a GPU. All ranks must use it for the first time in the same order
+    as other groups; ``connect_timeout`` applies to that first use.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        connect_timeout: timedelta | None = None,
+        timeout: timedelta = CONTROL_TIMEOUT,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(rank)
+        self._connect_timeout = connect_timeout
+        self._timeout = timeout
+
+    @cached_property
+    def process_group(self) -> Any:
+        """The ``torch.distributed`` group, created on first use by its members alone; None for one rank."""
+        if self.size == 1:
+            return None
+        assert dist.is_initialized(), "a control group of several ranks needs torch.distributed"
+        group = dist.new_group(
+            self.ranks,
+            timeout=self._connect_timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="control",
+        )
+        set_group_timeout(group, self._timeout)
+        return group
+
+    def open(self) -> None:
+        """Create the process group now. Collective."""
+        _ = self.process_group
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` in rank order; for small control data."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The ``value`` of the group's rank ``source``; for small control data."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, self.ranks[source], group=self.process_group)
+        return values[0]

@@ -1,0 +1,140 @@
+"""The control group: objects, and waits that outlive the timeout of training, but not a rank that ends."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.control import CONTROL_TIMEOUT, ControlGroup
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.topology import RankGrid, Topology
+from megatron.torch_compat import set_group_timeout
+from tests.forked import fork_context
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+PATIENCE = 60.0
+"""Seconds after which a rank counts as waiting for hours."""
+
+
+def exchange_objects() -> tuple[list[object], object]:
+    control = Topology(RankGrid(tp=2, dp=2), dist.get_rank(), CPU).control
+    mine = {"rank": control.rank, "text": "x" * control.rank}
+    return control.all_gather_object(mine), control.broadcast_object(mine, source=1)
+
+
+def test_objects_come_in_rank_order_and_from_their_source(four_ranks: RankPool) -> None:
+    objects = [{"rank": rank, "text": "x" * rank} for rank in range(4)]
+    assert four_ranks.run(exchange_objects, world_size=4) == [(objects, objects[1])] * 4
+
+
+def test_a_single_rank_needs_no_process_group() -> None:
+    alone = ControlGroup((5,), 5)
+    alone.open()
+    assert alone.process_group is None
+    assert alone.all_gather_object("x") == ["x"]
+    assert alone.broadcast_object("x") == "x"
+
+
+def test_it_uses_gloo_with_a_timeout_of_hours_once_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs as well, so that no object is pickled onto one."""
+    made: list[dict[str, object]] = []
+    timeouts: list[object] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append({"ranks": ranks, **options}))
+    monkeypatch.setattr("megatron.core.control.set_group_timeout", lambda group, timeout: timeouts.append(timeout))
+    connect = timedelta(minutes=3)
+    Topology(RankGrid(tp=2, dp=4), 5, torch.device("cuda", 0), connect).control.open()
+    assert [(one["ranks"], one["backend"], one["timeout"]) for one in made] == [(tuple(range(8)), "gloo", connect)]
+    assert timeouts == [CONTROL_TIMEOUT] and timedelta(hours=1) < CONTROL_TIMEOUT
+
+
+def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
+    """Rank 0 works under the control group, and then before a collective of training."""
+    topology = Topology(RankGrid(tp=2, dp=2), dist.get_rank(), CPU)
+    ranks = topology.tensor_parallel
+    # Not before: connections may take longer on a busy machine.
+    set_group_timeout(ranks.process_group, timedelta(seconds=timeout))
+
+    def build() -> str:
+        time.sleep(work)
+        return "built"
+
+    built = run_on_rank0(topology.control, build)
+    try:
+        if topology.rank == 0:
+            time.sleep(work)
+        ranks.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return built, str(error)
+    return built, "no error"
+
+
+def test_long_work_of_rank_0_times_out_in_training_alone(four_ranks: RankPool) -> None:
+    (_, *others) = four_ranks.run(wait_for_long_work, 1.0, 4.0, world_size=4)
+    assert [built for built, _ in others] == ["built"] * 3
+    assert "Timed out" in others[0][1]  # rank 1 waits for rank 0; ranks 2 and 3 have a group of their own
+    assert [error for _, error in others[1:]] == ["no error"] * 2
+
+
+def serve(rank: int, size: int, store: Path, case: Callable[[ControlGroup], None], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    control = ControlGroup(range(size), rank)
+    control.open()
+    pipe.send("ready")
+    try:
+        case(control)
+    except RuntimeError as error:
+        pipe.send(str(error))
+    os._exit(1)  # as pretrain_llama.py ends after an error
+
+
+def lose_rank_0(control: ControlGroup) -> None:
+    run_on_rank0(control, lambda: time.sleep(10 * PATIENCE))
+
+
+def lose_another(control: ControlGroup) -> None:
+    """The other ranks wait for rank 0, which works until a rank is killed."""
+    run_on_all_ranks(control, lambda: time.sleep(1.0 if control.rank == 0 else 0.0))
+    while True:
+        run_on_rank0(control, lambda: time.sleep(0.1))
+        run_on_all_ranks(control, lambda: None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("case", "killed"), [(lose_rank_0, 0), (lose_another, 2)])
+def test_a_killed_rank_ends_the_wait_of_all_others(
+    tmp_path: Path, case: Callable[[ControlGroup], None], killed: int
+) -> None:
+    context, size = fork_context(), 3
+    pipes = [context.Pipe() for _ in range(size)]
+    ranks = [
+        context.Process(target=serve, args=(rank, size, tmp_path / "store", case, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for ours, _ in pipes:
+            assert ours.poll(PATIENCE) and ours.recv() == "ready"
+        pid = ranks[killed].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for number, (ours, _) in enumerate(pipes):
+            if number != killed:
+                assert ours.poll(PATIENCE), f"rank {number} waits for a rank that has ended"
+                assert "onnection" in ours.recv()
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                rank.kill()
+            rank.join()

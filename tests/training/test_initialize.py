@@ -1,0 +1,63 @@
+"""The device of a process, and ranks that share one by mistake."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.control import ControlGroup
+from megatron.errors import ConfigError, RankError
+from megatron.training.initialize import Process, check_gpus_differ, choose_device
+
+GPU = torch.device("cuda", 0)
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def process(local_rank: int, size: int = 8) -> Process:
+    return Process(local_rank, local_rank, size, size)
+
+
+def test_a_process_that_sees_all_gpus_of_the_node_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, 8)
+    assert [choose_device("auto", process(rank)).index for rank in range(8)] == list(range(8))
+
+
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under srun --gpus-per-task 1."""
+    see_gpus(monkeypatch, 1)
+    assert [choose_device("auto", process(rank)) for rank in range(8)] == [GPU] * 8
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, 2)
+    with pytest.raises(RankError, match=r"^3 processes run on this node, but it has 2 GPUs: start one process per GPU"):
+        choose_device("auto", process(2))
+
+
+def test_without_a_gpu_only_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, 0)
+    assert choose_device("auto", process(0)).type == "cpu"
+    with pytest.raises(ConfigError, match=r"^--device cuda needs a GPU"):
+        choose_device("cuda", process(0))
+
+
+def ranks_with(gpus: list[tuple[str, str]]) -> Any:
+    return mock.Mock(ControlGroup, **{"all_gather_object.return_value": gpus})
+
+
+def test_ranks_with_the_same_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="own"))
+    control = ranks_with([("a", "0"), ("a", "1"), ("b", "2"), ("a", "1")])
+    with pytest.raises(
+        ConfigError, match=r"^Ranks 1 and 3 use the same GPU of a \(GPU-1\): start one process per GPU "
+    ):
+        check_gpus_differ(control, GPU)
+    (((host, uuid),), _) = control.all_gather_object.call_args
+    assert host and uuid == "own"
+    check_gpus_differ(ranks_with([("a", "0"), ("a", "1"), ("b", "0")]), GPU)
