@@ -10,7 +10,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
     "rms_norm": ("eager", "compiled", "apex", "te"),
     "swiglu": ("eager", "compiled"),
-    "rope": ("eager", "compiled"),
+    "rope": ("eager", "compiled", "triton"),
     "cross_entropy": ("eager", "compiled"),
     "weight_gradient": ("separate", "in_place", "apex"),
     "adam": ("torch", "apex", "te"),
@@ -40,8 +40,9 @@ class KernelConfig:
 
     kernel: tuple[str, ...] = ()
     """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,flash,sdpa,cpu,
-    reference}, rms_norm={eager,compiled,apex,te}, swiglu, rope and cross_entropy={eager,compiled},
-    weight_gradient={separate,in_place,apex}, adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
+    reference}, rms_norm={eager,compiled,apex,te}, rope={eager,compiled,triton}, swiglu and
+    cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex}, adam and l2_norm={torch,apex,te}. An
+    unavailable one is an error."""
     bias_swiglu_fusion: bool = True
     """--no-bias-swiglu-fusion means --kernel swiglu=eager."""
     rope_fusion: bool = True

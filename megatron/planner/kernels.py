@@ -14,6 +14,7 @@ from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
 from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
 from megatron.core.ops.matmul import SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
+from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.precision import number_formats
@@ -53,6 +54,11 @@ class _FusedCrossEntropy:
         """The gradient overwrites the logits."""
 
 
+def _rotate_in_place(activations: Tensor, table: Tensor) -> Tensor:
+    """A rotation in one kernel allocates nothing."""
+    return activations
+
+
 class _InPlaceWeightGradient:
     """A GEMM that accumulates into the main gradient allocates nothing."""
 
@@ -85,13 +91,15 @@ def simulated_kernels(
         )
     eager_loss = is_forced("cross_entropy", "eager")
     separate_gradient = is_forced("weight_gradient", "separate")
+    # A compiled rotation, too, may allocate a copy of its input.
+    copies_rotated = is_forced("rope", "eager") or is_forced("rope", "compiled")
     return Kernels(
         attention=attention,
         weight_gradient=SeparateWeightGradient() if separate_gradient else _InPlaceWeightGradient(),
-        # The rotation stays eager: a compiled rotation, too, may allocate a copy of its input.
         layers=LayerKernels(
             rms_norm=compiled("rms_norm", EagerRMSNorm()),
             swiglu=compiled("swiglu", EagerSwiGLU()),
+            rotate=rotate_ if copies_rotated else _rotate_in_place,
             cross_entropy=EagerCrossEntropy(GPU_CHUNK_BYTES) if eager_loss else _FusedCrossEntropy(),
         ),
         optimizer=OptimizerKernels(),

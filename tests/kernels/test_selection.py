@@ -2,7 +2,9 @@
 
 import importlib.util
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,14 @@ from megatron.core.kernels.selection import (
     compiler_obstacle,
     try_attention,
     try_compiler,
+    try_rotation,
     try_weight_gradient,
 )
+from megatron.core.kernels.toolchain import missing_for_triton
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import AttentionOutput, CpuFlashAttention, CudnnAttention, ReferenceAttention
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
+from megatron.core.ops.rope import Rotation, rotate_
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
 
@@ -68,7 +73,8 @@ ON_A_CPU = {
 }
 ON_A_GPU = {
     "linear": "local",
-    **dict.fromkeys(("rms_norm", "swiglu", "rope", "cross_entropy"), "compiled"),
+    **dict.fromkeys(("rms_norm", "swiglu", "cross_entropy"), "compiled"),
+    "rope": "triton",
     "attention": "sdpa",
     "weight_gradient": "in_place",
     "adam": "torch",
@@ -78,8 +84,10 @@ ON_A_GPU = {
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if what torch.compile needs were there."""
+    """As if what torch.compile and Triton's kernels need were there."""
     monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
+    monkeypatch.setattr(selection, "missing_for_triton", lambda: None)
+    monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.rope", SimpleNamespace(rotate=rotate_))
 
 
 def test_cpus_get_eager_kernels() -> None:
@@ -97,23 +105,28 @@ def test_gpus_get_compiled_kernels_and_products_in_place(triton: None) -> None:
 
 def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: "a compiler is missing")
+    monkeypatch.setattr(selection, "missing_for_triton", lambda: "a compiler")
     kernels = choose_kernels(KernelConfig(), setting(GPU))
     reasons = {choice.operation: choice.reason for choice in kernels.choices}
-    assert names(kernels)["rope"] == "eager"
-    assert reasons["rope"] == "one operation after the other (not compiled: a compiler is missing)"
+    assert names(kernels)["rope"] == names(kernels)["swiglu"] == "eager"
+    obstacles = "(not triton: it needs a compiler; not compiled: a compiler is missing)"
+    assert reasons["rope"] == f"one operation after the other {obstacles}"
 
 
 def test_torch_compile_needs_a_compiler_and_on_gpus_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     programs, modules = {"gcc", "g++"}, {"triton"}
     monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in modules else None)
-    assert compiler_obstacle(setting()) is compiler_obstacle(setting(GPU)) is None
+    assert compiler_obstacle(setting()) is compiler_obstacle(setting(GPU)) is missing_for_triton() is None
     modules.clear()
+    assert missing_for_triton() == "Triton, which is not installed"
     assert compiler_obstacle(setting()) is None
     assert "Triton" in str(compiler_obstacle(setting(GPU)))
     programs.clear()
     assert "needs a compiler (g++" in str(compiler_obstacle(setting()))
+    modules.add("triton")
     assert "needs a compiler (gcc" in str(compiler_obstacle(setting(GPU)))
+    assert str(missing_for_triton()).startswith("a compiler (gcc")
 
 
 def test_a_compiler_that_fails_or_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +228,7 @@ def test_a_flag_forces_one_kernel_and_no_other(
             setting(),
             "torch has no in-place kernel for bfloat16 products and float32 gradients on cpu",
         ),
+        ("rope=triton", setting(), "it needs a GPU; available: compiled, eager: use one of these"),
         ("weight_gradient=apex", setting(), "apex only accumulates half-precision products in fp32 on GPUs"),
         ("attention=flash3", setting(GPU), "FlashAttention 3 is not installed"),
         ("attention=te", setting(GPU), "it needs --transformer-impl transformer_engine; available:"),
@@ -262,8 +276,28 @@ def test_the_kernels_pass_their_own_trials() -> None:
     """As they are tried on a GPU: the trial itself is right."""
     for kernel in (CpuFlashAttention(), ReferenceAttention()):
         try_attention(kernel, SHAPE, CPU, torch.bfloat16)
+    try_rotation(rotate_, SHAPE, CPU, torch.bfloat16)
     try_weight_gradient(SeparateWeightGradient(), CPU, torch.bfloat16, torch.float32)
     try_weight_gradient(InPlaceWeightGradient(), CPU, torch.float32, torch.float32)
+
+
+def rotate_forwards(activations: Tensor, table: Tensor) -> Tensor:
+    return rotate_(activations, torch.view_as_complex(torch.view_as_real(table.conj() if table.is_conj() else table)))
+
+
+def rotate_as_one_sequence(activations: Tensor, table: Tensor) -> Tensor:
+    return rotate_(activations, table[:, :1])
+
+
+def rotate_too_much(activations: Tensor, table: Tensor) -> Tensor:
+    rotate_(activations.as_strided((*activations.shape[:2], activations.stride(1)), activations.stride()), table)
+    return activations
+
+
+@pytest.mark.parametrize("rotate", [rotate_forwards, rotate_as_one_sequence, rotate_too_much])
+def test_a_rotation_is_tried_back_and_on_a_part_of_sequences_with_their_own_positions(rotate: Rotation) -> None:
+    with pytest.raises(Unavailable, match="a trial had a relative error of"):
+        try_rotation(rotate, SHAPE, CPU, torch.bfloat16)
 
 
 class TakesHeadsForContiguous(ReferenceAttention):

@@ -4,8 +4,6 @@ On a GPU each kernel that depends on the hardware, and the compiler, is tried on
 chosen. So a kernel that fails or is wrong is reported at the start and not at the first step.
 """
 
-import importlib.util
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from megatron.config.kernels import KernelConfig, Wanted
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, load
+from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import (
     AttentionKernel,
@@ -30,7 +29,7 @@ from megatron.core.ops.cross_entropy import CompiledCrossEntropy, CrossEntropyKe
 from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
-from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
+from megatron.core.ops.rope import CompiledRotation, Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
 from megatron.core.optimizer.kernels import AdamBuilder, OptimizerKernels, SquaredNorm, torch_adam, torch_squared_norm
 
@@ -114,6 +113,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     rms_norm += _optional(setting, "RMSNorm")
     swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)
     rope: list[Candidate[Rotation]] = _elementwise(setting, lambda: rotate_, CompiledRotation)
+    rope.insert(0, Candidate("triton", partial(_triton_rotation, setting), "one pass", is_automatic=setting.on_gpu))
     cross_entropy: list[Candidate[CrossEntropyKernel]] = _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)
     adam: list[Candidate[AdamBuilder]] = [
         Candidate("torch", lambda: torch_adam, "torch's fused AdamW"),
@@ -295,14 +295,36 @@ def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[]
     ]
 
 
+def _triton_rotation(setting: Setting) -> Rotation:
+    missing = missing_for_triton() if setting.on_gpu else "a GPU"
+    if missing is not None:
+        raise Unavailable(f"it needs {missing}")
+    rotate: Rotation = load("megatron.core.backends.triton.rope", "Triton").rotate
+    if setting.can_try:
+        _try(lambda: try_rotation(rotate, setting.attention, setting.device, setting.weight))
+    return rotate
+
+
+def try_rotation(rotate: Rotation, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare a rotation, in both directions, with the eager one, on a projection of ``shape`` whose sequences have
+    positions of their own; raises :class:`Unavailable`."""
+    length, batch, generator = 24, 2, torch.Generator().manual_seed(0)
+    width = shape.rotated_size + shape.key_value_heads * shape.head_size
+    fused = torch.randn(length, batch, width, generator=generator).to(device, dtype)
+    positions = torch.randint(1000, (length, batch), generator=generator).to(device)
+    table = rotary_table(rotary_frequencies(shape.head_size, 10000.0), positions, dtype)
+    for angles in (table, table.conj()):
+        found, expected = fused.clone(), fused.clone()
+        for one, result in ((rotate, found), (rotate_, expected)):
+            one(result[..., : shape.rotated_size], angles)
+        _compare(found, expected)
+
+
 def compiler_obstacle(setting: Setting) -> str | None:
     """What ``torch.compile`` lacks; None if nothing."""
-    # Triton compiles its launchers, and inductor its CPU kernels.
-    compilers = ("gcc", "clang", "cc") if setting.on_gpu else ("g++", "clang++", "c++")
-    if not any(shutil.which(compiler) for compiler in compilers):
-        return f"torch.compile needs a compiler ({', '.join(compilers)})"
-    if setting.on_gpu and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs Triton, which is not installed"
+    missing = missing_for_inductor(setting.on_gpu)
+    if missing is not None:
+        return f"torch.compile needs {missing}"
     return setting.compiler_failure if setting.can_try else None
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels (``tests/triton_kernels`` tests them without a GPU)."""
