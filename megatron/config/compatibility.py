@@ -21,7 +21,7 @@ REFUSALS = {
     "calculate_per_token_loss": "a mean of microbatch means would depend on the layout",
     "te_rng_tracker": "training draws no random numbers",
     "use_cpu_initialization": "initial weights are the same in every layout",
-    "accumulate_allreduce_grads_in_fp32": "gradients are accumulated in fp32",
+    "accumulate_allreduce_grads_in_fp32": "--grad-reduce-in-bf16 accumulates gradients in bf16",
     "disable_gloo_process_groups": "one gloo process group of all ranks is needed beside NCCL's",
     "ckpt_fully_parallel_save": "every rank saves its own part",
     "dist_ckpt_optim_fully_reshardable": "the optimizer state loads in every layout",
@@ -84,8 +84,8 @@ class CompatibilityConfig:
     main_params_dtype: Literal["fp32"] = "fp32"
     """Accepted for Megatron-LM compatibility; no effect. Master weights are fp32."""
     accumulate_allreduce_grads_in_fp32: bool = True
-    """Accepted for Megatron-LM compatibility; no effect. --main-grads-dtype and --grad-reduce-in-bf16 choose formats
-    other than fp32."""
+    """Accepted for Megatron-LM compatibility; no effect. --grad-reduce-in-bf16 and --main-grads-dtype choose bf16, also
+    beside this flag."""
     disable_gloo_process_groups: bool = True
     """Accepted for Megatron-LM compatibility; no effect. On GPUs tensors use NCCL; one gloo group of
     all ranks carries objects."""

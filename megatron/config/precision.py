@@ -53,8 +53,8 @@ class PrecisionConfig:
     hysteresis: int = 2
     """Halve the dynamic loss scale at this many overflows after it has doubled, and at every later one."""
     grad_reduce_in_bf16: bool = False
-    """Reduce gradients over data-parallel ranks in bf16: half the communication, with less precision. Microbatches
-    still accumulate in --main-grads-dtype."""
+    """Accumulate main gradients and reduce them over data-parallel ranks in bf16: half the memory and communication of
+    gradients, with less precision."""
 
     def check(self) -> None:
         self._check_loss_scale()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.communication import Work
@@ -78,6 +79,9 @@ class MainGrad:
         """Accumulate ``values`` ``[n, width]`` into the rows numbered ``rows`` ``[n]``."""
         if not self.is_filled:
             self.buffer.zero_()
+        if self.buffer.itemsize < 4:
+            # A bf16 sum of many small values stops growing, so a frequent row gets one sum.
+            rows, values = _sum_by_row(rows, values)
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
         self._accumulated()
 
@@ -99,6 +103,16 @@ class MainGrad:
         if not self.is_filled:
             self.buffer.zero_()
         self.is_filled = False
+
+
+def _sum_by_row(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and values in the same shapes whose sum by row is the same, in fp32, each with a value for every row at most
+    once; the others are zero. The shapes do not depend on the rows, so the device is not waited for."""
+    rows, order = rows.sort()
+    number = torch.cat((rows.new_zeros(1), (rows[1:] != rows[:-1]).long().cumsum(0)))  # [n], of distinct rows
+    sums = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+    sums.index_add_(0, number, values[order].float())
+    return torch.zeros_like(rows).index_copy_(0, number, rows), sums
 
 
 def attach_main_grad(parameter: nn.Parameter, main_grad: MainGrad) -> None:

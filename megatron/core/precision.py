@@ -15,24 +15,17 @@ class NumberFormats:
     weight: torch.dtype
     """Dtype of the model's weights and activations."""
     gradient: torch.dtype
-    """Dtype of the main gradients."""
-    reduction: torch.dtype
-    """Dtype in which gradients are reduced over ranks."""
+    """Dtype in which main gradients are accumulated and reduced over ranks."""
     master: torch.dtype
     """Dtype of the master weights."""
 
     @classmethod
     def uniform(cls, dtype: torch.dtype) -> "NumberFormats":
-        return cls(dtype, dtype, dtype, dtype)
+        return cls(dtype, dtype, dtype)
 
 
 def number_formats(precision: PrecisionConfig, optimizer: OptimizerConfig) -> NumberFormats:
     if precision.fp64:
         return NumberFormats.uniform(torch.float64)
-    gradient = DTYPES[optimizer.main_grads_dtype]
-    return NumberFormats(
-        weight=DTYPES[precision.name],
-        gradient=gradient,
-        reduction=torch.bfloat16 if precision.grad_reduce_in_bf16 else gradient,
-        master=torch.float32,
-    )
+    gradient = torch.bfloat16 if precision.grad_reduce_in_bf16 else DTYPES[optimizer.main_grads_dtype]
+    return NumberFormats(weight=DTYPES[precision.name], gradient=gradient, master=torch.float32)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 BF16_SPACING = 2.0**-7
 """Largest relative distance between neighbouring bf16 numbers."""
-SLICE = 1 << 22
-"""Elements per slice of bf16 tensors, which bounds the memory of their fp32 copies."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +74,19 @@ class Adam(UpdateRule):
         return {kind: torch.zeros_like(weight, dtype=dtype) for kind, dtype in formats.items()}
 
     def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
-        if self._flags.use_precision_aware_optimizer:
+        groups = [group for group in groups if group.shards]
+        shards = [shard for group in groups for shard in group.shards]
+        if self._flags.use_precision_aware_optimizer or any(s.gradient.dtype != s.weight.dtype for s in shards):
             return super().bind(groups, context)
         import torch
 
-        groups = [group for group in groups if group.shards]
         if not groups:
             # The rank's shard is padding; torch refuses an empty list.
             return lambda step: None
         parameters = [{"params": [shard.weight for shard in group.shards]} for group in groups]
         optimizer = context.adam(parameters, self._betas, self._flags.adam_eps)
         steps = []
-        for shard in (shard for group in groups for shard in group.shards):
+        for shard in shards:
             # Other libraries read the step on the host; on the CPU it needs no synchronisation.
             device = shard.weight.device if isinstance(optimizer, torch.optim.AdamW) else "cpu"
             steps.append(torch.zeros((), dtype=torch.float32, device=device))
@@ -105,28 +104,26 @@ class Adam(UpdateRule):
         return update
 
     def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
-        """Torch's fused AdamW on slices, converted to the weights' dtype."""
+        """Torch's fused AdamW, with moments converted to the weights' dtype."""
         import torch
         from torch.optim.adamw import adamw
 
-        wide, moments = shard.weight.dtype, (shard.state["exp_avg"], shard.state["exp_avg_sq"])
-        tensors = shard.weight, shard.gradient, *moments
-        for weight, gradient, *narrow in zip(*(tensor.split(SLICE) for tensor in tensors)):
-            first, second = (moment.to(wide) for moment in narrow)
-            adamw(
-                [weight],
-                [gradient.to(wide)],
-                [first],
-                [second],
-                [],
-                [torch.full((), step - 1.0, device=weight.device)],
-                fused=True,
-                amsgrad=False,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                lr=learning_rate,
-                weight_decay=weight_decay,
-                eps=self._flags.adam_eps,
-                maximize=False,
-            )
-            torch._foreach_copy_(narrow, [first, second])
+        narrow = [shard.state["exp_avg"], shard.state["exp_avg_sq"]]
+        first, second = (moment.to(shard.weight.dtype) for moment in narrow)
+        adamw(
+            [shard.weight],
+            [shard.gradient],
+            [first],
+            [second],
+            [],
+            [torch.full((), step - 1.0, device=shard.weight.device)],
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=learning_rate,
+            weight_decay=weight_decay,
+            eps=self._flags.adam_eps,
+            maximize=False,
+        )
+        torch._foreach_copy_(narrow, [first, second])

@@ -124,15 +124,12 @@ class Muon(UpdateRule):
 
         def update(step: int) -> None:
             shards = {shard.info.name: (shard, group) for group in groups for shard in group.shards}
-            for shard, _ in shards.values():
-                shard.state["momentum_buffer"].lerp_(shard.gradient, 1.0 - momentum)
-                if nesterov:
-                    # The gradient is not needed any more; its memory holds the direction.
-                    shard.gradient.lerp_(shard.state["momentum_buffer"], momentum)
-            directions = {
-                name: shard.gradient if nesterov else shard.state["momentum_buffer"]
-                for name, (shard, _) in shards.items()
-            }
+            directions = {}
+            for name, (shard, _) in shards.items():
+                gradient, average = shard.gradient.to(shard.weight.dtype), shard.state["momentum_buffer"]
+                average.lerp_(gradient, 1.0 - momentum)
+                # The gradient is not needed any more; its memory holds the direction.
+                directions[name] = gradient.lerp_(average, momentum) if nesterov else average
             for name, direction in matrices.transform(directions, orthogonalize, context.empty):
                 shard, group = shards[name]
                 shard.weight.mul_(1.0 - group.learning_rate * group.weight_decay)

@@ -1,7 +1,7 @@
 """The interface between update rules and the optimizer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 
+SLICE = 1 << 22
+"""Elements that an elementwise rule updates at once, which bounds the memory of copies in another dtype."""
+
 
 @dataclass
 class Shard:
@@ -24,7 +27,14 @@ class Shard:
     weight: "Tensor"
     """The master weights."""
     gradient: "Tensor"
+    """Possibly narrower than the weights."""
     state: "dict[str, Tensor]"
+
+    def slices(self) -> "Iterator[Shard]":
+        """The shard in slices, with gradients in the dtype of the weights."""
+        tensors = (tensor.split(SLICE) for tensor in (self.weight, self.gradient, *self.state.values()))
+        for weight, gradient, *state in zip(*tensors):
+            yield Shard(self.info, weight, gradient.to(weight.dtype), dict(zip(self.state, state)))
 
 
 @dataclass
@@ -85,13 +95,13 @@ class UpdateRule(ABC):
 
         def update(step: int) -> None:
             for group in groups:
-                for shard in group.shards:
-                    self.update(shard, group.learning_rate, group.weight_decay, step)
+                for part in (part for shard in group.shards for part in shard.slices()):
+                    self.update(part, group.learning_rate, group.weight_decay, step)
 
         return update
 
     def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
-        """Update one shard in place; an elementwise rule defines it instead of :meth:`bind`."""
+        """Update one slice of a shard in place; an elementwise rule defines it instead of :meth:`bind`."""
         raise NotImplementedError(f"{type(self).__name__} defines neither update nor bind")
 
 

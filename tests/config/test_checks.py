@@ -210,6 +210,7 @@ BAD: list[Row] = [
         1,
         "--kernel adam=te, --use-precision-aware-optimizer",
     ),
+    (f"{GOOD} --bf16 --kernel adam=te --grad-reduce-in-bf16", 1, "--kernel adam=te, --grad-reduce-in-bf16"),
     *(
         (f"{ENGINE} {flag}", 1, f"{flag}, --transformer-impl transformer_engine")
         for flag in ("--no-gradient-accumulation-fusion", "--kernel weight_gradient=apex")

@@ -90,6 +90,19 @@ def test_rows_add_up_where_ids_repeat_and_overwrite_what_was_there() -> None:
     assert torch.equal(main_grad.buffer, 2 * once)
 
 
+def test_a_bf16_buffer_gets_one_rounded_sum_of_a_row() -> None:
+    """Added one by one, 4096 ones are 256 in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 4, (4096,), generator=generator)
+    values = torch.cat((torch.ones(4096, 1), torch.randn(4096, 1, generator=generator)), dim=1)
+    expected = torch.zeros(8, 2, dtype=torch.float64).index_add_(0, rows, values.double())
+    main_grad = MainGrad(torch.full((8, 2), STALE, dtype=torch.bfloat16))
+    main_grad.add_rows(rows, values)
+    assert torch.equal(main_grad.buffer, expected.bfloat16())
+    main_grad.add_rows(rows, values)
+    assert torch.equal(main_grad.buffer, 2 * expected.bfloat16())
+
+
 def test_dense_and_row_gradients_of_one_parameter_add_up_in_either_order() -> None:
     dense = torch.arange(8.0).view(4, 2)
     rows, values = torch.tensor([1]), torch.tensor([[5.0, 6.0]])

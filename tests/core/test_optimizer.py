@@ -56,7 +56,7 @@ class Run:
             with torch.no_grad():
                 parameter.copy_(value)
             self.parameters.append(parameter)
-        formats = NumberFormats(weight_dtype, gradient_dtype, gradient_dtype, master=gradient_dtype)
+        formats = NumberFormats(weight_dtype, gradient_dtype, master=gradient_dtype)
         self.data_parallel = BufferedDataParallel(self.parameters, formats, single_process(), ParallelConfig())
         self.optimizer = Optimizer(config, self.data_parallel, single_process())
 
@@ -155,7 +155,7 @@ def test_embedding_and_head_may_have_a_learning_rate_and_all_a_weight_decay_of_t
 @pytest.mark.parametrize("number", [None, 1, 2])
 def test_weights_are_cut_in_as_many_buckets_as_asked(number: int | None) -> None:
     parameters = Run(ADAM).parameters
-    formats = NumberFormats(torch.float64, torch.float64, torch.float64, master=torch.float64)
+    formats = NumberFormats.uniform(torch.float64)
     config = ParallelConfig(ddp_num_buckets=number)
     data_parallel = BufferedDataParallel(parameters, formats, single_process(), config)
     assert len(data_parallel._buckets) == (number or 1)

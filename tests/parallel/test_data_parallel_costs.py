@@ -49,16 +49,19 @@ STRATEGIES: dict[ShardingStrategy, float] = {
     "optim_grads_params": 16 / RANKS,
 }
 """Bytes per parameter in bf16 with fp32 gradients, master weights and moments (ZeRO, arXiv 1910.02054, section 3)."""
+BF16 = PrecisionConfig(bf16=True)
 
 
-def bytes_per_parameter(strategy: ShardingStrategy, optimizer_config: OptimizerConfig) -> float:
+def bytes_per_parameter(
+    strategy: ShardingStrategy, optimizer_config: OptimizerConfig, precision: PrecisionConfig
+) -> float:
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
     grid = RankGrid(dp=RANKS, dp_replicas=config.data_parallel_replicas(RANKS))
     topology = topology_of(grid)
     kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
     context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
     model = build_model(FOUR_MILLION, context, seed=1)
-    formats = number_formats(PrecisionConfig(bf16=True), optimizer_config)
+    formats = number_formats(precision, optimizer_config)
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     optimizer = Optimizer(optimizer_config, data_parallel, topology)
     kept = sum((data_parallel.memory() | optimizer.memory()).values())
@@ -68,7 +71,7 @@ def bytes_per_parameter(strategy: ShardingStrategy, optimizer_config: OptimizerC
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_is_that_of_the_formula(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
     assert FOUR_MILLION.num_parameters() > 4e6
-    for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig()):
+    for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig(), BF16):
         assert measured == pytest.approx(STRATEGIES[strategy], rel=0.03)
 
 
@@ -83,8 +86,16 @@ def test_narrow_gradients_and_moments_save_six_bytes(four_ranks: RankPool, strat
     )
     gradients = 2 if strategy in ("no_shard", "optim") else 2 / RANKS
     moments = 4 if strategy == "no_shard" else 4 / RANKS
-    for measured in four_ranks.run(bytes_per_parameter, strategy, narrow):
+    for measured in four_ranks.run(bytes_per_parameter, strategy, narrow, BF16):
         assert measured == pytest.approx(STRATEGIES[strategy] - gradients - moments, rel=0.03)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_grad_reduce_in_bf16_keeps_gradients_in_two_bytes(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
+    in_bf16 = replace(BF16, grad_reduce_in_bf16=True)
+    gradients = 2 if strategy in ("no_shard", "optim") else 2 / RANKS
+    for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig(), in_bf16):
+        assert measured == pytest.approx(STRATEGIES[strategy] - gradients, rel=0.03)
 
 
 def whole_units(overlap: bool) -> tuple[int, int]:

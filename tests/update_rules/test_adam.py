@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.update_rules import adam
+from megatron.update_rules import rule
 from megatron.update_rules.adam import BF16_SPACING
 from megatron.update_rules.rule import Group
 from tests.update_rules.bound import bind, run, states
@@ -42,7 +42,7 @@ def train(config: OptimizerConfig, gradient_dtype: torch.dtype, steps: int = 30)
 
 @pytest.mark.parametrize("part", [1 << 22, 128])
 def test_in_fp32_it_is_torchs_adamw_to_the_bit(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "SLICE", part)
+    monkeypatch.setattr(rule, "SLICE", part)
     expected, reference = train(config(aware=False), torch.float32)
     found, groups = train(config(), torch.float32)
     assert torch.equal(found, expected)

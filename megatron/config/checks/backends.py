@@ -107,6 +107,11 @@ def check_kernels(run: "RunConfig", world_size: int) -> None:
     if adam is None or adam.implementation == "torch":
         return
     uses_adam = run.optimizer.optimizer in ("adam", "muon")
-    other = "--use-precision-aware-optimizer" if uses_adam else f"--optimizer {run.optimizer.optimizer}"
-    if not uses_adam or run.optimizer.use_precision_aware_optimizer:
-        raise ConfigError(f"{adam.flag} is not supported with {other}: remove one of them.")
+    others = {
+        f"--optimizer {run.optimizer.optimizer}": not uses_adam,
+        "--use-precision-aware-optimizer": run.optimizer.use_precision_aware_optimizer,
+        "--grad-reduce-in-bf16": run.precision.grad_reduce_in_bf16,
+    }
+    for flag, is_given in others.items():
+        if is_given:
+            raise ConfigError(f"{adam.flag} is not supported with {flag}: remove one of them.")

@@ -77,7 +77,6 @@ class GradientReduction:
     """Ranks that divide a bucket."""
     replicas: Communicator
     """Ranks with the same shard."""
-    dtype: torch.dtype
 
 
 class GradientBucket(ABC):
@@ -85,7 +84,7 @@ class GradientBucket(ABC):
 
     def __init__(self, view: GradientView, reduction: GradientReduction) -> None:
         self.view = view
-        self._shards, self._replicas, self._reduce_dtype = reduction.shards, reduction.replicas, reduction.dtype
+        self._shards, self._replicas = reduction.shards, reduction.replicas
         self._uses = sum(info.uses for info, _, _ in view.main_grads)
 
     @abstractmethod
@@ -107,7 +106,7 @@ class GradientBucket(ABC):
     def _add_replicas(self) -> None:
         """Sum the shard over the replicas."""
         if self._replicas.size > 1:
-            self.view.shard.copy_(self._replicas.all_reduce(self.view.shard.to(self._reduce_dtype)))
+            self._replicas.all_reduce(self.view.shard)
 
 
 class WholeGradientBucket(GradientBucket):
@@ -134,26 +133,22 @@ class WholeGradientBucket(GradientBucket):
             self.start()
 
     def start(self) -> None:
-        """Start the reduction, in place unless it has another dtype."""
+        """Start the reduction, in place."""
         if self._pending is not None:
             return
         self._complete_main_grads()
-        whole = self.view.whole
-        assert whole is not None
-        gradients = whole.to(self._reduce_dtype)
+        gradients = self.view.whole
+        assert gradients is not None
         if self._shards.size == 1:
             self._pending = self._replicas.start_all_reduce(gradients)
         else:
-            in_place = gradients.dtype == self.view.shard.dtype
-            self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard if in_place else None)
+            self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard)
 
     def finish(self) -> None:
         """Wait for the shard's sum, then sum over the replicas."""
         assert self._pending is not None
-        summed = self._pending.wait()
+        self._pending.wait()
         self._pending = None
-        if summed.dtype != self.view.shard.dtype:
-            self.view.shard.copy_(summed)
         if self._shards.size > 1:
             self._add_replicas()
 
@@ -224,11 +219,11 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = self._deliveries
         for _, main_grad, _ in self.view.main_grads:
             main_grad.release_buffer()
-        gradients = self._arranged(self._whole).to(self._reduce_dtype)
+        gradients = self._arranged(self._whole)
         self._whole = None
         # The first microbatch's sum needs no copy.
-        in_place = not self._is_filled and gradients.dtype == self.view.shard.dtype
-        self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard if in_place else None)
+        output = None if self._is_filled else self.view.shard
+        self._pending = self._shards.start_reduce_scatter(gradients, output)
         self._in_flight.add(self)
 
     def _arranged(self, whole: Tensor) -> Tensor:
@@ -244,8 +239,6 @@ class ShardedGradientBucket(GradientBucket):
         self._in_flight.remove(self)
         if self._is_filled:
             self.view.shard.add_(summed)
-        elif summed is not self.view.shard:
-            self.view.shard.copy_(summed)
         self._is_filled = True
 
     def finish(self) -> None:

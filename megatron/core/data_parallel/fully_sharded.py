@@ -111,7 +111,7 @@ class FullyShardedDataParallel(DataParallel):
         sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in parts]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        reduction = GradientReduction(shards, replicas, formats.reduction)
+        reduction = GradientReduction(shards, replicas)
         param_shards: list[ParamShard] = []
         buckets: list[RowShardedGradientBucket] = []
         for unit, unit_parts, gradients in zip(self._units, parts, self._gradients.split(sizes)):

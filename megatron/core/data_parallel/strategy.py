@@ -171,7 +171,7 @@ class BufferedDataParallel(DataParallel):
         buckets: list[GradientBucket] = []
         holders: dict[str, WeightBucket] = {}
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        reduction = GradientReduction(shards, replicas, formats.reduction)
+        reduction = GradientReduction(shards, replicas)
         for view in buffer.buckets(shards.rank):
             gathered = WeightBucket(view.weights, shards)
             weights.append(gathered)
