@@ -168,13 +168,13 @@ class SliceConfig:
         stage = self._num_stages // 2
         return LoneTopology(self.grid, stage * self.tensor_model_parallel_size + tensor_parallel_rank, device)
 
-    def random_documents(self) -> Iterator[Documents | None]:
+    def random_documents(self, device: torch.device) -> Iterator[Documents | None]:
         """The documents of one microbatch after the other; None without ``--documents``."""
         generator = torch.Generator().manual_seed(self.run_config().training.seed)
         while True:
-            yield None if self.documents is None else self._documents(self.documents, generator)
+            yield None if self.documents is None else self._documents(self.documents, generator, device)
 
-    def _documents(self, mean: int, generator: torch.Generator) -> Documents:
+    def _documents(self, mean: int, generator: torch.Generator, device: torch.device) -> Documents:
         starts = torch.zeros(self.micro_batch_size, self.seq_length, dtype=torch.bool)
         for row in starts:
             # E[exp(x)] = exp(mu + 1/2) with x normal around mu, of variance 1.
@@ -183,7 +183,7 @@ class SliceConfig:
             positions = lengths.cumsum(0)
             row[positions[positions < self.seq_length]] = True
             row[0] = True
-        return Documents(starts, masks_attention=True, resets_positions=False)
+        return Documents(starts, masks_attention=True, resets_positions=False, device=device)
 
     def choose_kernels(self, topology: Topology) -> Kernels:
         """What computes each operation, as in a training run."""

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.ops.attention_kernels import AttentionKernel, AttentionOutput, TorchAttention
+from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput
+from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.fp8 import E4M3, E5M2, ScaledGemm
 from megatron.core.ops.quantized import QuantizedTensor
 

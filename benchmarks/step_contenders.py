@@ -152,7 +152,7 @@ def _update(optimizer: Optimizer) -> None:
 def our_passes(config: SliceConfig, samples: Samples, model: TransformerModel) -> ModelPasses:
     """Through the rank's only chunk, with the head to the mean loss. Every microbatch has other documents."""
     chunk, head = model.chunks[0], model.head
-    documents = config.random_documents()
+    documents = config.random_documents(model.context.device)
     if head is not None:
 
         def mean_loss(tokens: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""The name of a device, and the memory that torch has allocated on it."""
+"""The name of a device, the memory that torch has allocated on it, and copies to it."""
 
 import torch
+from torch import Tensor
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
@@ -19,3 +20,8 @@ def device_memory(device: torch.device) -> dict[str, float]:
 def device_name(device: torch.device) -> str | None:
     """The GPU's name; None on a CPU."""
     return torch.cuda.get_device_name(device) if device.type != "cpu" else None
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on ``device``. The host does not wait for the copy, since its source is pinned."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

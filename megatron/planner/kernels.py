@@ -9,7 +9,8 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.core.kernels.selection import Kernels, LayerKernels
 from megatron.core.models.kernels import build_kernels, needs_log_sum_exp
-from megatron.core.ops.attention_kernels import AttentionKernel, ReferenceAttention, choose_attention_kernel
+from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention_kernels import ReferenceAttention, choose_attention_kernel
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
 from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
 from megatron.core.ops.matmul import SeparateWeightGradient

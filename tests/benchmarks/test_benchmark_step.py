@@ -152,14 +152,14 @@ def test_gradients_of_later_microbatches_are_added(monkeypatch: pytest.MonkeyPat
 
 def test_documents_have_the_mean_length_and_differ_between_microbatches() -> None:
     config = slice_of("--documents", "50", "--seq-length", "4096", "--micro-batch-size", "2")
-    batches = config.random_documents()
+    batches = config.random_documents(torch.device("cpu"))
     drawn = [next(batches) for _ in range(5)]
     spans = [documents.spans for documents in drawn if documents is not None]
     assert len({str(found) for found in spans}) == 5
     assert sum(map(len, spans)) == pytest.approx(5 * 2 * 4096 / 50, rel=0.2)
     for found in spans:
         assert sum(span.stop - span.start for span in found) == 2 * 4096
-    assert next(slice_of().random_documents()) is None
+    assert next(slice_of().random_documents(torch.device("cpu"))) is None
 
 
 def test_documents_restrict_attention() -> None:

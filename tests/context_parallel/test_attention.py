@@ -22,13 +22,11 @@ from megatron.core.context_parallel.attention import (
 )
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
+from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import (
-    AttentionKernel,
-    AttentionOutput,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,
-    Gradients,
     ReferenceAttention,
     TorchAttention,
 )
@@ -83,7 +81,7 @@ def begins(shape: Shape, *places: int) -> Tensor:
 
 
 def marked(starts: Tensor | None) -> Documents | None:
-    return None if starts is None else Documents(starts, masks_attention=True, resets_positions=False)
+    return None if starts is None else Documents(starts, True, False, torch.device("cpu"))
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -69,13 +69,14 @@ def step(
     model = build_model(
         model_config, BuildContext(parallel, torch.float32, CPU, kernel, context_parallel=context_parallel), seed=1
     )
+    documents = partial(Documents, masks_attention=True, resets_positions=False, device=CPU)
     executor = build_executor(
         model,
         topology,
         partial(build_schedule, "1f1b", 1),
         length,
         1,
-        documents=partial(Documents, masks_attention=True, resets_positions=False) if in_documents else None,
+        documents=documents if in_documents else None,
     )
     config = ParallelConfig()
     data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)

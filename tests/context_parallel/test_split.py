@@ -14,6 +14,7 @@ from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, e
 from megatron.core.ops.attention import Tile
 from megatron.core.ops.documents import Documents, Span, attention_spans
 
+CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 4, 8)
 
 
@@ -79,7 +80,7 @@ def test_the_diagonal_and_what_lies_before_it_hold_every_visible_pair_once(case:
 def spans_and_pairs(starts: Tensor) -> Iterable[tuple[Sequence[Span], Tensor]]:
     """With documents and without: the spans, and the pairs that are visible."""
     length = starts.shape[1]
-    documents = Documents(starts, masks_attention=True, resets_positions=False)
+    documents = Documents(starts, masks_attention=True, resets_positions=False, device=CPU)
     yield attention_spans(documents, length), visible(starts).long()
     yield attention_spans(None, length), visible(torch.zeros_like(starts)).long()
 
@@ -89,7 +90,7 @@ def test_every_query_is_in_the_first_tiles_once(case: tuple[int, Tensor]) -> Non
     """What merging relies on."""
     size, starts = case
     rows, length = starts.shape
-    documents = Documents(starts, masks_attention=True, resets_positions=False)
+    documents = Documents(starts, masks_attention=True, resets_positions=False, device=CPU)
     spans = attention_spans(documents, length)
     for rank in range(size):
         split = ContextSplit(rank, size)
@@ -150,7 +151,7 @@ def test_a_rank_holds_a_chunk_from_either_side() -> None:
 @given(case=sequences())
 def test_positions_count_from_the_beginning_of_the_document(case: tuple[int, Tensor]) -> None:
     _, starts = case
-    positions = Documents(starts, masks_attention=False, resets_positions=True).positions()
+    positions = Documents(starts, masks_attention=False, resets_positions=True, device=CPU).positions()
     for row, flags in enumerate(starts.tolist()):
         place = 0
         for position, begins in enumerate(flags):

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.communication import Communicator
 from megatron.core.ops import matmul
 from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
-    AttentionKernel,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,

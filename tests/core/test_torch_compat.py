@@ -112,6 +112,9 @@ SIGNATURES = {
     "flash_attention": "query key value dropout_p is_causal",
     "flash_attention_backward": f"grad_out query key value out logsumexp {FLASH_KEPT} dropout_p is_causal philox_seed "
     "philox_offset",
+    "varlen_flash_attention": f"query key value {FLASH_KEPT} dropout_p is_causal return_debug_mask",
+    "varlen_flash_attention_backward": f"grad_out query key value out logsumexp {FLASH_KEPT} dropout_p is_causal "
+    "rng_state unused",
     "cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal",
     "cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias "
     f"{FLASH_KEPT} dropout_p is_causal",
@@ -123,8 +126,10 @@ def test_attention_on_gpus_takes_what_we_pass(name: str) -> None:
     wanted = SIGNATURES[name].split()
     arguments = [argument.name for argument in getattr(torch_compat, name).default._schema.arguments]
     assert arguments[: len(wanted)] == wanted
-    if not name.endswith("backward"):
-        returned = [value.name for value in getattr(torch_compat, name).default._schema.returns]
+    returned = [value.name for value in getattr(torch_compat, name).default._schema.returns]
+    if name == "varlen_flash_attention":
+        assert returned[:4] == ["output", "softmax_logsumexp", "rng_state", "unused"]
+    elif not name.endswith("backward"):
         assert returned[:8] == f"output logsumexp {FLASH_KEPT}".split() + returned[6:8]
 
 

@@ -18,7 +18,7 @@ from megatron.core.backends.transformer_engine import kernels as transformer_eng
 from megatron.core.kernels.choice import Unavailable, load
 from megatron.core.kernels.selection import try_attention, try_weight_gradient
 from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_kernels import AttentionOutput
+from megatron.core.ops.attention_interface import AttentionOutput
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
 from megatron.training.pretrain import deterministic_algorithms

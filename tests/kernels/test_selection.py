@@ -27,7 +27,8 @@ from megatron.core.kernels.selection import (
 )
 from megatron.core.kernels.toolchain import missing_for_triton
 from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_kernels import AttentionOutput, CpuFlashAttention, CudnnAttention, ReferenceAttention
+from megatron.core.ops.attention_interface import AttentionOutput
+from megatron.core.ops.attention_kernels import CpuFlashAttention, CudnnAttention, ReferenceAttention
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.rope import Rotation, rotate_
 from megatron.errors import ConfigError

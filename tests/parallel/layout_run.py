@@ -104,6 +104,8 @@ class Layout:
     tp_overlap: TensorParallelOverlap | None = None
     transformer_engine: bool = False
     """Linear layers are those of the stand-in for Transformer Engine."""
+    attention: str = "auto"
+    """``--attention-backend``: the reference (``unfused``) computes all documents in one varlen call."""
     late: bool = False
     """Collectives and copies to the host give their results only with their wait, as on GPUs."""
 
@@ -232,7 +234,7 @@ def context(
 ) -> BuildContext:
     """What a model of the layout is built in, with FP8 as in ``precision``."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
-    kernel = choose_attention_kernel("auto", CPU, dtype)
+    kernel = choose_attention_kernel(layout.attention, CPU, dtype)
     context_parallel = ContextParallel(
         topology.context_parallel, layout.cp_comm_type, topology.context_parallel_levels(layout.cp_sizes)
     )
@@ -273,7 +275,9 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     if fp8 is not None:
         start_scales(fp8)
     micro_batch_size = task.batch // (layout.dp * layout.microbatches)
-    documents = partial(Documents, masks_attention=task.masks_documents, resets_positions=task.resets_positions)
+    documents = partial(
+        Documents, masks_attention=task.masks_documents, resets_positions=task.resets_positions, device=CPU
+    )
     executor = build_executor(
         model,
         topology,

@@ -297,6 +297,18 @@ def context_parallel_matrix() -> Iterator[Case]:
     yield DEEP_SGD, replace(levels, pp=2, schedule="zb-h1", microbatches=4)
 
 
+def varlen_matrix() -> Iterator[Case]:
+    """One varlen call for all documents, with what runs again, is on the host, or is deferred; one process has a tile
+    for each document."""
+    in_documents, one_call = replace(DEEP_SGD, masks_documents=True), Layout(attention="unfused", microbatches=2)
+    yield in_documents, one_call
+    yield in_documents, replace(one_call, microbatches=BATCH)
+    yield in_documents, replace(one_call, tp=2, sequence_parallel=True, activations=selective("core_attn"))
+    yield in_documents, replace(one_call, activations=full("uniform", 2, cpu_offloading_num_layers=2))
+    yield in_documents, replace(one_call, pp=2, schedule="zb-v", microbatches=4)
+    yield CONTEXT_IN_DOCUMENTS, replace(one_call, cp=2, cp_comm_type=("a2a",))
+
+
 def selective(*modules: RecomputeModule, **more: Any) -> ActivationConfig:
     return ActivationConfig(recompute_granularity="selective", recompute_modules=modules, **more)
 
@@ -484,6 +496,7 @@ def _identifier(value: object) -> str:
         flags += f"-{value.tp_overlap}" if value.tp_overlap is not None else ""
         flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
         flags += f"-{'x'.join(map(str, value.cp_sizes))}" if value.cp_sizes else ""
+        flags += f"-{value.attention}" if value.attention != "auto" else ""
         flags += "-te" if value.transformer_engine else ""
         flags += "-late" if value.late else ""
         flags += _name_activations(value.activations)
@@ -518,6 +531,11 @@ def test_pipeline_equals_one_process(sixteen_ranks: RankPool, task: Task, layout
 
 @pytest.mark.parametrize(("task", "layout"), rows_of(context_parallel_matrix(), "context"), ids=_identifier)
 def test_context_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(varlen_matrix()), ids=_identifier)
+def test_documents_in_one_call_equal_a_tile_for_each(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -197,7 +197,7 @@ def test_attention_is_the_definition(bench: Bench, in_documents: bool) -> None:
     shape, length = AttentionShape(4, 2, 32), 32
     starts = torch.zeros(BATCH, length, dtype=torch.bool)
     starts[0, 11] = starts[1, 19] = True
-    documents = Documents(starts, masks_attention=True, resets_positions=False) if in_documents else None
+    documents = Documents(starts, True, False, bench.device) if in_documents else None
     table = rotary_table(rotary_frequencies(32, 10000.0), torch.arange(length), bench.dtype).to(bench.device)
     results = []
     for kernel in (TransformerEngineAttention(bench.engine), ReferenceAttention()):

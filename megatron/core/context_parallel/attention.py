@@ -19,7 +19,7 @@ from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextPara
 from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention, TiledAttention, TiledGradients
-from megatron.core.ops.attention_kernels import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
 from megatron.core.ops.documents import Span
 
 
@@ -58,7 +58,9 @@ class RingAttention(_AttentionOverRanks):
                 key_value = arriving.wait()
         return tiled.result()
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
         # The gradients of keys and values follow them around the ring; each rank adds its part.
         spans, length = self._whole(inputs)
         gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
@@ -96,7 +98,9 @@ class AllGatherAttention(_AttentionOverRanks):
         tiled.add(earlier_tiles(self._split, spans, length), *gathering.wait())
         return tiled.result()
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
         # Keys and values are gathered again; a reduce-scatter sums their gradients over the ranks.
         spans, length = self._whole(inputs)
         gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
@@ -145,7 +149,9 @@ class UlyssesAttention:
         kept = query, key, value, inner.output, inner.log_sum_exp, inner.kept
         return AttentionOutput(self._to_positions(inner.output)[0], None, kept)
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
         query, key, value, *inner = attended.kept
         (inner_grad,) = self._to_heads(grad)
         inner_inputs = AttentionInputs(query, key, value, inputs.documents)

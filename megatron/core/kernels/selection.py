@@ -16,8 +16,8 @@ from megatron.config.kernels import KernelConfig, Wanted
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, load
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
-    AttentionKernel,
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,

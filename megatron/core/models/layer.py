@@ -16,7 +16,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
-from megatron.core.ops.attention_kernels import AttentionKernel
+from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import apply_rotary

@@ -49,7 +49,12 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
     documents = None
     if config.data.marks_documents:
         data = config.data
-        documents = partial(Documents, masks_attention=data.masks_documents, resets_positions=data.reset_position_ids)
+        documents = partial(
+            Documents,
+            masks_attention=data.masks_documents,
+            resets_positions=data.reset_position_ids,
+            device=topology.device,
+        )
     executor = build_executor(
         model,
         topology,

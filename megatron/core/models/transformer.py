@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
 from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.documents import Documents
@@ -28,7 +29,14 @@ class RotaryTables:
     """The rotations of this rank's positions; cached if they only depend on the length."""
 
     def __init__(self, config: TransformerConfig, context: BuildContext) -> None:
-        self._config, self._context = config, context
+        self._context = context
+        frequencies = rotary_frequencies(
+            config.kv_channels,
+            config.rotary_base,
+            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+            original_length=config.rope_scaling_original_length,
+        )
+        self._frequencies = frequencies.to(context.device)
         self._table: Tensor | None = None
 
     def __call__(self, length: int, documents: Documents | None = None) -> Tensor:
@@ -45,14 +53,7 @@ class RotaryTables:
         return split.positions(length * split.size)
 
     def _rotations(self, positions: Tensor) -> Tensor:
-        config = self._config
-        frequencies = rotary_frequencies(
-            config.kv_channels,
-            config.rotary_base,
-            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
-            original_length=config.rope_scaling_original_length,
-        )
-        return rotary_table(frequencies, positions.to(self._context.device), self._context.dtype)
+        return rotary_table(self._frequencies, copy_to_device(positions, self._context.device), self._context.dtype)
 
 
 class OutputLayer(nn.Module):

@@ -2,18 +2,19 @@
 
 An :class:`Attention` divides the causal triangle into tiles and provides the keys of each: here all keys are on this
 rank (:class:`LocalAttention`), under context parallelism they are not. A kernel
-(:mod:`megatron.core.ops.attention_kernels`) computes the tiles, which are merged by their log-sum-exp.
+(:mod:`megatron.core.ops.attention_interface`) computes the tiles, which are merged by their log-sum-exp. A kernel for
+packed documents computes all documents of a batch in one call instead, if all keys are on this rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.ops.attention_kernels import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients, VarlenKernel
 from megatron.core.ops.documents import Documents, Span, attention_spans
 from megatron.torch_compat import tree_flatten, tree_unflatten
 
@@ -120,31 +121,78 @@ class Attention(Protocol):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         """Output ``[b, n, s, d]`` in the dtype of the inputs."""
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
-        """Gradients of query, key and value."""
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        """Gradients of query, key and value: ``out`` itself if they are written there, which is optional."""
 
 
 class LocalAttention:
-    """Attention among positions that are all on this rank; one tile per document."""
+    """Attention among positions that are all on this rank: one varlen call for all documents, or one tile for each."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.kernel = kernel
+        self._varlen = kernel if isinstance(kernel, VarlenKernel) else None
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
-        if inputs.documents is None or not inputs.documents.masks_attention:
-            return self.kernel.forward(inputs.query, inputs.key, inputs.value, is_causal=True)
-        tiled = TiledAttention(self.kernel, inputs.query)
-        tiled.add(_document_tiles(inputs), inputs.key, inputs.value, is_first=True)
+        query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
+        if documents is None or not documents.masks_attention:
+            return self.kernel.forward(query, key, value, is_causal=True)
+        if self._varlen is not None:
+            attended = self._varlen.forward_varlen(_packed(query), _packed(key), _packed(value), documents.packed)
+            return replace(attended, output=_unpacked(attended.output, rows=query.shape[0]))
+        tiled = TiledAttention(self.kernel, query)
+        tiled.add(_document_tiles(inputs), key, value, is_first=True)
         return tiled.result()
 
-    def backward(self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput) -> Gradients:
-        query, key, value = inputs.query, inputs.key, inputs.value
-        if inputs.documents is None or not inputs.documents.masks_attention:
-            return self.kernel.backward(grad, query, key, value, attended, is_causal=True)
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
+        if documents is None or not documents.masks_attention:
+            return self.kernel.backward(grad, query, key, value, attended, is_causal=True, out=out)
+        if self._varlen is not None:
+            return self._backward_varlen(self._varlen, documents, grad, inputs, attended, out)
         gradients = TiledGradients(self.kernel, grad, query, attended)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=gradients.dtype) for tensor in (key, value))
         gradients.add(_document_tiles(inputs), key, value, grad_key, grad_value)
         return gradients.query, grad_key, grad_value
+
+    @staticmethod
+    def _backward_varlen(
+        kernel: VarlenKernel,
+        documents: Documents,
+        grad: Tensor,
+        inputs: AttentionInputs,
+        attended: AttentionOutput,
+        out: Gradients | None,
+    ) -> Gradients:
+        rows = inputs.query.shape[0]
+        # Several rows are packed into a copy: gradients written there would not be in ``out``.
+        packed_out = None if out is None or rows > 1 else (_packed(out[0]), _packed(out[1]), _packed(out[2]))
+        parts = kernel.backward_varlen(
+            _packed(grad),
+            _packed(inputs.query),
+            _packed(inputs.key),
+            _packed(inputs.value),
+            replace(attended, output=_packed(attended.output)),
+            documents.packed,
+            packed_out,
+        )
+        if out is not None and parts is packed_out:
+            return out
+        grad_query, grad_key, grad_value = (_unpacked(part, rows) for part in parts)
+        return grad_query, grad_key, grad_value
+
+
+def _packed(heads: Tensor) -> Tensor:
+    """``[b, heads, s, d]`` as ``[b s, heads, d]``, row by row: a view if there is one row, else a copy."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def _unpacked(packed: Tensor, rows: int) -> Tensor:
+    """``[b s, heads, d]`` as a view ``[b, heads, s, d]``."""
+    return packed.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _document_tiles(inputs: AttentionInputs) -> Iterable[Tile]:
@@ -197,7 +245,8 @@ class _FusedAttention(Function):
     ) -> Tensor:
         qkv = qkv.detach()
         attended = attention.forward(AttentionInputs(*shape.split(qkv), documents))
-        joined = attended.output.permute(2, 0, 1, 3).flatten(2)  # [s, b, n d]; the next layer saves the same tensor
+        # [s, b, n d]: a view, unless a varlen call packed several rows. The next layer saves the same tensor.
+        joined = attended.output.permute(2, 0, 1, 3).flatten(2).contiguous()
         tensors, ctx.restore = _take_tensors((attended.log_sum_exp, attended.kept))
         ctx.save_for_backward(qkv, joined, *tensors)
         ctx.shape, ctx.attention, ctx.documents = shape, attention, documents
@@ -209,10 +258,12 @@ class _FusedAttention(Function):
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
         inputs = AttentionInputs(*shape.split(qkv), ctx.documents)
-        parts = ctx.attention.backward(grad, inputs, AttentionOutput(output, *ctx.restore(tensors)))
         grad_qkv = torch.empty_like(qkv)  # [s, b, (n + 2 groups) d]
-        for whole, part in zip(shape.split(grad_qkv), parts, strict=True):
-            whole.copy_(part)
+        views = shape.split(grad_qkv)
+        parts = ctx.attention.backward(grad, inputs, AttentionOutput(output, *ctx.restore(tensors)), out=views)
+        if parts is not views:
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part)
         return grad_qkv, None, None, None
 
 

@@ -1,75 +1,21 @@
-"""Attention kernels, forward and backward.
-
-A kernel returns the output and the log-sum-exp of the scores, by which outputs over different keys are merged. Its
-backward pass takes the log-sum-exp over all keys (FlashAttention, arXiv 2205.14135, appendix B.2).
-"""
+"""torch's attention kernels and the reference, and the order in which ``--attention-backend`` prefers them."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import torch_compat
-
-Gradients = tuple[Tensor, Tensor, Tensor]
-"""Gradients of query, key and value."""
-
-
-@dataclass(frozen=True)
-class AttentionOutput:
-    """The result of a forward pass over the given keys."""
-
-    output: Tensor
-    """``[b, n, s_q, d]``."""
-    log_sum_exp: Tensor | None
-    """Log-sum-exp of every query's scores, ``[b, n, s_q]`` in fp32 or wider; None if the kernel does not return it."""
-    kept: Sequence[Any] = ()
-    """Further tensors and values for backward."""
-
-
-class AttentionKernel(Protocol):
-    """Attention of ``[b, n, s_q, d]`` queries to ``[b, groups, s_k, d]`` keys and values."""
-
-    name: str
-    returns_log_sum_exp: bool
-    """Whether the output can be merged with the output over other keys."""
-
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the kernel supports ``dtype`` on ``device``; called when the model is built."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        """Attend to all keys, or if ``is_causal`` (``s_q = s_k``) to the keys up to the query's position."""
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, is_causal: bool
-    ) -> Gradients:
-        """Gradients of query, key and value; ``attended`` may have the output and log-sum-exp over more keys."""
-
-
-class HalfPrecisionGpuKernel:
-    """Base of kernels for half precisions on GPUs."""
-
-    returns_log_sum_exp = True
-
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type == "cuda" and dtype.itemsize == 2
-
-
-class AutogradAttention:
-    """Base of kernels whose backward pass is autograd: ``kept`` is the output with its graph, and the inputs."""
-
-    returns_log_sum_exp = False
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, is_causal: bool
-    ) -> Gradients:
-        output, *inputs = attended.kept
-        grads = torch.autograd.grad(output, inputs, grad)
-        return grads[0], grads[1], grads[2]
+from megatron.core.ops.attention_interface import (
+    AttentionKernel,
+    AttentionOutput,
+    AutogradAttention,
+    Gradients,
+    HalfPrecisionGpuKernel,
+)
+from megatron.core.ops.documents import PackedDocuments
 
 
 class ReferenceAttention:
@@ -81,23 +27,62 @@ class ReferenceAttention:
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
-    def _scores(self, query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-        """``[b, groups, n / groups, s_q, s_k]``."""
-        scores = query @ key.transpose(-1, -2).unsqueeze(2) / math.sqrt(query.shape[-1])
-        if not is_causal:
-            return scores
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        return scores.masked_fill(future, -math.inf)
-
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+        return self._forward(query, key, value, _future(key) if is_causal else None)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        return self._backward(grad, query, key, value, attended, _future(key) if is_causal else None)
+
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
+        hidden = _future_or_other_document(documents, query)
+        query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))  # [1, n, total, d]
+        attended = self._forward(query, key, value, hidden)
+        assert attended.log_sum_exp is not None
+        return AttentionOutput(attended.output[0].transpose(0, 1), attended.log_sum_exp[0])
+
+    def backward_varlen(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        documents: PackedDocuments,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        assert attended.log_sum_exp is not None
+        grad, query, key, value, output = (
+            tensor.transpose(0, 1).unsqueeze(0) for tensor in (grad, query, key, value, attended.output)
+        )  # [1, n, total, d]
+        one_row = AttentionOutput(output, attended.log_sum_exp.unsqueeze(0))
+        hidden = _future_or_other_document(documents, attended.output)
+        grads = self._backward(grad, query, key, value, one_row, hidden)
+        grad_query, grad_key, grad_value = (part[0].transpose(0, 1) for part in grads)
+        return grad_query, grad_key, grad_value
+
+    def _scores(self, query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
+        """``[b, groups, n / groups, s_q, s_k]``; without ``hidden`` ``[s_q, s_k]`` keys."""
+        scores = query @ key.transpose(-1, -2).unsqueeze(2) / math.sqrt(query.shape[-1])
+        return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
+
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> AttentionOutput:
         wide_query, wide_key, wide_value = _grouped(query, key, value)
-        scores = self._scores(wide_query, wide_key, is_causal)
+        scores = self._scores(wide_query, wide_key, hidden)
         log_sum_exp = scores.logsumexp(dim=-1)  # [b, groups, n / groups, s_q]
         output = (scores - log_sum_exp.unsqueeze(-1)).exp() @ wide_value.unsqueeze(2)
         return AttentionOutput(output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2))
 
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, is_causal: bool
+    def _backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, hidden: Tensor | None
     ) -> Gradients:
         assert attended.log_sum_exp is not None
         wide_query, wide_key, wide_value = _grouped(query, key, value)
@@ -105,7 +90,7 @@ class ReferenceAttention:
         wide_grad, wide_output = (
             tensor.to(wide_query.dtype).unflatten(1, groups) for tensor in (grad, attended.output)
         )
-        scores = self._scores(wide_query, wide_key, is_causal)
+        scores = self._scores(wide_query, wide_key, hidden)
         probabilities = (scores - attended.log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
         grad_probabilities = wide_grad @ wide_value.transpose(-1, -2).unsqueeze(2)
         delta = (wide_grad * wide_output).sum(dim=-1, keepdim=True)  # [b, groups, n / groups, s_q, 1]
@@ -114,6 +99,19 @@ class ReferenceAttention:
         grad_key = (grad_scores.transpose(-1, -2) @ wide_query).sum(dim=2)
         grad_value = (probabilities.transpose(-1, -2) @ wide_grad).sum(dim=2)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _future(key: Tensor) -> Tensor:
+    """Whether a key is later than the query: ``[s, s]``."""
+    length = key.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
+
+
+def _future_or_other_document(documents: PackedDocuments, packed: Tensor) -> Tensor:
+    """Whether a key is later than the query, or in another document: ``[total, total]`` for ``packed [total, ...]``."""
+    positions = torch.arange(packed.shape[0], device=packed.device)
+    number = (positions.unsqueeze(1) >= documents.cu_seqlens).sum(dim=1)  # of the document, [total]
+    return (positions > positions.unsqueeze(1)) | (number != number.unsqueeze(1))
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Gradients:
@@ -152,7 +150,14 @@ class CpuFlashAttention:
         return AttentionOutput(output, log_sum_exp)
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, is_causal: bool
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
     ) -> Gradients:
         output, log_sum_exp = attended.output, attended.log_sum_exp
         assert log_sum_exp is not None
@@ -199,13 +204,46 @@ class CudaFlashAttention(HalfPrecisionGpuKernel):
         return AttentionOutput(output, log_sum_exp, tuple(kept[:6]))
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, is_causal: bool
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
     ) -> Gradients:
         *lengths, seed, offset = attended.kept  # starts of queries and keys, longest of queries and keys
         assert attended.log_sum_exp is not None
         tensors = grad, query, key, value, attended.output, attended.log_sum_exp.contiguous()
         grads: Gradients = torch_compat.flash_attention_backward(*tensors, *lengths, 0.0, is_causal, seed, offset)
         return grads
+
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
+        output, log_sum_exp, *kept = torch_compat.varlen_flash_attention(
+            query, key, value, *_lengths(documents), 0.0, True, False
+        )
+        return AttentionOutput(output, log_sum_exp, tuple(kept[:2]))
+
+    def backward_varlen(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        documents: PackedDocuments,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        tensors = grad, query, key, value, attended.output, attended.log_sum_exp
+        differentiate = torch_compat.varlen_flash_attention_backward
+        grads: Gradients = differentiate(*tensors, *_lengths(documents), 0.0, True, *attended.kept)
+        return grads
+
+
+def _lengths(documents: PackedDocuments) -> tuple[Tensor, Tensor, int, int]:
+    """Starts of queries and keys, longest of queries and keys."""
+    return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
 
 
 class CudnnAttention(HalfPrecisionGpuKernel):
@@ -218,7 +256,14 @@ class CudnnAttention(HalfPrecisionGpuKernel):
         return AttentionOutput(output, log_sum_exp.view(query.shape[:3]), tuple(kept[:6]))
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, is_causal: bool
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
     ) -> Gradients:
         *lengths, seed, offset = attended.kept  # starts of queries and keys, longest of queries and keys
         assert attended.log_sum_exp is not None

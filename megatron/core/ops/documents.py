@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron.core.device import copy_to_device
+
 
 @dataclass(frozen=True)
 class Span:
@@ -14,6 +16,16 @@ class Span:
     rows: slice
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """The documents of a batch whose rows are packed one after the other, as varlen kernels take them."""
+
+    cu_seqlens: Tensor
+    """The first token of every document, and the number of all tokens: ``[documents + 1]`` int32 on the device."""
+    max_seqlen: int
+    """Tokens of the longest document."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,8 @@ class Documents:
     """Whether attention stays inside documents."""
     resets_positions: bool
     """Whether positions count from the beginning of the document."""
+    device: torch.device
+    """The device that computes attention."""
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -37,6 +51,15 @@ class Documents:
             for start, stop in zip(starts, [*starts[1:], length]):
                 spans.append(Span(slice(row, row + 1), start, stop))
         return spans
+
+    @cached_property
+    def packed(self) -> PackedDocuments:
+        """The documents for varlen kernels: computed once for all layers, and copied without waiting for the device."""
+        length = self.starts.shape[1]
+        firsts = [span.rows.start * length + span.start for span in self.spans]
+        cu_seqlens = torch.tensor([*firsts, self.starts.numel()], dtype=torch.int32)
+        longest = max(span.stop - span.start for span in self.spans)
+        return PackedDocuments(copy_to_device(cu_seqlens, self.device), longest)
 
     def positions(self) -> Tensor:
         """The position of every token in its document, ``[s, b]``."""

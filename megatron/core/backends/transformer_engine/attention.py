@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends.transformer_engine.package import TransformerEngine
-from megatron.core.ops.attention_kernels import AttentionOutput, AutogradAttention
+from megatron.core.ops.attention_interface import AttentionOutput, AutogradAttention
 
 
 class TransformerEngineAttention(AutogradAttention):

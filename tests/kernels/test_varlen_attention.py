@@ -1,0 +1,221 @@
+"""Attention within all documents of a batch in one call: what kernels receive, where gradients are written, and GPU
+kernels on tensors of real runs without data."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.config.activations import ActivationConfig
+from megatron.core.backends.flash_attention import FlashAttention3
+from megatron.core.models.parallelize import build_model
+from megatron.core.ops.attention import AttentionInputs, AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, ReferenceAttention
+from megatron.core.ops.documents import Documents, PackedDocuments
+from megatron.core.topology import single_process
+from megatron.torch_compat import FakeTensorMode
+from tests.parallel.layout_run import CPU, MODEL, Layout, context
+
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
+
+
+def in_documents(starts: Sequence[Sequence[int]], length: int) -> Documents:
+    """A row for each of ``starts``, in which documents begin there."""
+    flags = torch.zeros(len(starts), length, dtype=torch.bool)
+    for row, places in zip(flags, starts):
+        row[list(places)] = True
+    return Documents(flags, masks_attention=True, resets_positions=False, device=CPU)
+
+
+@given(flags=st.integers(1, 4).flatmap(lambda s: st.lists(st.lists(st.booleans(), min_size=s, max_size=s), min_size=1)))
+def test_documents_are_packed_row_by_row(flags: list[list[bool]]) -> None:
+    packed = Documents(torch.tensor(flags), True, False, CPU).packed
+    length = len(flags[0])
+    starts = [row * length + at for row, one in enumerate(flags) for at in range(length) if at == 0 or one[at]]
+    bounds = [*starts, len(flags) * length]
+    assert packed.cu_seqlens.tolist() == bounds and packed.cu_seqlens.dtype == torch.int32
+    assert packed.max_seqlen == max(stop - start for start, stop in pairwise(bounds))
+
+
+class Recorder(ReferenceAttention):
+    """Notes what it receives."""
+
+    def __init__(self) -> None:
+        self.documents: list[PackedDocuments] = []
+        self.received: list[tuple[Tensor, ...]] = []
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+        raise AssertionError("documents are computed in one call")
+
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
+        self.documents.append(documents)
+        self.received.append((query, key, value))
+        return super().forward_varlen(query, key, value, documents)
+
+    def backward_varlen(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        documents: PackedDocuments,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        self.documents.append(documents)
+        self.received.append((grad, query, key, value, attended.output))
+        return super().backward_varlen(grad, query, key, value, attended, documents, out)
+
+
+def test_one_row_is_packed_without_a_copy() -> None:
+    shape, kernel = AttentionShape(4, 2, 8), Recorder()
+    qkv = torch.randn(20, 1, 8 * 8, dtype=torch.float64, requires_grad=True)
+    output = fused_attention(qkv, shape, LocalAttention(kernel), in_documents([[7, 8]], 20))
+    grad = torch.randn_like(output)
+    output.backward(grad)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (qkv, output, grad)}
+    received = [tensor for call in kernel.received for tensor in call]
+    assert len(received) == 8 and {tensor.untyped_storage().data_ptr() for tensor in received} == memory
+    assert {tensor.shape for tensor in received} == {(20, 4, 8), (20, 2, 8)}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_next_layer_receives_contiguous_tokens(rows: int) -> None:
+    """Else its GEMMs copy them, forward and backward."""
+    qkv = torch.randn(20, rows, 8 * 8, dtype=torch.float64)
+    documents = in_documents([[7, 8]] * rows, 20)
+    output = fused_attention(qkv, AttentionShape(4, 2, 8), LocalAttention(ReferenceAttention()), documents)
+    assert output.shape == (20, rows, 32) and output.is_contiguous()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lengths_are_computed_once_for_all_layers_and_passes(recompute: bool) -> None:
+    kernel = Recorder()
+    activations = ActivationConfig(
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+    built_in = context(single_process(), Layout())
+    model = build_model(MODEL, type(built_in)(**{**vars(built_in), "attention_kernel": kernel}), 1, None, activations)
+    documents = in_documents([[3, 9], [5]], 16)
+    logits = model.transformer_chunks[0](torch.zeros(2, 16, dtype=torch.int64), documents)
+    logits.sum().backward()
+    assert len(kernel.documents) == MODEL.num_layers * (3 if recompute else 2)
+    assert {id(one.cu_seqlens) for one in kernel.documents} == {id(documents.packed.cu_seqlens)}
+
+
+@pytest.fixture
+def flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention3]:
+    """With the stand-in for its interface."""
+    before = sys.modules.pop("flash_attn_interface", None)
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    yield FlashAttention3()
+    del sys.modules["flash_attn_interface"]
+    if before is not None:
+        sys.modules["flash_attn_interface"] = before
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("starts", [None, [0, 5, 17]])
+def test_flash_attention_3_writes_gradients_into_the_fused_gradient(
+    flash_attention_3: FlashAttention3, starts: list[int] | None, rows: int
+) -> None:
+    documents = None if starts is None else in_documents([starts] * rows, 24)
+    shape, generator = AttentionShape(4, 2, 8), torch.Generator().manual_seed(0)
+    qkv = torch.randn(24, rows, 64, generator=generator)
+    grad = shape.query_heads_of(torch.randn(24, rows, 32, generator=generator))
+    inputs = AttentionInputs(*shape.split(qkv), documents)
+    attention, reference = LocalAttention(flash_attention_3), LocalAttention(ReferenceAttention())
+    views = shape.split(torch.full_like(qkv, torch.nan))
+    found = attention.backward(grad, inputs, attention.forward(inputs), views)
+    expected = reference.backward(grad, inputs, reference.forward(inputs), views)
+    # Several rows of documents are packed into a copy.
+    assert (found is views) == (documents is None or rows == 1)
+    assert expected is not views
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+RUNS = {
+    "8B": AttentionShape(32, 8, 128),
+    "70B TP4": AttentionShape(16, 2, 128),
+    "405B TP8": AttentionShape(16, 1, 128),
+}
+
+
+LENGTH = 8192
+of_runs = pytest.mark.parametrize("shape", RUNS.values(), ids=RUNS)
+
+
+def empty(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device=device)
+
+
+@of_runs
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("starts", [None, [0, 1000, 1001]])
+@pytest.mark.parametrize("make", [CudaFlashAttention, CudnnAttention, None])
+def test_gpu_kernels_attend_in_a_model_of_real_sizes(
+    flash_attention_3: FlashAttention3,
+    make: Callable[[], AttentionKernel] | None,
+    starts: list[int] | None,
+    rows: int,
+    shape: AttentionShape,
+) -> None:
+    """On tensors without data: arguments, shapes and strides, not results. Builds of torch without CUDA have no
+    autograd for fake CUDA tensors, so these are on the CPU. FlashAttention 3 is its stand-in."""
+    kernel = flash_attention_3 if make is None else make()
+    documents = None if starts is None else in_documents([starts] * rows, LENGTH)
+    assert documents is None or documents.packed.max_seqlen == LENGTH - 1001
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        qkv = empty(LENGTH, rows, shape.rotated_size + shape.key_value_heads * shape.head_size).requires_grad_()
+        output = fused_attention(qkv, shape, LocalAttention(kernel), documents)
+        assert output.shape == (LENGTH, rows, shape.query_heads * shape.head_size) and output.is_contiguous()
+        output.backward(torch.empty_like(output))
+        assert qkv.grad is not None and qkv.grad.shape == qkv.shape
+
+
+@of_runs
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kernel", [CudaFlashAttention(), CudnnAttention()], ids=lambda kernel: kernel.name)
+def test_torchs_kernels_take_fake_cuda_tensors_of_real_sizes(
+    kernel: AttentionKernel, rows: int, shape: AttentionShape
+) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        qkv = empty(LENGTH, rows, shape.rotated_size + shape.key_value_heads * shape.head_size, device="cuda")
+        grad, joined = (
+            shape.query_heads_of(empty(LENGTH, rows, shape.query_heads * shape.head_size, device="cuda"))
+            for _ in range(2)
+        )
+        query, key, value = shape.split(qkv)
+        assert kernel.supports(query.device, query.dtype)
+        attended = kernel.forward(query, key, value, is_causal=True)
+        assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == query.shape[:3]
+        assert attended.output.permute(2, 0, 1, 3).flatten(2).is_contiguous()
+        saved = AttentionOutput(joined, attended.log_sum_exp, attended.kept)
+        grads = kernel.backward(grad, query, key, value, saved, is_causal=True)
+        assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
+
+
+@of_runs
+def test_torchs_varlen_kernel_takes_fake_cuda_tensors_of_real_sizes(shape: AttentionShape) -> None:
+    kernel = CudaFlashAttention()
+    with FakeTensorMode(), torch.no_grad():
+        qkv = empty(LENGTH, 1, shape.rotated_size + shape.key_value_heads * shape.head_size, device="cuda")
+        # As LocalAttention packs one row: views.
+        query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in shape.split(qkv))
+        assert query.stride() == (qkv.shape[2], shape.head_size, 1)
+        documents = PackedDocuments(torch.empty(10, dtype=torch.int32, device="cuda"), 5000)
+        attended = kernel.forward_varlen(query, key, value, documents)
+        assert attended.output.shape == query.shape and attended.output.is_contiguous()
+        assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == (shape.query_heads, LENGTH)
+        grads = kernel.backward_varlen(torch.empty_like(query), query, key, value, attended, documents)
+        assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
