@@ -8,7 +8,7 @@ the end of the step the amaxes of all ranks with the same layers set the next sc
 Amaxes of a step are recorded as maxima, so a recomputed forward pass does not change them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +80,10 @@ class Fp8Layers:
 
     def finish_step(self) -> None:
         """Call after the last one, before the weights are updated."""
+
+    def kept_weights(self) -> Iterator[Tensor]:
+        """The FP8 copies of weights that are stored now."""
+        yield from ()
 
     def state(self) -> dict[str, Tensor]:
         """The state for a checkpoint, by names that do not depend on the layout and equal on all ranks of a layer:
@@ -162,6 +166,13 @@ class Fp8Scaling(Fp8Layers):
     def _drop_weights(self) -> None:
         for layer in self._layers:
             layer.weight = None
+
+    def kept_weights(self) -> Iterator[Tensor]:
+        for layer in self._layers:
+            if layer.weight is not None:
+                yield layer.weight.data
+                if layer.weight.transposed is not None:
+                    yield layer.weight.transposed
 
     def _update_has_scales(self) -> None:
         """Update ``has_scales`` of the layers. Once all have scales, this no longer waits for the device."""

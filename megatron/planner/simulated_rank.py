@@ -4,7 +4,7 @@ With a :class:`~megatron.planner.fake_backend.SimulatedTopology` and fake tensor
 sent. With a real topology and real tensors the same code measures a real step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,10 +31,10 @@ _PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 
 
 class _PassRecorder(ActionRecorder):
-    """Sets the tracker's pass, and counts what outlives a forward or backward pass as activations."""
+    """Sets the tracker's pass, and calls ``mark_activations`` after a forward or backward pass."""
 
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self._tracker = tracker
+    def __init__(self, tracker: MemoryTracker, mark_activations: Callable[[], None]) -> None:
+        self._tracker, self._mark_activations = tracker, mark_activations
 
     @contextmanager
     def span(self, stage: int, action: Action) -> Iterator[None]:
@@ -42,7 +42,7 @@ class _PassRecorder(ActionRecorder):
         self._tracker.during = f"{pass_name} pass, microbatch {action.microbatch}, chunk {action.chunk}"
         yield
         if action.kind != "W":
-            self._tracker.mark_activations()
+            self._mark_activations()
         self._tracker.during = "between passes"
 
 
@@ -71,10 +71,17 @@ def build_rank(
     if shards_weights(config.parallel, topology):
         # Only the simulated set-up allocates whole weights.
         tracker.peak = tracker.now
-    _mark_outputs(parallel.model, tracker)
-    parallel.executor.recorder = _PassRecorder(tracker)
-    scaler = build_loss_scaler(config.precision)
     fp8 = parallel.model.context.fp8
+
+    def mark_activations() -> None:
+        """Mark the memory that outlives a pass, which is saved for a backward pass unless it is an FP8 weight."""
+        for weight in fp8.kept_weights() if fp8 is not None else ():
+            tracker.mark(weight, "weights")
+        tracker.mark_activations()
+
+    _mark_outputs(parallel.model, tracker, mark_activations)
+    parallel.executor.recorder = _PassRecorder(tracker, mark_activations)
+    scaler = build_loss_scaler(config.precision)
     return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology, fp8)
 
 
@@ -107,15 +114,15 @@ def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, T
         yield microbatch
 
 
-def _mark_outputs(model: TransformerModel, tracker: MemoryTracker) -> None:
-    """Mark what outlives the forward pass of an embedding or a layer as activations, and the head's output."""
+def _mark_outputs(model: TransformerModel, tracker: MemoryTracker, mark_activations: Callable[[], None]) -> None:
+    """Mark what outlives the forward pass of an embedding or a layer, and the head's output."""
 
-    def mark_activations(module: nn.Module, inputs: object, output: object) -> None:
-        tracker.mark_activations()
+    def mark_saved(module: nn.Module, inputs: object, output: object) -> None:
+        mark_activations()
 
     def mark_logits(module: nn.Module, inputs: object, output: Tensor) -> None:
         tracker.mark(output, "logits and loss")
 
     for _, units in model.chunk_units:
         for unit in units:
-            unit.register_forward_hook(mark_logits if unit is model.head else mark_activations)
+            unit.register_forward_hook(mark_logits if unit is model.head else mark_saved)

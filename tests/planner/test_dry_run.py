@@ -81,6 +81,17 @@ def test_a_report_says_what_a_run_needs(tmp_path: Path) -> None:
     assert found["model_flops_per_step"] == found["model_flops_per_token"] * found["global_batch_size"] * 256
 
 
+def test_fp8_copies_of_weights_are_counted_under_weights(tmp_path: Path) -> None:
+    """A byte for each weight of a layer's GEMMs, and a byte for its transpose."""
+    in_fp8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+    plain, quantized = (
+        report(f"{TINY} --global-batch-size 4 --num-gpus 1 {flags}", tmp_path)["memory_bytes"]["0"]
+        for flags in ("", in_fp8)
+    )
+    layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 384
+    assert quantized["weights"] - plain["weights"] == 4 * layer * 2
+
+
 def test_what_does_not_fit_is_told_with_flags_that_mend_it(tmp_path: Path) -> None:
     flags = f"{TINY} --num-gpus 4 --pipeline-model-parallel-size 2 --global-batch-size 16"
     whole = report(flags, tmp_path)
