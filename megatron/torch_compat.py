@@ -64,6 +64,11 @@ def symmetric_memory_operators() -> Any:
     return torch.ops.symm_mem
 
 
+def operator_schema(operator: Any) -> Any:
+    """The schema of an operator that a dispatch mode receives: its name and arguments, and which of them it writes."""
+    return operator._schema
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Equal for two tensors' storages if they are the same memory."""
     return storage._cdata

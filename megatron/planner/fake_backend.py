@@ -12,6 +12,7 @@ from megatron.planner.memory import MemoryTracker
 from megatron.torch_compat import disable_dispatch_modes, local_scalar
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 
 
 class ShapeTracker(MemoryTracker):
@@ -89,7 +90,7 @@ class FakeCommunicator(Communicator):
 class SimulatedTopology(Topology):
     """The topology of a rank without the other ranks; ``observer`` makes the observer of each group's collectives.
 
-    ``device`` is the device of the real run; fake tensors are on the CPU.
+    ``device`` is the device of the real run; fake tensors are on ``tensors_device``.
     """
 
     has_memory = False
@@ -101,8 +102,9 @@ class SimulatedTopology(Topology):
         device: torch.device,
         tracker: MemoryTracker,
         observer: Callable[[Communicator], Observer],
+        tensors_device: torch.device = _CPU,
     ) -> None:
-        super().__init__(grid, rank, torch.device("cpu"))
+        super().__init__(grid, rank, tensors_device)
         self._observer = observer
         self._transport = FakeTransport(
             lambda tensor: tracker.mark_if_temporary(tensor, "communication buffers"), device.type == "cpu"

@@ -1,10 +1,10 @@
 """Allocated memory by kind, tracked from the allocations of the code."""
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class MemoryTracker(TorchDispatchMode):
         """Run one operation; a subclass may return a fake value instead."""
         return func(*args, **kwargs)
 
-    def __enter__(self) -> "MemoryTracker":
+    def __enter__(self) -> Self:
         # FSDP2 resizes storages.
         self._resize = torch.UntypedStorage.resize_
 
@@ -148,6 +148,15 @@ class MemoryTracker(TorchDispatchMode):
             yield
         finally:
             self._is_tracking = True
+
+    def fused(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Run ``method`` as one kernel: only its results are counted, since intermediate values stay in registers."""
+        with self.untracked():
+            results = method(*arguments)
+        for result in results if isinstance(results, tuple) else (results,):
+            if result is not None:
+                self.track(result)
+        return results
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:
         """Change the kind of the memory of ``tensor``."""

@@ -86,22 +86,29 @@ def build_rank(
 
 
 def run_step(
-    config: RunConfig, topology: Topology, module: TrainModule, num_microbatches: int, tracker: MemoryTracker
+    config: RunConfig,
+    topology: Topology,
+    module: TrainModule,
+    num_microbatches: int,
+    tracker: MemoryTracker,
+    document_starts: Tensor | None = None,
 ) -> None:
+    """One training step; ``document_starts`` ``[b, s]`` are those of every microbatch, by default one document."""
     tracker.during = "start of the step"
     train_step(
         module,
-        _microbatches(config, topology),
+        _microbatches(config, topology, document_starts),
         Hyperparameters(learning_rate=0.0),
         num_microbatches=num_microbatches,
         expected_tokens=num_microbatches * config.micro_batch_size * config.seq_length,
         timers=Timers(0),
+        stop_flags=lambda: [False] * 4,
     )
     tracker.during = "after the step"
 
 
-def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, Tensor]]:
-    """Microbatches without end; every sample is one document of equal tokens."""
+def _microbatches(config: RunConfig, topology: Topology, document_starts: Tensor | None) -> Iterator[dict[str, Tensor]]:
+    """Microbatches without end, of equal tokens."""
     shape = config.micro_batch_size, config.seq_length // topology.grid.cp
     while True:
         microbatch = {
@@ -110,7 +117,9 @@ def _microbatches(config: RunConfig, topology: Topology) -> Iterator[dict[str, T
             "loss_mask": torch.ones(shape, dtype=torch.float32),
         }
         if config.data.marks_documents:
-            microbatch["document_starts"] = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.bool)
+            if document_starts is None:
+                document_starts = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.bool)
+            microbatch["document_starts"] = document_starts
         yield microbatch
 
 

@@ -183,6 +183,15 @@ def test_dispatch_modes_see_operations_and_can_be_disabled() -> None:
         assert len(calls.seen) == count
 
 
+def test_the_schema_of_an_operator_says_what_it_writes() -> None:
+    add, copy = (torch_compat.operator_schema(one) for one in (torch.ops.aten.add.out, torch.ops.aten.copy_.default))
+    assert (add.name, copy.name) == ("aten::add", "aten::copy_")
+    for schema, written in ((add, [("out", True)]), (copy, [("self", False)])):
+        arguments = [one for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        assert [(one.name, one.is_out) for one in arguments] == written
+    assert torch.ops.aten.t.default.is_view and not torch.ops.aten.copy_.default.is_view
+
+
 def test_fake_tensors_have_no_memory() -> None:
     with torch_compat.FakeTensorMode():
         product = torch.empty(10**6, 10**6) @ torch.empty(10**6, 10**6)

@@ -152,7 +152,7 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
                 f"({reason}): use another recipe, or remove --fp8-format."
             )
         return TransformerEngineFp8(kernels.engine, config.precision, topology.stage_ranks)
-    if not supports_fp8(topology.device):
+    if topology.has_memory and not supports_fp8(topology.device):
         raise ConfigError(
             f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
             f"{device_name(topology.device)} does not have: remove it."

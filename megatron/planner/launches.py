@@ -1,0 +1,294 @@
+"""What a step launches on a GPU, counted on tensors without memory.
+
+Tensors of the GPU are on the meta device here: torch without CUDA has no autograd for fake CUDA tensors, and host
+tensors stay distinguishable.
+
+A :class:`LaunchRecorder` records the operators of a simulated rank: GEMMs, attention, and elementwise operators (all
+others) with the bytes that they read and write, computed from shapes and dtypes; also collectives, copies between host
+and device, and host syncs. Views and allocations launch nothing. A kernel that is compiled or written in Triton counts
+as one operator.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.core.communication import CollectiveRecord, Communicator, Observer
+from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.memory import Kind
+from megatron.planner.plan import Run, fake_processes
+from megatron.planner.simulated_rank import build_rank, run_step
+from megatron.torch_compat import (
+    local_scalar,
+    operator_schema,
+    storage_id,
+    tree_flatten,
+)
+
+LaunchKind = Literal["gemm", "attention", "elementwise", "collective", "host copy", "host sync"]
+
+_DEVICE = torch.device("meta")
+_GEMMS = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm", "_grouped_mm")
+)
+_ALLOCATIONS = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
+)
+_COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
+_PINNING = frozenset(("aten::pin_memory", "aten::_pin_memory"))
+_SYNCS = frozenset(("aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2"))
+"""Operators whose results have a size or a value that the host reads."""
+_OVERWRITING = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::_foreach_zero_", "aten::fill_"))
+"""Operators that write their first argument without reading it."""
+_LOOKUPS = frozenset(("aten::embedding", "aten::gather", "aten::index", "aten::index_select"))
+"""Operators that read only as many elements of their first argument as they write."""
+_SCATTERS = frozenset(("aten::scatter_add_", "aten::index_add_", "aten::scatter_", "aten::index_put_"))
+"""Operators that change only as many elements of their first argument as their last argument has."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operator on the device, or a wait of the host for the device."""
+
+    kind: LaunchKind
+    name: str
+    num_bytes: int
+    """Bytes read and written; of a collective those of its largest tensor, of a host sync 0."""
+    during: str
+    """The pass that ran."""
+
+
+@dataclass(frozen=True)
+class LaunchCounts:
+    """The launches of a pass or a step."""
+
+    gemms: int
+    attention: int
+    elementwise: int
+    elementwise_megabytes: int
+    """Read and written, 10^6 bytes."""
+    collectives: int
+    host_copies: int
+    """Copies between host and device for which the host does not wait."""
+    host_syncs: int
+
+    @classmethod
+    def of(cls, launches: Iterable[Launch]) -> "LaunchCounts":
+        launches = list(launches)
+        count = Counter(launch.kind for launch in launches)
+        moved = sum(launch.num_bytes for launch in launches if launch.kind == "elementwise")
+        return cls(
+            count["gemm"],
+            count["attention"],
+            count["elementwise"],
+            round(moved / 1e6),
+            count["collective"],
+            count["host copy"],
+            count["host sync"],
+        )
+
+
+class LaunchRecorder(ShapeTracker):
+    """Records launches inside the mode: operators on tensors of the meta device. What the host reads of them is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self._kernel: _FusedKernel | None = None
+        """The kernel inside of which operators are not recorded."""
+        self._read_on_host: int | None = None
+        """The storage that the host has read since the last launch: reading further elements is no further sync."""
+
+    def observer(self, communicator: Communicator) -> Observer:
+        """An observer that records the collectives of ``communicator``."""
+
+        def observe(record: CollectiveRecord) -> None:
+            self._record("collective", record.kind, record.num_bytes)
+
+        return observe
+
+    def mark(self, tensor: Tensor, kind: Kind) -> None:
+        """Memory is not tracked."""
+
+    def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
+        """Memory is not tracked."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if operator_schema(func).name in _PINNING:
+            # Host memory cannot be pinned without a GPU.
+            return args[0]
+        if not _is_on_device(args, kwargs):
+            return func(*args, **kwargs)
+        result = self._fake(func, args, kwargs)
+        operation = _Operation.of(func, args, kwargs, result)
+        if self._kernel is not None:
+            self._kernel.add(operation)
+        else:
+            self._record_operation(operation)
+        return result
+
+    def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of one operator; a copy to the host is of ones."""
+        if operator_schema(func).name == "aten::_to_copy" and kwargs.get("device") == torch.device("cpu"):
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return super().run(func, args, kwargs)
+
+    def fused(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if self._kernel is not None:
+            return method(*arguments)
+        self._kernel = kernel = _FusedKernel(arguments)
+        try:
+            results = super().fused(method, *arguments)
+        finally:
+            self._kernel = None
+        self._record("elementwise", method.__qualname__, kernel.num_bytes(results))
+        return results
+
+    def _record(self, kind: LaunchKind, name: str, num_bytes: int = 0) -> None:
+        self.launches.append(Launch(kind, name, num_bytes, self.during))
+        if kind != "host sync":
+            self._read_on_host = None
+
+    def _record_operation(self, operation: "_Operation") -> None:
+        devices = {tensor.device.type for tensor in operation.tensors}
+        name = operation.name
+        if _DEVICE.type not in devices or operation.is_free:
+            return
+        if operation.operator is local_scalar:
+            address = _address(operation.tensors[0])
+            if address != self._read_on_host:
+                self._record("host sync", name)
+                self._read_on_host = address
+        elif name in _COPIES and len(devices) == 2:
+            self._record("host copy" if operation.is_non_blocking else "host sync", name)
+        elif name in _GEMMS:
+            self._record("gemm", name, operation.num_bytes)
+        elif "attention" in name:
+            self._record("attention", name, operation.num_bytes)
+        else:
+            self._record("elementwise", name, operation.num_bytes)
+            if name in _SYNCS:
+                self._record("host sync", name)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A call of an operator: its tensors, and those that it writes."""
+
+    operator: Any
+    name: str
+    read: Sequence[Tensor]
+    written: Sequence[Tensor]
+    is_non_blocking: bool
+
+    @classmethod
+    def of(cls, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> "_Operation":
+        schema = operator_schema(operator)
+        named = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
+        read: list[Tensor] = []
+        written: list[Tensor] = []
+        for argument in schema.arguments:
+            tensors = _tensors_of(named.get(argument.name))
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written:
+                written += tensors
+            is_first = argument is schema.arguments[0]
+            if not (is_written and (argument.is_out or (is_first and schema.name in _OVERWRITING))):
+                read += tensors
+        if operator.is_view:
+            return cls(operator, schema.name, (), (), False)
+        addresses = {_address(tensor) for tensor in written}
+        written += [tensor for tensor in _tensors_of(result) if _address(tensor) not in addresses]
+        return cls(operator, schema.name, read, written, bool(named.get("non_blocking")))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.read, *self.written]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is launched: a view, an allocation, or no element."""
+        return self.name in _ALLOCATIONS or not any(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read and written."""
+        if self.name in _LOOKUPS:
+            return sum(map(_size, (*self.read[1:], *self.written, *self.written)))
+        if self.name in _SCATTERS:
+            *others, values = self.read[1:]
+            return sum(map(_size, (*others, values, values, values)))
+        return sum(map(_size, self.tensors))
+
+
+class _FusedKernel:
+    """The bytes of a kernel that is simulated by several operators: it reads and writes each argument at most once."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self._arguments = _tensors_of(arguments)
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+
+    def add(self, operation: _Operation) -> None:
+        self._read.update(map(_address, operation.read))
+        self._written.update(map(_address, operation.written))
+
+    def num_bytes(self, results: Any) -> int:
+        """Bytes of the arguments that were read or written, and of new ``results``."""
+        known = {_address(tensor) for tensor in self._arguments}
+        made = [tensor for tensor in _tensors_of(results) if _address(tensor) not in known]
+        return sum(map(_size, made)) + sum(
+            _size(tensor) * ((_address(tensor) in self._read) + (_address(tensor) in self._written))
+            for tensor in self._arguments
+        )
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of the distinct elements of ``tensor``."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride()) if stride != 0)
+    return torch.Size(sizes).numel() * tensor.element_size()
+
+
+def _is_on_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an argument or the result is on the device."""
+    device = kwargs.get("device")
+    return (device is not None and torch.device(device) == _DEVICE) or any(
+        tensor.device == _DEVICE for tensor in _tensors_of((args, kwargs))
+    )
+
+
+def record_step(run: Run, rank: int, num_microbatches: int, document_length: int | None = None) -> list[Launch]:
+    """The launches of the second training step of ``rank``.
+
+    With ``document_length`` every sample consists of documents of that length.
+    """
+    recorder = LaunchRecorder()
+    starts = None
+    if document_length is not None:
+        starts = (torch.arange(run.config.seq_length) % document_length == 0).repeat(run.config.micro_batch_size, 1)
+    with fake_processes(run, rank), recorder:
+        topology = SimulatedTopology(run.grid, rank, run.device, recorder, recorder.observer, _DEVICE)
+        module = build_rank(run.config, topology, run.vocabulary, recorder, run.device)
+        for _ in range(2):
+            recorder.launches.clear()
+            run_step(run.config, topology, module, num_microbatches, recorder, starts)
+    return recorder.launches
+
+
+def passes_of(launches: Iterable[Launch], microbatch: int) -> Iterator[Launch]:
+    """The launches of the forward and backward passes of ``microbatch``."""
+    names = tuple(f"{name} pass, microbatch {microbatch}," for name in ("forward", "backward"))
+    return (launch for launch in launches if launch.during.startswith(names))

@@ -1,0 +1,95 @@
+"""What a layer and a step launch, counted on fake CUDA tensors, and the budgets of these counts.
+
+    python -m tests.budgets.launch_budgets
+
+writes ``tests/budgets/launches.md`` again from the code.
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from megatron.config.command_line import parse_command_line
+from megatron.planner.launches import LaunchCounts, passes_of, record_step
+from megatron.planner.plan import Run, planned_vocabulary
+
+BUDGETS = Path(__file__).with_name("launches.md")
+HEADER = (
+    "| model | precision | part | GEMMs | attention | elementwise | MB | collectives | host copies | host syncs |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+)
+MODELS = {
+    "8B": "--model llama3-8b",
+    "70B, TP4": "--model llama3-70b --tensor-model-parallel-size 4 --sequence-parallel",
+    "405B, TP8": "--model llama3.1-405b --tensor-model-parallel-size 8 --sequence-parallel",
+}
+PRECISIONS = {
+    "bf16": "",
+    "FP8 delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "FP8 tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+}
+DOCUMENT_LENGTH = 1024
+"""Eight documents in a sequence, in the rows with documents."""
+_COMMON = (
+    "--mock-data --bf16 --seq-length 8192 --micro-batch-size 1 --train-iters 10 --lr 1e-3 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+)
+
+_WITHOUT_DOCUMENTS = "--kernel attention=cudnn"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of which a layer and a step are counted."""
+
+    model: str
+    precision: str
+    has_documents: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}{', documents' if self.has_documents else ''}"
+
+    def run(self, num_stages: int, data_parallel_size: int) -> Run:
+        """One layer per stage, two microbatches."""
+        # torch's flash attention takes all documents in one call.
+        documents = "--reset-attention-mask --kernel attention=flash" if self.has_documents else _WITHOUT_DOCUMENTS
+        flags = (
+            f"{_COMMON} {MODELS[self.model]} {PRECISIONS[self.precision]} {documents} --num-layers {num_stages} "
+            f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
+        )
+        config = parse_command_line(flags.split())
+        num_gpus = config.parallel.tensor_model_parallel_size * num_stages * data_parallel_size
+        config.check(num_gpus)
+        return Run.of(config, num_gpus, planned_vocabulary(config))
+
+    def counts(self) -> dict[str, LaunchCounts]:
+        """The counts of each part."""
+        length = DOCUMENT_LENGTH if self.has_documents else None
+        # A stage between two others has one layer and nothing else.
+        stages = self.run(num_stages=3, data_parallel_size=1)
+        passes = record_step(stages, stages.rank_of_stage(1), 2, length)
+        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length)
+        return {
+            "layer, first microbatch": LaunchCounts.of(passes_of(passes, 0)),
+            "layer, later microbatch": LaunchCounts.of(passes_of(passes, 1)),
+            "step": LaunchCounts.of(step),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The row in the table, one line for each part."""
+        for part, counts in self.counts().items():
+            numbers = " | ".join(f"{number:,}" for number in astuple(counts))
+            yield f"| {self.name} | {self.precision} | {part} | {numbers} |"
+
+
+ROWS = (*(Row(model, precision) for model in MODELS for precision in PRECISIONS), Row("8B", "bf16", True))
+
+
+def write_budgets() -> None:
+    lines = [*HEADER, *(line for row in ROWS for line in row.lines())]
+    BUDGETS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_budgets()
