@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-matrix", action="store_true", help="all rows of products of factors, and more kills at random moments"
     )
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where tests/gpu and the staged layouts compute"
+    )
     parser.addoption("--kills", type=int, default=1, help="ranks to kill, one after the other, under each rendezvous")
 
 
@@ -73,6 +76,17 @@ def sixteen_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool
     """Up to sixteen gloo ranks, the same for all modules; costly on two cores."""
     with RankPool(16, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def device_name(request: pytest.FixtureRequest) -> str:
+    """The device of tests that can run on a GPU: ``--device``."""
+    name: str = request.config.getoption("--device")
+    if name == "cuda":
+        import torch
+
+        assert torch.cuda.is_available(), "--device cuda needs a GPU"
+    return name
 
 
 @pytest.fixture

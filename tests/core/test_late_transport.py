@@ -11,12 +11,15 @@ from tests.rank_pool import RankPool
 
 
 def collectives(late: bool) -> list[Tensor]:
-    """The result of every collective."""
     kind = LateCommunicator if late else Communicator
-    ranks = kind(range(dist.get_world_size()), dist.get_rank(), "world")
+    return collectives_of(kind(range(dist.get_world_size()), dist.get_rank(), "world"))
+
+
+def collectives_of(ranks: Communicator, device: str = "cpu") -> list[Tensor]:
+    """The result of every collective."""
     size = ranks.size
-    own = torch.arange(2.0 * size).add(100.0 * ranks.rank)
-    in_place = torch.zeros(2 * size)
+    own = torch.arange(2.0 * size, device=device).add(100.0 * ranks.rank)
+    in_place = torch.zeros(2 * size, device=device)
     part = in_place.chunk(size)[ranks.rank].fill_(ranks.rank + 1.0)
     summed = own.clone()
     results = [

@@ -51,6 +51,7 @@ from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology, late_host_copies
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
+from tests.staged_transport import StagedTopology
 from tests.stand_ins import transformer_engine
 
 CPU = torch.device("cpu")
@@ -108,6 +109,13 @@ class Layout:
     """``--attention-backend``: the reference (``unfused``) computes all documents in one varlen call."""
     late: bool = False
     """Collectives and copies to the host give their results only with their wait, as on GPUs."""
+    staged: bool = False
+    """Collectives are copied to and from host buffers, by which ranks share one device."""
+    device: str = "cpu"
+
+    @property
+    def topology_class(self) -> type[Topology]:
+        return StagedTopology if self.staged else LateTopology if self.late else Topology
 
     @property
     def world_size(self) -> int:
@@ -172,7 +180,7 @@ def _boxes(param_shards: list[tuple[ParamShard, Tensor]]) -> list[LocalTensor]:
             shard.info.name,
             shard.info.global_shape,
             box,
-            tensor[begin - shard.start : end - shard.start].clone().view(box.shape),
+            tensor[begin - shard.start : end - shard.start].to("cpu", copy=True).view(box.shape),
         )
         for shard, tensor in param_shards
         for box, begin, end in flat_range_boxes(shard.info, shard.start, shard.stop)
@@ -234,7 +242,8 @@ def context(
 ) -> BuildContext:
     """What a model of the layout is built in, with FP8 as in ``precision``."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
-    kernel = choose_attention_kernel(layout.attention, CPU, dtype)
+    merges = topology.grid.cp > 1 or layout.activations.cpu_offloading_num_layers > 0
+    kernel = choose_attention_kernel(layout.attention, topology.device, dtype, needs_log_sum_exp=merges)
     context_parallel = ContextParallel(
         topology.context_parallel, layout.cp_comm_type, topology.context_parallel_levels(layout.cp_sizes)
     )
@@ -243,11 +252,12 @@ def context(
         fp8 = TransformerEngineFp8(transformer_engine(), precision, topology.stage_ranks)
     elif precision is not None:
         keeps_weights = layout.strategy != "optim_grads_params"
-        fp8 = Fp8Scaling(precision, topology.stage_ranks, CPU, keeps_weights, Fp8Kernels.eager(scaled_gemm_reference))
+        eager = Fp8Kernels.eager(scaled_gemm_reference)
+        fp8 = Fp8Scaling(precision, topology.stage_ranks, topology.device, keeps_weights, eager)
     return BuildContext(
         parallel,
         dtype,
-        CPU,
+        topology.device,
         kernel,
         context_parallel=context_parallel,
         fp8=fp8,
@@ -302,25 +312,25 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
 
 
 @lru_cache(maxsize=1)
-def topologies_in(world: object) -> dict[tuple[RankGrid, bool], Topology]:
+def topologies_in(world: object) -> dict[tuple[RankGrid, type[Topology], str], Topology]:
     """The topologies of all cases in one ``world``, so that the process groups of a grid are made once. Topologies of
     the last world are dropped, because the threads of their groups end only then."""
     return {}
 
 
-def topology_of(grid: RankGrid, late: bool = False) -> Topology:
+def topology_of(grid: RankGrid, kind: type[Topology] = Topology, device: str = "cpu") -> Topology:
     """The topology of a grid of all ranks that have joined."""
     is_joined = torch.distributed.is_initialized()
     rank, world = (torch.distributed.get_rank(), torch.distributed.group.WORLD) if is_joined else (0, None)
     topologies = topologies_in(world)
-    if (grid, late) not in topologies:
-        topologies[grid, late] = (LateTopology if late else Topology)(grid, rank, CPU)
-    return topologies[grid, late]
+    if (grid, kind, device) not in topologies:
+        topologies[grid, kind, device] = kind(grid, rank, torch.device(device))
+    return topologies[grid, kind, device]
 
 
 def place_in(layout: Layout) -> Topology:
     """This rank's place in the grid of a layout."""
-    return topology_of(grid_of(layout), layout.late)
+    return topology_of(grid_of(layout), layout.topology_class, layout.device)
 
 
 def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:
