@@ -19,9 +19,10 @@ from megatron.core.ops.attention_kernels import (
     choose_attention_kernel,
 )
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
-from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
+from megatron.core.ops.fp8 import EagerQuantization, Fp8Kernels, SeparateFp8WeightGradient, gemm_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotate_, rotated
 from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.core.optimizer.kernels import OptimizerKernels
@@ -61,6 +62,37 @@ class _CompiledRotation:
         return activations.copy_(turned)
 
 
+class _FusedQuantization:
+    """:class:`~megatron.core.backends.triton.quantize.TritonQuantization`: one kernel, and the scale's reciprocal."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+
+    def quantize(
+        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        return self._run(tensor, scale, scale.reciprocal() + (amax - amax), dtype, layout)
+
+    def quantize_and_record(
+        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        return self._run(tensor, scale, scale.reciprocal(), dtype, layout)
+
+    def transpose(self, data: Tensor) -> Tensor:
+        transposed: Tensor = self._tracker.fused(EagerQuantization().transpose, data)
+        return transposed
+
+    def _run(
+        self, tensor: Tensor, scale: Tensor, inverse_scale: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        def quantize(tensor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+            quantized = EagerQuantization().quantize(tensor, scale, inverse_scale, dtype, layout)
+            return quantized.data, quantized.transposed
+
+        data, transposed = self._tracker.fused(quantize, tensor, scale)
+        return QuantizedTensor(data, inverse_scale, transposed)
+
+
 def simulated_kernels(
     config: RunConfig, topology: Topology, device: torch.device, vocab_size: int, tracker: MemoryTracker
 ) -> Kernels:
@@ -90,6 +122,10 @@ def simulated_kernels(
     rotate: Rotation = chosen("rope", rotate_, partial(tracker.fused, rotate_))
     if is_forced("rope", "compiled"):
         rotate = _CompiledRotation(tracker)
+    gemm = gemm_for(device)
+    fp8_weight_gradient: Any = SeparateFp8WeightGradient(gemm)
+    if is_forced("fp8_weight_gradient", "triton"):
+        fp8_weight_gradient = _Fused(fp8_weight_gradient, tracker)
     return Kernels(
         attention=attention,
         weight_gradient=SeparateWeightGradient() if separate_gradient else InPlaceWeightGradient(),
@@ -104,7 +140,11 @@ def simulated_kernels(
             ),
         ),
         optimizer=OptimizerKernels(),
-        fp8=Fp8Kernels.eager(gemm_for(device)),
+        fp8=Fp8Kernels(
+            gemm,
+            chosen("fp8_quantization", EagerQuantization(), _FusedQuantization(tracker)),
+            fp8_weight_gradient,
+        ),
         engine=None,
         choices=(),
     )

@@ -215,6 +215,13 @@ BAD: list[Row] = [
         (f"{ENGINE} {flag}", 1, f"{flag}, --transformer-impl transformer_engine")
         for flag in ("--no-gradient-accumulation-fusion", "--kernel weight_gradient=apex")
     ),
+    (f"{GOOD} --bf16 --kernel fp8_quantization=eager", 1, "--kernel fp8_quantization=eager, --fp8-format"),
+    (f"{GOOD} --bf16 --kernel fp8_weight_gradient=triton", 1, "--kernel fp8_weight_gradient=triton, --fp8-format"),
+    (
+        f"{ENGINE} --bf16 --fp8-format hybrid --kernel fp8_quantization=triton",
+        1,
+        "--kernel fp8_quantization=triton, --transformer-impl transformer_engine, --transformer-impl local",
+    ),
     # What is not a Llama.
     (f"{GOOD} --no-swiglu", 1, "--no-swiglu"),
     (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear"),

@@ -251,7 +251,7 @@ def test_every_implementation_of_the_flag_is_a_candidate() -> None:
     for operation, known in IMPLEMENTATIONS.items():
         for implementation in known:
             try:
-                choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), setting())
+                choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), setting(fp8=True))
             except ConfigError as error:
                 assert "is not available" in str(error)
 

@@ -104,6 +104,15 @@ def check_kernels(run: "RunConfig", world_size: int) -> None:
             f"{product.flag} is not supported by --transformer-impl transformer_engine, which accumulates weight "
             "gradients in place: remove it, or use --transformer-impl local."
         )
+    for operation in ("fp8_quantization", "fp8_weight_gradient"):
+        kernel = run.kernels.wanted(operation)
+        if kernel is not None and run.precision.fp8_format is None:
+            raise ConfigError(f"{kernel.flag} needs --fp8-format: add it, or remove {kernel.flag}.")
+        if kernel is not None and run.model.transformer_impl != "local":
+            raise ConfigError(
+                f"{kernel.flag} is not supported by --transformer-impl transformer_engine, which has its own FP8 "
+                "kernels: remove it, or use --transformer-impl local."
+            )
     if adam is None or adam.implementation == "torch":
         return
     uses_adam = run.optimizer.optimizer in ("adam", "muon")

@@ -26,6 +26,17 @@ def load(module: str, package: str) -> Any:
         raise Unavailable(f"{package} is installed but cannot be imported ({error})") from error
 
 
+def attempt(trial: Callable[[], None]) -> None:
+    """Run the trial of a kernel; any error is a reason not to use the kernel."""
+    try:
+        trial()
+    except Unavailable:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().split("\n", maxsplit=1)[0]
+        raise Unavailable(f"a trial failed ({first_line})") from error
+
+
 @dataclass(frozen=True)
 class Choice:
     """What was chosen, and why."""

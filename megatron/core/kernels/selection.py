@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.kernels import KernelConfig, Wanted
-from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, load
+from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load
+from megatron.core.kernels.fp8 import quantization_candidates, weight_gradient_candidates
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_interface import AttentionKernel
@@ -78,6 +79,8 @@ class Setting:
     """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
     attention_backend: str = "auto"
     engine: "TransformerEngine | None" = None
+    fp8: bool = False
+    """Whether linear layers of this project multiply in FP8."""
 
     @property
     def on_gpu(self) -> bool:
@@ -123,6 +126,13 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"),
         *_optional(setting, "squared_norm"),
     ]
+    fp8 = Fp8Kernels.eager(gemm_for(setting.device))
+    if setting.fp8:
+        fp8 = Fp8Kernels(
+            fp8.gemm,
+            chosen("fp8_quantization", quantization_candidates(setting)),
+            chosen("fp8_weight_gradient", weight_gradient_candidates(setting, fp8.gemm)),
+        )
     return Kernels(
         attention=chosen("attention", _attention(setting, config.wanted("attention"))),
         weight_gradient=chosen("weight_gradient", _weight_gradient(setting)),
@@ -133,7 +143,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
             cross_entropy=chosen("cross_entropy", cross_entropy),
         ),
         optimizer=OptimizerKernels(adam=chosen("adam", adam), squared_norm=chosen("l2_norm", l2_norm)),
-        fp8=Fp8Kernels.eager(gemm_for(setting.device)),
+        fp8=fp8,
         engine=setting.engine,
         choices=tuple(choices),
     )
@@ -203,7 +213,7 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
         # The operator itself does not refuse that.
         raise Unavailable("its backward pass is not deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
-        _try(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
+        attempt(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
     return kernel
 
 
@@ -264,7 +274,7 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
 
 def _tried_weight_gradient(kernel: WeightGradientKernel, setting: Setting) -> WeightGradientKernel:
     if setting.can_try:
-        _try(lambda: try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient))
+        attempt(lambda: try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient))
     return kernel
 
 
@@ -301,7 +311,7 @@ def _triton_rotation(setting: Setting) -> Rotation:
         raise Unavailable(f"it needs {missing}")
     rotate: Rotation = load("megatron.core.backends.triton.rope", "Triton").rotate
     if setting.can_try:
-        _try(lambda: try_rotation(rotate, setting.attention, setting.device, setting.weight))
+        attempt(lambda: try_rotation(rotate, setting.attention, setting.device, setting.weight))
     return rotate
 
 
@@ -337,7 +347,7 @@ def try_compiler(device: torch.device) -> str | None:
 
     numbers = torch.linspace(-2.0, 2.0, 48, device=device)
     try:
-        _try(lambda: _compare(torch.compile(gated, fullgraph=True)(numbers), gated(numbers)))
+        attempt(lambda: _compare(torch.compile(gated, fullgraph=True)(numbers), gated(numbers)))
     except Unavailable as error:
         return f"torch.compile does not work: {error}"
     return None
@@ -371,17 +381,6 @@ def _from_backend(setting: Setting, backend: str, kernel: str) -> Any:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _try(trial: Callable[[], None]) -> None:
-    """Run a trial; any error is a reason not to use the kernel."""
-    try:
-        trial()
-    except Unavailable:
-        raise
-    except Exception as error:
-        first_line = str(error).strip().split("\n", maxsplit=1)[0]
-        raise Unavailable(f"a trial failed ({first_line})") from error
 
 
 def _compare(found: Tensor, expected: Tensor) -> None:

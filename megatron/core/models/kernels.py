@@ -30,6 +30,7 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
         needs_log_sum_exp=needs_log_sum_exp(config, topology),
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),
+        fp8=config.precision.fp8_format is not None and config.model.transformer_impl == "local",
     )
     return choose_kernels(config.kernels, setting)
 

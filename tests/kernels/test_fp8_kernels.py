@@ -1,0 +1,159 @@
+"""Which kernels FP8 linear layers get where, what their trials find, and what is refused."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.kernels import KernelConfig
+from megatron.core.kernels import fp8 as fp8_kernels
+from megatron.core.kernels import selection
+from megatron.core.kernels.choice import Unavailable
+from megatron.core.kernels.fp8 import try_quantization, try_weight_gradient
+from megatron.core.kernels.selection import Setting, choose_kernels
+from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.fp8 import EagerQuantization, SeparateFp8WeightGradient, widened_gemm
+from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.errors import ConfigError
+
+CPU = torch.device("cpu")
+ON_CPU = Setting(CPU, torch.bfloat16, torch.float32, AttentionShape(8, 2, 128), fp8=True)
+ON_GPU = replace(ON_CPU, device=torch.device("cuda"))
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
+
+
+def fp8_rows(setting: Setting, *entries: str) -> dict[str, tuple[str, str]]:
+    choices = choose_kernels(KernelConfig(kernel=entries), setting).choices
+    return {one.operation: (one.implementation, one.reason) for one in choices if one.operation.startswith("fp8_")}
+
+
+SEPARATE = ("separate", "a product, then a sum")
+EAGER = "one operation after the other"
+
+
+def test_the_rows_are_in_the_table_of_a_run_in_fp8_alone() -> None:
+    assert fp8_rows(ON_CPU) == {"fp8_quantization": ("eager", EAGER), "fp8_weight_gradient": SEPARATE}
+    assert fp8_rows(replace(ON_CPU, fp8=False)) == {}
+
+
+def test_gpus_quantise_in_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = object()
+    monkeypatch.setattr(fp8_kernels, "_triton_kernel", lambda setting, module, name: made)
+    found = choose_kernels(KernelConfig(), ON_GPU)
+    assert found.fp8.quantization is made
+    assert isinstance(found.fp8.weight_gradient, SeparateFp8WeightGradient), "the Triton GEMM must be asked for"
+    assert choose_kernels(KernelConfig(kernel=("fp8_weight_gradient=triton",)), ON_GPU).fp8.weight_gradient is made
+    assert fp8_rows(ON_GPU, "fp8_quantization=eager")["fp8_quantization"][0] == "eager"
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
+    reason = "it needs Triton, which is not installed"
+    assert fp8_rows(ON_GPU)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
+
+
+def test_a_kernel_that_fails_its_trial_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_kernels, "_triton_kernel", lambda setting, module, name: None)
+    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
+    monkeypatch.setattr(Setting, "is_hopper", False)
+    trials = ("try_quantization", "try_weight_gradient")
+    for trial in trials:
+        monkeypatch.setattr(fp8_kernels, trial, lambda *arguments: None)
+    others = ("attention=reference", "weight_gradient=separate")
+    assert fp8_rows(ON_GPU, *others)["fp8_quantization"][0] == "triton"
+
+    def failing(*arguments: Any) -> None:
+        raise RuntimeError("no kernel image\nfor this device")
+
+    for trial in trials:
+        monkeypatch.setattr(fp8_kernels, trial, failing)
+    reason = "a trial failed (no kernel image)"
+    assert fp8_rows(ON_GPU, *others)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
+    with pytest.raises(ConfigError) as error:
+        fp8_rows(ON_GPU, *others, "fp8_weight_gradient=triton")
+    assert str(error.value) == (
+        f"--kernel fp8_weight_gradient=triton is not available: {reason}; available: separate: use one of these, or "
+        "remove it."
+    )
+
+
+@pytest.mark.parametrize("operation", ["fp8_quantization", "fp8_weight_gradient"])
+def test_without_a_gpu_triton_is_refused(operation: str) -> None:
+    with pytest.raises(ConfigError, match="it needs a GPU"):
+        fp8_rows(ON_CPU, f"{operation}=triton")
+
+
+# Trials
+
+
+class Wrong(EagerQuantization):
+    """The definition, with one change of the result or of the recorded amax."""
+
+    def __init__(self, change: Callable[[QuantizedTensor], QuantizedTensor], amax_factor: float = 1.0) -> None:
+        self._change, self._amax_factor = change, amax_factor
+
+    def quantize(
+        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        return self._change(super().quantize(tensor, scale, amax, dtype, layout))
+
+    def quantize_and_record(
+        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        found = super().quantize_and_record(tensor, scale, step_amax, dtype, layout)
+        step_amax.mul_(self._amax_factor)
+        return found
+
+
+def last_bit(operand: QuantizedTensor) -> QuantizedTensor:
+    data = operand.data.clone()
+    data.view(torch.uint8)[130, 250] ^= 1
+    return replace(operand, data=data)
+
+
+def stale_transpose(operand: QuantizedTensor) -> QuantizedTensor:
+    assert operand.transposed is not None
+    return replace(operand, transposed=operand.transposed.clone().zero_())
+
+
+def finite(operand: QuantizedTensor) -> QuantizedTensor:
+    assert operand.inverse_scale is not None
+    return replace(operand, inverse_scale=torch.full_like(operand.inverse_scale, 1.7).reciprocal())
+
+
+def test_the_definition_passes_its_trial() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        try_quantization(EagerQuantization(), CPU, dtype)
+        try_weight_gradient(SeparateFp8WeightGradient(widened_gemm), CPU, dtype)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Wrong(last_bit), "other numbers"),
+        (Wrong(stale_transpose), "another transpose"),
+        (Wrong(finite), "another inverse scale"),
+        (Wrong(lambda operand: operand, 1.01), "another amax"),
+    ],
+)
+def test_a_trial_sees_every_bit(wrong: EagerQuantization, message: str) -> None:
+    with pytest.raises(Unavailable, match=f"a trial returned {message} than the reference"):
+        try_quantization(wrong, CPU, torch.bfloat16)
+
+
+class OverwritesOnly(SeparateFp8WeightGradient):
+    def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
+        super().write(buffer, a, b, accumulate=False)
+
+
+def test_a_trial_sees_a_gradient_that_is_not_added() -> None:
+    with pytest.raises(Unavailable, match="another gradient"):
+        try_weight_gradient(OverwritesOnly(widened_gemm), CPU, torch.float32)

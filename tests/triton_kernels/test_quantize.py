@@ -1,0 +1,273 @@
+"""The Triton kernels of FP8 quantisation compute the bits of the definition, and fit into a Hopper's registers."""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.precision import PrecisionConfig
+from megatron.core.communication import Communicator
+from megatron.core.fp8 import Fp8Scaling
+from megatron.core.gradient import MainGrad, attach_main_grad
+from megatron.core.kernels.fp8 import try_quantization
+from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Kernels, Quantization, amax_of, widened_gemm
+from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
+from tests.triton_kernels.worker import TritonProcess
+
+pytestmark = pytest.mark.processes
+LAYOUTS = [Layout.ROWS, Layout.TRANSPOSED, Layout.BOTH]
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+def triton_quantization() -> Quantization:
+    from megatron.core.backends.triton.quantize import TritonQuantization
+
+    return TritonQuantization()
+
+
+def assert_same_bits(found: Tensor | None, expected: Tensor | None) -> None:
+    if found is None or expected is None:
+        assert found is expected
+        return
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Equal, and NaN, whose sign is not defined, at the same places."""
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def assert_same_operands(found: QuantizedTensor, expected: QuantizedTensor) -> None:
+    assert_same_bits(found.data, expected.data)
+    assert_same_bits(found.transposed, expected.transposed)
+    assert found.inverse_scale is not None and expected.inverse_scale is not None
+    assert_same(found.inverse_scale, expected.inverse_scale)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Magnitudes over the whole range of both formats and beyond, in both signs."""
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    magnitudes = torch.exp2(torch.rand(shape, generator=generator) * 40 - 22)
+    return (magnitudes * torch.randn(shape, generator=generator).sign()).to(dtype)
+
+
+def check_both_ways(tensor: Tensor, dtype: torch.dtype, layout: Layout, scale: float = 1.7) -> None:
+    triton, eager = triton_quantization(), EagerQuantization()
+    scales, amax = torch.tensor([0.0, scale, 0.0])[1], amax_of(tensor)
+    expected = eager.quantize(tensor, scales, amax, dtype, layout)
+    assert_same_operands(triton.quantize(tensor, scales, amax, dtype, layout), expected)
+    for before in (0.0, 3e38, math.inf, math.nan):
+        recorded = [torch.tensor([1.0, before, 1.0]) for _ in range(2)]
+        for quantization, amaxes in zip((triton, eager), recorded, strict=True):
+            found = quantization.quantize_and_record(tensor, scales, amaxes[1], dtype, layout)
+            assert_same_operands(found, expected)
+        assert_same(*recorded)
+
+
+@FORMATS
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 3), (7, 130), (5, 3, 70), (200, 129)])
+def test_the_bits_are_those_of_the_definition(
+    interpreter: TritonProcess, shape: tuple[int, ...], layout: Layout, dtype: torch.dtype
+) -> None:
+    interpreter.run(check_both_ways, numbers(*shape), dtype, layout)
+
+
+def check_every_bf16_number(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()].to(input_dtype).view(255, 256)
+    for scale in (1.0, 448.0 / 3.0, 2.0**-40, 2.0**126):
+        check_both_ways(finite, dtype, Layout.BOTH, scale)
+
+
+@FORMATS
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32])
+def test_every_number_is_rounded_as_torch_rounds_it(
+    interpreter: TritonProcess, dtype: torch.dtype, input_dtype: torch.dtype
+) -> None:
+    """Subnormal numbers, ties and saturation included."""
+    interpreter.run(check_every_bf16_number, dtype, input_dtype)
+
+
+def check_ties(dtype: torch.dtype) -> None:
+    codes = torch.arange(127 if dtype == E4M3 else 124, dtype=torch.uint8).view(dtype).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    near = torch.stack((ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(math.inf)), -ties))
+    check_both_ways(near, dtype, Layout.BOTH, 1.0)
+    check_both_ways(torch.full((3, 5), 1e9), dtype, Layout.BOTH, 1.0)
+
+
+@FORMATS
+def test_ties_go_to_the_even_number_and_large_numbers_to_the_largest(
+    interpreter: TritonProcess, dtype: torch.dtype
+) -> None:
+    interpreter.run(check_ties, dtype)
+
+
+def check_not_finite(bad: float, dtype: torch.dtype) -> None:
+    tensor = numbers(70, 80)
+    tensor[65, 3] = bad
+    check_both_ways(tensor, dtype, Layout.BOTH)
+    step_amax, scale = torch.tensor(1.0), torch.tensor(2.0)
+    found = triton_quantization().quantize_and_record(tensor, scale, step_amax, dtype, Layout.ROWS)
+    assert found.inverse_scale is not None and found.inverse_scale.isnan()
+    assert not step_amax.isfinite()
+    assert scale == 2.0, "the scale of the next microbatch"
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
+def test_a_number_that_is_not_finite_makes_the_scale_nan(
+    interpreter: TritonProcess, bad: float, dtype: torch.dtype
+) -> None:
+    interpreter.run(check_not_finite, bad, dtype)
+
+
+def check_strides() -> None:
+    for tensor in (
+        numbers(40, 30).t(),
+        numbers(3, 40, 20).transpose(0, 1),
+        numbers(9, 200)[:, 50:121],
+        numbers(1, 77).expand(5, 77),
+        numbers(90, 66)[::3, ::2],
+    ):
+        assert not tensor.is_contiguous()
+        check_both_ways(tensor, E4M3, Layout.BOTH)
+
+
+def test_tensors_may_have_any_strides(interpreter: TritonProcess) -> None:
+    interpreter.run(check_strides)
+
+
+def check_transpose() -> None:
+    for shape in ((1, 1), (64, 64), (65, 3), (3, 200)):
+        data = torch.arange(math.prod(shape)).to(torch.uint8).view(shape).view(E5M2)
+        for one in (data, data[:, : shape[1] // 2 + 1]):
+            assert_same_bits(triton_quantization().transpose(one), one.t().contiguous())
+
+
+def test_bytes_are_transposed(interpreter: TritonProcess) -> None:
+    interpreter.run(check_transpose)
+
+
+def check_refusals() -> None:
+    scale = torch.tensor(1.0)
+    with pytest.raises(TypeError, match="float64"):
+        triton_quantization().quantize(torch.ones(2, 2).double(), scale, scale, E4M3, Layout.ROWS)
+    with pytest.raises(AssertionError, match="empty"):
+        triton_quantization().quantize(torch.ones(0, 2), scale, scale, E4M3, Layout.ROWS)
+
+
+def test_fp64_and_empty_tensors_are_refused(interpreter: TritonProcess) -> None:
+    interpreter.run(check_refusals)
+
+
+def check_trial(dtype: torch.dtype) -> None:
+    try_quantization(triton_quantization(), torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_pass_their_trial(interpreter: TritonProcess, dtype: torch.dtype) -> None:
+    interpreter.run(check_trial, dtype)
+
+
+def trained(config: PrecisionConfig, kernels: Fp8Kernels) -> list[Tensor]:
+    """Outputs, gradients and scales of a linear layer over three steps of two microbatches."""
+    alone = Communicator((0,), 0)
+    scaling = Fp8Scaling(config, alone, torch.device("cpu"), kernels=kernels)
+    context = LayerContext(TensorParallel(alone), torch.bfloat16, torch.device("cpu"), fp8=scaling)
+    linear = RowParallelLinear("linear", 48, 32, context, init_std=1.0)
+    torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(1))
+    main_grad = MainGrad(torch.empty(32, 48))
+    attach_main_grad(linear.weight, main_grad)
+    found = []
+    for step in range(3):
+        scaling.start_step()
+        for microbatch in range(2):
+            generator = torch.Generator().manual_seed(2 * step + microbatch)
+            inputs = torch.randn(8, 2, 48, generator=generator).bfloat16().requires_grad_()
+            output = linear(inputs)
+            output.backward(torch.randn(8, 2, 32, generator=generator).bfloat16() / 64)
+            assert inputs.grad is not None
+            found += [output.detach(), inputs.grad]
+        main_grad.complete()
+        scaling.finish_step()
+        found.append(main_grad.buffer.clone())
+    return found + list(scaling.state().values())
+
+
+def check_layers(config: PrecisionConfig) -> None:
+    eager = Fp8Kernels.eager(widened_gemm)
+    fused = replace(eager, quantization=triton_quantization())
+    for one, other in zip(trained(config, fused), trained(config, eager), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_layer_trains_as_with_the_definition(
+    interpreter: TritonProcess, recipe: Literal["delayed", "tensorwise"]
+) -> None:
+    interpreter.run(check_layers, PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe))
+
+
+# Compiled
+
+
+def compile_quantization(
+    dtype: torch.dtype, layout: Layout, records: bool, shape: tuple[int, int]
+) -> list[tuple[int, int, str]]:
+    from tests.triton_kernels.compiled import compile_launches
+
+    tensor, amaxes, scale = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(3), torch.tensor(1.0)
+    quantization = triton_quantization()
+    quantize = quantization.quantize_and_record if records else quantization.quantize
+    launches = compile_launches(quantize, tensor, scale, amaxes[1], dtype, layout)
+    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+
+
+@FORMATS
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("records", [True, False], ids=["delayed", "current"])
+def test_a_thread_has_64_registers_and_spills_none(
+    compiler: TritonProcess, records: bool, layout: Layout, dtype: torch.dtype
+) -> None:
+    """So that a multiprocessor (65,536 registers) runs four programs of eight warps."""
+    ((registers, spilled, ptx),) = compiler.run(compile_quantization, dtype, layout, records, (1040, 4112))
+    assert registers <= 64
+    assert spilled == 0
+    name = "e4m3" if dtype == E4M3 else "e5m2"
+    assert f"cvt.rn.satfinite.{name}x2.f32" in ptx
+    # 16 bytes per instruction on both sides of the transposition.
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert "st.global.b8" not in ptx
+    assert ("atom" in ptx) is records
+
+
+def test_sizes_that_are_no_multiples_of_16_spill_no_registers(compiler: TritonProcess) -> None:
+    ((_, spilled, _),) = compiler.run(compile_quantization, E4M3, Layout.BOTH, True, (1023, 4095))
+    assert spilled == 0
+
+
+def compile_transpose() -> list[tuple[int, int, str]]:
+    from tests.triton_kernels.compiled import compile_launches
+
+    launches = compile_launches(triton_quantization().transpose, torch.zeros(1040, 4112, dtype=torch.uint8).view(E4M3))
+    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+
+
+def test_the_transposition_of_bytes_takes_few_registers(compiler: TritonProcess) -> None:
+    ((registers, spilled, ptx),) = compiler.run(compile_transpose)
+    assert registers <= 32
+    assert spilled == 0
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
