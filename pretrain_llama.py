@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from megatron.config.command_line import parse_command_line
+from megatron.config.environment import prepare_environment
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
-from megatron.operation.processes import LAUNCHER, die_with_parent
+from megatron.operation.processes import LAUNCHER, available_cores, die_with_parent
 
 
 def dry_run(config: RunConfig, world_size: int) -> None:
@@ -36,11 +37,13 @@ def train(arguments: Sequence[str], rank: int, world_size: int) -> ExitCode:
         dry_run(config, world_size)
         return ExitCode.COMPLETE
     config.check(world_size)
-    # Only now: torch is not needed to explain a flag.
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    queues = prepare_environment(config, os.environ, available_cores(), local_world_size)
+    # Only now: torch is not needed to explain a flag, and reads the environment.
     from megatron.training.initialize import Process
     from megatron.training.pretrain import pretrain
 
-    return pretrain(config, Process.from_environment(os.environ), partial(parse_command_line, arguments))
+    return pretrain(config, Process.from_environment(os.environ), partial(parse_command_line, arguments), queues)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,12 +1,6 @@
 # Sourced by launch.sh: the environment of every process. Variables that are already set are not changed.
 # shellcheck shell=bash
 
-# With 1, kernels start in the order in which they were launched. The backward pass of a tensor-parallel linear layer
-# launches its collective before its weight-gradient GEMM. With several hardware queues the GEMM may occupy all
-# multiprocessors first, and the collective, for which the next layer waits, starts after it. FSDP all-gathers weights on
-# a separate stream, which needs several queues: with --use-torch-fsdp2 set 8, CUDA's default.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-
 # The allocator extends its segments, so tensors of varying sizes (documents, batch-size ramp-up) cause less
 # fragmentation. Before torch 2.9 the variable was PYTORCH_CUDA_ALLOC_CONF.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
@@ -27,6 +21,9 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 # export GLOO_SOCKET_IFNAME=eth0    # the same for gloo, which carries objects between all ranks
 # export NCCL_IB_HCA=mlx5           # InfiniBand or RoCE adapters
 # export NCCL_DEBUG=WARN            # INFO logs the adapters and algorithms that NCCL chose
+
+# Set by pretrain_llama.py from the flags, unless you set them: CUDA_DEVICE_MAX_CONNECTIONS (docs/operation.md) and
+# TORCHINDUCTOR_COMPILE_THREADS (cores per process of the machine).
 
 # Deliberately not set: NCCL_ALGO, NCCL_PROTO, NCCL_MIN_NCHANNELS and similar variables, because NCCL chooses by message
 # size and topology; and TORCH_NCCL_AVOID_RECORD_STREAMS (arXiv 2407.21783, section 3.3.2), which is now torch's default.

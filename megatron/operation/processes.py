@@ -1,4 +1,4 @@
-"""Child processes that must end with their parent."""
+"""Child processes that must end with their parent, and the cores of this process."""
 
 import ctypes
 import os
@@ -22,6 +22,11 @@ def die_with_parent(ancestor: int | None = None) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     if os.getppid() != parent or not (ancestor is None or _is_running(ancestor)):
         os._exit(1)
+
+
+def available_cores() -> int:
+    """Cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_running(pid: int) -> bool:

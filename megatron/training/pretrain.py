@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron.config.environment import HardwareQueues
 from megatron.config.run import RunConfig
 from megatron.errors import ExitCode
 from megatron.training.attempts import attempt_counted
@@ -18,11 +19,11 @@ from megatron.training.initialize import Process, choose_device, init_distribute
 from megatron.training.signals import StopRequested, watch_signals
 
 
-def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> ExitCode:
+def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver, queues: HardwareQueues) -> ExitCode:
     """Run this rank's part of the training; returns COMPLETE or STOPPED.
 
-    ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). Raises
-    :class:`~megatron.errors.UserError`.
+    ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). ``queues`` are
+    set in the environment already. Raises :class:`~megatron.errors.UserError`.
     """
 
     def log_rank0(text: str) -> None:
@@ -39,6 +40,8 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver) -> Exit
             init_distributed(config.parallel, process, device) as topology,
         ):
             context = RunContext(config, topology, signals, log_rank0)
+            if device.type != "cpu":
+                (context.warn_rank0 if queues.is_mistake else log_rank0)(queues.describe())
             with save_directories_locked(context) as locks, attempt_counted(context), ExitStack() as at_end:
                 context = replace(context, config=resolve_architecture(context, flags_over))
                 trainer = build_trainer(context, locks, at_end)

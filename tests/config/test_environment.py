@@ -1,0 +1,144 @@
+"""The environment variables that the layout decides, and what the log says about them."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.activations import ActivationConfig
+from megatron.config.environment import (
+    COMPILE_THREADS,
+    CONNECTIONS,
+    choose_hardware_queues,
+    compile_threads,
+    prepare_environment,
+)
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+TP: dict[str, Any] = {"tensor_model_parallel_size": 8, "sequence_parallel": True}
+OVERLAP = TP | {"tp_comm_overlap": True}
+CP: dict[str, Any] = {"context_parallel_size": 2}
+FSDP: dict[str, Any] = {"use_torch_fsdp2": True}
+OTHERS: dict[str, Any] = {"pipeline_model_parallel_size": 4, "overlap_grad_reduce": True, "tp_comm_overlap": True}
+OFFLOAD = ActivationConfig(cpu_offloading_num_layers=2)
+ENGINE = ModelConfig(transformer_impl="transformer_engine")
+FP8 = PrecisionConfig(bf16=True, fp8_format="hybrid")
+
+
+def run_with(layout: dict[str, Any], **groups: Any) -> RunConfig:
+    return replace(RunConfig(), parallel=ParallelConfig(**layout), **groups)
+
+
+@pytest.mark.parametrize(
+    ("config", "connections", "reasons", "hindered"),
+    [
+        (run_with(OTHERS), 8, (), ()),
+        (run_with(TP), 1, ("tensor parallelism",), ()),
+        (run_with(CP), 1, ("context parallelism",), ()),
+        (run_with(TP | CP), 1, ("tensor parallelism", "context parallelism"), ()),
+        (run_with(FSDP), 8, ("FSDP2",), ()),
+        (run_with(FSDP | TP), 8, ("FSDP2",), ("tensor parallelism",)),
+        (run_with(OVERLAP), 8, ("--tp-comm-overlap",), ()),
+        (run_with(OVERLAP | CP), 8, ("--tp-comm-overlap",), ("context parallelism",)),
+        (run_with(OVERLAP, model=ENGINE), 1, ("tensor parallelism",), ()),
+        (run_with(OVERLAP, precision=FP8), 1, ("tensor parallelism",), ()),
+        (run_with(TP, activations=OFFLOAD), 8, ("--cpu-offloading-num-layers",), ("tensor parallelism",)),
+    ],
+)
+def test_the_layout_decides_the_number_of_hardware_queues(
+    config: RunConfig, connections: int, reasons: tuple[str, ...], hindered: tuple[str, ...]
+) -> None:
+    queues = choose_hardware_queues(config)
+    assert (queues.connections, queues.reasons, queues.hindered) == (connections, reasons, hindered)
+    assert not queues.is_mistake
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "is_mistake", "text"),
+    [
+        (TP, None, False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, for tensor parallelism)"),
+        (TP, "1", False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user)"),
+        (OTHERS, None, False, "8 (CUDA_DEVICE_MAX_CONNECTIONS, for no overlap in particular)"),
+        (OTHERS, "1", False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user)"),
+        (
+            FSDP | TP,
+            None,
+            False,
+            "8 (CUDA_DEVICE_MAX_CONNECTIONS, for FSDP2); with it tensor parallelism may start late",
+        ),
+        (
+            FSDP,
+            "1",
+            True,
+            "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it FSDP2 does not overlap: unset "
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        (
+            TP,
+            "32",
+            True,
+            "32 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it tensor parallelism may start late: unset "
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        # Either number hinders one of the two, so the user may have measured.
+        (
+            FSDP | TP,
+            "1",
+            False,
+            "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it FSDP2 does not overlap",
+        ),
+    ],
+)
+def test_the_log_names_the_overlaps_that_a_number_hinders(
+    layout: dict[str, Any], given: str | None, is_mistake: bool, text: str
+) -> None:
+    queues = choose_hardware_queues(run_with(layout), given)
+    assert queues.is_mistake == is_mistake
+    assert queues.describe() == f"hardware queues of the GPU: {text}"
+
+
+@pytest.mark.parametrize("given", ["", "many", "0", "33", "-1", "٣"])
+def test_a_number_that_cuda_does_not_accept_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{CONNECTIONS}={given} is not a number from 1 to 32: unset it"):
+        choose_hardware_queues(run_with(TP), given)
+
+
+def test_variables_are_set_unless_the_user_has_set_them() -> None:
+    environment: dict[str, str] = {}
+    prepare_environment(run_with(TP), environment, num_cores=96, local_world_size=8)
+    assert environment == {CONNECTIONS: "1", COMPILE_THREADS: "12"}
+    given = {CONNECTIONS: "4", COMPILE_THREADS: "3"}
+    assert prepare_environment(run_with(TP), given, num_cores=96, local_world_size=8).is_given
+    assert given == {CONNECTIONS: "4", COMPILE_THREADS: "3"}
+
+
+def test_the_ranks_of_a_node_share_its_cores() -> None:
+    assert [compile_threads(cores, 8) for cores in (4, 8, 96, 512)] == [1, 1, 12, 32]
+
+
+@pytest.mark.processes
+def test_they_are_set_before_torch_is_imported() -> None:
+    code = """
+import sys
+import pretrain_llama
+
+def prepare(config, environment, num_cores, local_world_size):
+    print(config.parallel.tensor_model_parallel_size, num_cores > 0, local_world_size, "torch" in sys.modules)
+    sys.exit()
+
+pretrain_llama.prepare_environment = prepare
+pretrain_llama.train(sys.argv[1:], 0, 1)
+"""
+    flags = "--model tiny --mock-data --vocab-size 64 --seq-length 16 --micro-batch-size 1 --global-batch-size 1 "
+    flags += "--train-iters 1 --lr 1e-3"
+    repository = Path(__file__).parents[2]
+    command = [sys.executable, "-c", code, *flags.split()]
+    ended = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines()[-1:] == ["1 True 1 False"], ended.stderr
