@@ -27,13 +27,15 @@ from megatron.checkpoint.directory import new_saving_directory, remove_checkpoin
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
+from megatron.checkpoint.staging import Staging
 from megatron.errors import CheckpointError
 
 
 class SharedMemory:
-    """Anonymous memory that another process can map; grows on demand and is reused."""
+    """Anonymous memory that another process can map; grows on demand and is reused. ``staging`` copies into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("checkpoint")
         else:
@@ -44,6 +46,7 @@ class SharedMemory:
     def reserve(self, size: int) -> mmap.mmap:
         """Grow to at least ``size`` bytes."""
         if self._map is None or len(self._map) < size:
+            self.staging.release()
             os.ftruncate(self.descriptor, size)
             if hasattr(os, "posix_fallocate"):
                 # Twice as fast as page by page, and missing memory raises an error instead of SIGBUS.
@@ -53,6 +56,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Free the memory once no process maps it."""
+        self.staging.release()
         self._map = None
         os.close(self.descriptor)
 
@@ -64,9 +68,9 @@ class BackgroundProcess:
     progress. After a failure the remaining jobs are dropped; the next :meth:`submit` starts a new process.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, staging: Staging | None = None) -> None:
         self._timeout = timeout
-        self._memory = SharedMemory()
+        self._memory = SharedMemory(staging or Staging())
         self._process: subprocess.Popen[bytes] | None = None
         self._last_number = 0
         self.unfinished: list[int] = []
@@ -105,6 +109,11 @@ class BackgroundProcess:
         """Shared memory for the next "write" job; no job may be unfinished."""
         assert not self.unfinished
         return self._memory.reserve(size)
+
+    def fill_memory(self, image: SafetensorsImage) -> None:
+        """Copy ``image`` to the reserved memory; complete on return."""
+        memory = self._memory.reserve(image.size)
+        self._memory.staging.copy(memory, image.lay_out(memory), image.device)
 
     def _start(self) -> None:
         package = Path(megatron.__path__[0]).parent
@@ -266,8 +275,8 @@ class AsyncSaveBackend(DirectorySaveTask):
         """Copy the tensors to shared memory; the digests are not known yet."""
         image = SafetensorsImage(tensors)
         with explained("get memory for", path):
-            memory = self._process.reserve_memory(image.size)
-        image.copy_into(memory)
+            self._process.reserve_memory(image.size)
+        self._process.fill_memory(image)
         job = {"kind": "write", "path": str(path), "bytes": image.size, "read_back": self._read_back}
         self._own = self._process.submit(job)
         return WrittenFile(path.name, image.size, ())

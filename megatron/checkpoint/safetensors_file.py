@@ -115,15 +115,23 @@ class SafetensorsImage:
         self._header = _header(self._entries, None)
         self.size = len(self._header) + sum(entry.nbytes for entry in self._entries.values())
 
-    def copy_into(self, memory: mmap.mmap) -> None:
-        """Copy the bytes to the beginning of ``memory``; each tensor is copied once, from any device."""
+    @property
+    def device(self) -> torch.device:
+        """The GPU that holds tensors; the CPU if none does."""
+        devices = (tensor.device for tensor in self._tensors.values())
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+    def lay_out(self, memory: mmap.mmap) -> list[tuple[Tensor, Tensor]]:
+        """Write the header to the beginning of ``memory``; returns every tensor's place, with the tensor."""
         whole = torch.frombuffer(memory, dtype=torch.uint8, count=self.size)
         position = len(self._header)
         whole[:position] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
+        pairs = []
         for name, entry in self._entries.items():
             place = whole[position : position + entry.nbytes]
-            place.view(entry.dtype).view(entry.shape).copy_(self._tensors[name].detach())
+            pairs.append((place.view(entry.dtype).view(entry.shape), self._tensors[name].detach()))
             position += entry.nbytes
+        return pairs
 
 
 def _entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
