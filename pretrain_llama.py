@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.environment import prepare_environment
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
+from megatron.operation.environment import prepare_environment
 from megatron.operation.processes import LAUNCHER, available_cores, die_with_parent
 
 

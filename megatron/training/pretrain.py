@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from megatron.config.environment import HardwareQueues
 from megatron.config.run import RunConfig
 from megatron.errors import ExitCode
+from megatron.operation.environment import HardwareQueues
 from megatron.training.attempts import attempt_counted
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
 from megatron.training.build.run import build_trainer

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from megatron.config.activations import ActivationConfig
-from megatron.config.environment import (
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from megatron.operation.environment import (
     COMPILE_THREADS,
     CONNECTIONS,
     choose_hardware_queues,
     compile_threads,
     prepare_environment,
 )
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
 
 TP: dict[str, Any] = {"tensor_model_parallel_size": 8, "sequence_parallel": True}
 OVERLAP = TP | {"tp_comm_overlap": True}
