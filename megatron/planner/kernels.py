@@ -117,6 +117,7 @@ def simulated_kernels(
             device,
             number_formats(config.precision, config.optimizer).weight,
             needs_log_sum_exp=needs_log_sum_exp(config, topology),
+            masks_documents=config.data.masks_documents,
         )
     separate_gradient = is_forced("weight_gradient", "separate")
     rotate: Rotation = chosen("rope", rotate_, partial(tracker.fused, rotate_))

@@ -16,7 +16,7 @@ from megatron.core.backends import apex
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.backends.transformer_engine import kernels as transformer_engine
 from megatron.core.kernels.choice import Unavailable, load
-from megatron.core.kernels.selection import try_attention, try_weight_gradient
+from megatron.core.kernels.trials import TrialSizes, try_attention, try_weight_gradient
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_interface import AttentionOutput
 from megatron.core.ops.norm import EagerRMSNorm
@@ -128,11 +128,16 @@ def test_adam_is_torchs_and_goes_on_from_its_state(make: Callable[[], AdamBuilde
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("shape", [AttentionShape(8, 8, 64), AttentionShape(8, 2, 128)])
-def test_flash_attention_3(shape: AttentionShape, device: torch.device) -> None:
+def sizes_with(shape: AttentionShape, rows: int = 1) -> TrialSizes:
+    return TrialSizes(rows, shape, 32, 48, 64, (64,))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("shape", [AttentionShape(8, 8, 64), AttentionShape(8, 2, 128), AttentionShape(4, 1, 128)])
+def test_flash_attention_3(shape: AttentionShape, rows: int, device: torch.device) -> None:
     kernel = made(FlashAttention3, device)
     assert isinstance(kernel, FlashAttention3)
-    try_attention(kernel, shape, device, torch.bfloat16)
+    try_attention(kernel, sizes_with(shape, rows), device, torch.bfloat16, in_documents=True)
 
 
 def test_flash_attention_3_is_deterministic_where_torch_must_be(device: torch.device) -> None:
@@ -140,7 +145,7 @@ def test_flash_attention_3_is_deterministic_where_torch_must_be(device: torch.de
     kernel = made(FlashAttention3, device)
     assert isinstance(kernel, FlashAttention3)
     with deterministic_algorithms(True):
-        try_attention(kernel, AttentionShape(4, 2, 64), device, torch.bfloat16)
+        try_attention(kernel, sizes_with(AttentionShape(4, 2, 64)), device, torch.bfloat16, in_documents=True)
 
 
 def test_a_trial_notices_a_wrong_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +158,7 @@ def test_a_trial_notices_a_wrong_mask(device: torch.device, monkeypatch: pytest.
 
     monkeypatch.setattr(kernel, "forward", wrong)
     with pytest.raises(Unavailable, match="a trial had a relative error of"):
-        try_attention(kernel, AttentionShape(4, 2, 64), device, torch.bfloat16)
+        try_attention(kernel, sizes_with(AttentionShape(4, 2, 64)), device, torch.bfloat16, in_documents=True)
 
 
 def test_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

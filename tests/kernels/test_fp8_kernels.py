@@ -15,13 +15,15 @@ from megatron.core.kernels import selection
 from megatron.core.kernels.choice import Unavailable
 from megatron.core.kernels.fp8 import try_quantization, try_weight_gradient
 from megatron.core.kernels.selection import Setting, choose_kernels
+from megatron.core.kernels.trials import TrialSizes
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.fp8 import EagerQuantization, SeparateFp8WeightGradient, widened_gemm
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.errors import ConfigError
 
 CPU = torch.device("cpu")
-ON_CPU = Setting(CPU, torch.bfloat16, torch.float32, AttentionShape(8, 2, 128), fp8=True)
+SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64,))
+ON_CPU = Setting(CPU, torch.bfloat16, torch.float32, SIZES, fp8=True)
 ON_GPU = replace(ON_CPU, device=torch.device("cuda"))
 
 
@@ -64,6 +66,9 @@ def test_a_kernel_that_fails_its_trial_is_not_chosen(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fp8_kernels, "_triton_kernel", lambda setting, module, name: None)
     monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
     monkeypatch.setattr(Setting, "is_hopper", False)
+    for trial in ("try_scaled_gemm", "try_rms_norm", "try_swiglu", "try_rotation", "try_cross_entropy"):
+        monkeypatch.setattr(selection, trial, lambda *arguments: None)
+    monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
     trials = ("try_quantization", "try_weight_gradient")
     for trial in trials:
         monkeypatch.setattr(fp8_kernels, trial, lambda *arguments: None)

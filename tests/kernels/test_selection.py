@@ -20,27 +20,22 @@ from megatron.core.kernels.selection import (
     Setting,
     choose_kernels,
     compiler_obstacle,
-    try_attention,
-    try_compiler,
-    try_rotation,
-    try_weight_gradient,
 )
 from megatron.core.kernels.toolchain import missing_for_triton
+from megatron.core.kernels.trials import TrialSizes, try_compiler
 from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_interface import AttentionOutput
-from megatron.core.ops.attention_kernels import CpuFlashAttention, CudnnAttention, ReferenceAttention
-from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
-from megatron.core.ops.rope import Rotation, rotate_
+from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
+from megatron.core.ops.rope import rotate_
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SHAPE = AttentionShape(8, 2, 128)
+SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
 def setting(device: torch.device = CPU, weight: torch.dtype = torch.bfloat16, **more: Any) -> Setting:
     gradient = weight if weight == torch.float64 else torch.float32
-    return Setting(device, weight, more.pop("gradient", gradient), SHAPE, **more)
+    return Setting(device, weight, more.pop("gradient", gradient), SIZES, **more)
 
 
 def names(kernels: Kernels) -> dict[str, str]:
@@ -162,6 +157,50 @@ def test_the_compiler_is_tried_once_where_there_is_a_gpu(monkeypatch: pytest.Mon
     assert tried == [GPU]
 
 
+def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+    tried: dict[str, tuple[Any, ...]] = {}
+    events: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda kernel, *given: (tried.update({name: given}), events.append(name))[0]
+
+    names_of_trials = [name for name in vars(selection) if name.startswith("try_") and name != "try_compiler"]
+    for name in names_of_trials:
+        monkeypatch.setattr(selection, name, note(name))
+    monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
+    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
+    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
+    where = setting(GPU, masks_documents=True, resets_positions=True, fp8=True)
+    choose_kernels(KernelConfig(), where)
+    of_run = (SIZES, GPU, torch.bfloat16)
+    assert tried == {
+        "try_attention": (*of_run, True),
+        "try_weight_gradient": (GPU, torch.bfloat16, torch.float32),
+        "try_rms_norm": of_run,
+        "try_swiglu": of_run,
+        "try_rotation": (*of_run, True),
+        "try_cross_entropy": of_run,
+        "try_scaled_gemm": (GPU, torch.bfloat16),
+    }
+    # Otherwise the first step would compile for any size.
+    assert events[-1] == "reset"
+
+
+def test_fp8_gemms_that_fail_are_an_error_with_the_flag(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+    def failing(*arguments: Any) -> None:
+        raise Unavailable("a trial had a relative error of 50%")
+
+    for name in [name for name in vars(selection) if name.startswith("try_")]:
+        monkeypatch.setattr(selection, name, failing if name == "try_scaled_gemm" else lambda *arguments: None)
+    monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
+    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
+    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))
+    choose_kernels(KernelConfig(), setting(GPU))
+    with pytest.raises(ConfigError, match=r"--fp8-format needs FP8 GEMMs.*error of 50%; remove it, or use"):
+        choose_kernels(KernelConfig(), setting(GPU, fp8=True))
+
+
 def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
     monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
     kernels = choose_kernels(KernelConfig(), setting(GPU))
@@ -174,6 +213,31 @@ def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest
         found = choose_kernels(KernelConfig(), setting(GPU, attention_backend=backend))
         assert names(found)["attention"] == "flash3"
     assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="fused")))["attention"] == "cudnn"
+
+
+def test_with_documents_kernels_with_a_varlen_call_come_first(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+    def chosen(wanted: str | None = None, **more: Any) -> tuple[str, str]:
+        config = KernelConfig(kernel=() if wanted is None else (f"attention={wanted}",))
+        choices = choose_kernels(config, setting(GPU, masks_documents=True, **more)).choices
+        attention = next(choice for choice in choices if choice.operation == "attention")
+        return attention.implementation, attention.reason
+
+    assert chosen()[0] == "flash"
+    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
+    for more in ({}, {"needs_log_sum_exp": True}, {"engine": transformer_engine()}):
+        assert chosen(**more)[0] == "flash" and "plan" not in chosen(**more)[1]
+    for asked in ({"attention_backend": "fused"}, {"wanted": "cudnn"}):
+        name, reason = chosen(**asked)
+        assert name == "cudnn" and reason.endswith(
+            "; one call per document, and cuDNN builds a plan for every new length while the step waits"
+        )
+    # cuDNN comes last, when no other kernel is there.
+    monkeypatch.setattr(CudaFlashAttention, "supports", lambda *arguments: False)
+    assert chosen()[0] == "sdpa" and "; if it picks cuDNN: one call per document" in chosen()[1]
+    assert chosen(engine=transformer_engine())[0] == "te"
+    assert chosen(needs_log_sum_exp=True)[0] == "cudnn"
+    monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
+    assert chosen()[0] == "flash3"
 
 
 def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(
@@ -271,46 +335,3 @@ def test_the_first_that_goes_is_chosen() -> None:
 def test_the_table_has_columns() -> None:
     lines = table([Choice("a", "long name", "why"), Choice("operation", "b", "because")])
     assert lines == ["  a          long name  why", "  operation  b          because"]
-
-
-def test_the_kernels_pass_their_own_trials() -> None:
-    """As they are tried on a GPU: the trial itself is right."""
-    for kernel in (CpuFlashAttention(), ReferenceAttention()):
-        try_attention(kernel, SHAPE, CPU, torch.bfloat16)
-    try_rotation(rotate_, SHAPE, CPU, torch.bfloat16)
-    try_weight_gradient(SeparateWeightGradient(), CPU, torch.bfloat16, torch.float32)
-    try_weight_gradient(InPlaceWeightGradient(), CPU, torch.float32, torch.float32)
-
-
-def rotate_forwards(activations: Tensor, table: Tensor) -> Tensor:
-    return rotate_(activations, torch.view_as_complex(torch.view_as_real(table.conj() if table.is_conj() else table)))
-
-
-def rotate_as_one_sequence(activations: Tensor, table: Tensor) -> Tensor:
-    return rotate_(activations, table[:, :1])
-
-
-def rotate_too_much(activations: Tensor, table: Tensor) -> Tensor:
-    rotate_(activations.as_strided((*activations.shape[:2], activations.stride(1)), activations.stride()), table)
-    return activations
-
-
-@pytest.mark.parametrize("rotate", [rotate_forwards, rotate_as_one_sequence, rotate_too_much])
-def test_a_rotation_is_tried_back_and_on_a_part_of_sequences_with_their_own_positions(rotate: Rotation) -> None:
-    with pytest.raises(Unavailable, match="a trial had a relative error of"):
-        try_rotation(rotate, SHAPE, CPU, torch.bfloat16)
-
-
-class TakesHeadsForContiguous(ReferenceAttention):
-    """As some kernels do."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        query, key, value = (
-            part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value)
-        )
-        return super().forward(query, key, value, is_causal)
-
-
-def test_a_trial_has_heads_as_the_projection_writes_them() -> None:
-    with pytest.raises(Unavailable, match="a trial had a relative error of"):
-        try_attention(TakesHeadsForContiguous(), SHAPE, CPU, torch.bfloat16)

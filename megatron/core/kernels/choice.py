@@ -57,6 +57,12 @@ class Candidate(Generic[T]):
     """Why it is preferred where it is available."""
     is_automatic: bool = True
     """Whether it may be chosen without a flag that requires it."""
+    cost: str = ""
+    """What it costs in this run, for the log; empty if nothing is to be said."""
+
+    def choice(self, operation: str, reason: str) -> Choice:
+        """The choice of this candidate."""
+        return Choice(operation, self.name, f"{reason}; {self.cost}" if self.cost else reason)
 
 
 def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | None) -> tuple[T, Choice]:
@@ -76,14 +82,14 @@ def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | 
             obstacles.append(f"{candidate.name}: {error}")
             continue
         passed_over = f" (not {'; not '.join(obstacles)})" if obstacles else ""
-        return made, Choice(operation, candidate.name, candidate.merit + passed_over)
+        return made, candidate.choice(operation, candidate.merit + passed_over)
     raise ConfigError(f"No implementation of {operation} is available: {'; '.join(obstacles)}.")
 
 
 def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted) -> tuple[T, Choice]:
     candidate = next(candidate for candidate in candidates if candidate.name == wanted.implementation)
     try:
-        return candidate.make(), Choice(operation, candidate.name, f"asked for by {wanted.flag}")
+        return candidate.make(), candidate.choice(operation, f"asked for by {wanted.flag}")
     except Unavailable as error:
         available = [other.name for other in candidates if other is not candidate and _is_available(other)]
         raise ConfigError(

@@ -5,18 +5,27 @@ chosen. So a kernel that fails or is wrong is reported at the start and not at t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron.config.kernels import KernelConfig, Wanted
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load
 from megatron.core.kernels.fp8 import quantization_candidates, weight_gradient_candidates
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
-from megatron.core.ops.attention import AttentionShape
+from megatron.core.kernels.trials import (
+    TrialSizes,
+    try_attention,
+    try_compiler,
+    try_cross_entropy,
+    try_rms_norm,
+    try_rotation,
+    try_scaled_gemm,
+    try_swiglu,
+    try_weight_gradient,
+)
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
@@ -27,12 +36,13 @@ from megatron.core.ops.attention_kernels import (
     attention_kernels,
 )
 from megatron.core.ops.cross_entropy import CompiledCrossEntropy, CrossEntropyKernel, EagerCrossEntropy
-from megatron.core.ops.fp8 import Fp8Kernels, gemm_for
+from megatron.core.ops.fp8 import Fp8Kernels, ScaledGemm, gemm_for, supports_fp8
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
-from megatron.core.ops.rope import CompiledRotation, Rotation, rotary_frequencies, rotary_table, rotate_
+from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
 from megatron.core.optimizer.kernels import AdamBuilder, OptimizerKernels, SquaredNorm, torch_adam, torch_squared_norm
+from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.backends.transformer_engine.package import TransformerEngine
@@ -74,9 +84,13 @@ class Setting:
     """Dtype of weights and activations."""
     gradient: torch.dtype
     """Dtype of gradient buffers."""
-    attention: AttentionShape
+    sizes: TrialSizes
     needs_log_sum_exp: bool = False
     """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
+    masks_documents: bool = False
+    """Whether attention is restricted to documents, whose lengths differ in every microbatch."""
+    resets_positions: bool = False
+    """Whether positions restart at documents, so that every sequence has rotations of its own."""
     attention_backend: str = "auto"
     engine: "TransformerEngine | None" = None
     fp8: bool = False
@@ -112,12 +126,24 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         choices.append(choice)
         return kernel
 
-    rms_norm: list[Candidate[RMSNormKernel]] = _elementwise(setting, EagerRMSNorm, CompiledRMSNorm)
+    sizes, device, dtype = setting.sizes, setting.device, setting.weight
+    rms_norm: list[Candidate[RMSNormKernel]] = _elementwise(
+        setting, EagerRMSNorm, CompiledRMSNorm, lambda kernel: try_rms_norm(kernel, sizes, device, dtype)
+    )
     rms_norm += _optional(setting, "RMSNorm")
-    swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(setting, EagerSwiGLU, CompiledSwiGLU)
-    rope: list[Candidate[Rotation]] = _elementwise(setting, lambda: rotate_, CompiledRotation)
+    swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(
+        setting, EagerSwiGLU, CompiledSwiGLU, lambda kernel: try_swiglu(kernel, sizes, device, dtype)
+    )
+    rope: list[Candidate[Rotation]] = _elementwise(
+        setting, lambda: rotate_, CompiledRotation, partial(_try_rotation, setting)
+    )
     rope.insert(0, Candidate("triton", partial(_triton_rotation, setting), "one pass", is_automatic=setting.on_gpu))
-    cross_entropy: list[Candidate[CrossEntropyKernel]] = _elementwise(setting, EagerCrossEntropy, CompiledCrossEntropy)
+    cross_entropy: list[Candidate[CrossEntropyKernel]] = _elementwise(
+        setting,
+        EagerCrossEntropy,
+        CompiledCrossEntropy,
+        lambda kernel: try_cross_entropy(kernel, sizes, device, dtype),
+    )
     adam: list[Candidate[AdamBuilder]] = [
         Candidate("torch", lambda: torch_adam, "torch's fused AdamW"),
         *_optional(setting, "adam"),
@@ -126,14 +152,14 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"),
         *_optional(setting, "squared_norm"),
     ]
-    fp8 = Fp8Kernels.eager(gemm_for(setting.device))
+    fp8 = Fp8Kernels.eager(_scaled_gemm(setting))
     if setting.fp8:
         fp8 = Fp8Kernels(
             fp8.gemm,
             chosen("fp8_quantization", quantization_candidates(setting)),
             chosen("fp8_weight_gradient", weight_gradient_candidates(setting, fp8.gemm)),
         )
-    return Kernels(
+    kernels = Kernels(
         attention=chosen("attention", _attention(setting, config.wanted("attention"))),
         weight_gradient=chosen("weight_gradient", _weight_gradient(setting)),
         layers=LayerKernels(
@@ -147,6 +173,10 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         engine=setting.engine,
         choices=tuple(choices),
     )
+    if setting.can_try:
+        # A function that was compiled for the sizes of a trial would be compiled for any size at the first step.
+        torch.compiler.reset()
+    return kernels
 
 
 def _linear(setting: Setting) -> Choice:
@@ -177,22 +207,34 @@ _MERITS = {
 }
 
 
+_PLANS = "one call per document, and cuDNN builds a plan for every new length while the step waits"
+_COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "sdpa": f"if it picks cuDNN: {_PLANS}"}
+"""What kernels without a varlen call cost where documents mask attention."""
+
+
 def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
-    candidates = []
-    if wanted is not None or (setting.engine is not None and setting.attention_backend == "auto"):
-        make = partial(_usable_attention, partial(_transformer_engine_attention, setting), setting)
-        candidates.append(Candidate("te", make, "Transformer Engine chooses the kernel"))
-    names = []
-    if setting.is_hopper and setting.attention_backend in ("auto", "flash"):
-        names.append("flash3")
-    if setting.is_hopper and setting.attention_backend == "auto":
-        names.append("cudnn")
+    makers = {"te": partial(_transformer_engine_attention, setting), **_ATTENTION}
+    merits = {"te": "Transformer Engine chooses the kernel", **_MERITS}
+    costs = _COSTS_OF_DOCUMENTS if setting.masks_documents and setting.on_gpu else {}
+    return [
+        Candidate(name, partial(_usable_attention, makers[name], setting), merits[name], cost=costs.get(name, ""))
+        for name in (_preferred_attention(setting) if wanted is None else makers)
+    ]
+
+
+def _preferred_attention(setting: Setting) -> list[str]:
+    """Names in order of preference. With documents, kernels with a varlen call come before those that build a plan for
+    every length; under context parallelism, too, because documents cut the tiles."""
     name_of = {kernel: name for name, kernel in _ATTENTION.items()}
-    names += [name_of[type(kernel)] for kernel in attention_kernels(setting.attention_backend)]
-    for name in dict.fromkeys(names) if wanted is None else _ATTENTION:
-        make = partial(_usable_attention, _ATTENTION[name], setting)
-        candidates.append(Candidate(name, make, _MERITS[name]))
-    return candidates
+    backend, in_documents = setting.attention_backend, setting.masks_documents
+    names = [name_of[type(kernel)] for kernel in attention_kernels(backend, in_documents)]
+    if backend == "auto" and setting.is_hopper:
+        names.insert(names.index("reference") if in_documents else 0, "cudnn")
+    if backend in ("auto", "flash") and setting.is_hopper:
+        names.insert(0, "flash3")
+    if backend == "auto" and setting.engine is not None:
+        names.insert(names.index("sdpa") if in_documents else 0, "te")
+    return list(dict.fromkeys(names))
 
 
 def _transformer_engine_attention(setting: Setting) -> AttentionKernel:
@@ -213,34 +255,8 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
         # The operator itself does not refuse that.
         raise Unavailable("its backward pass is not deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
-        attempt(lambda: try_attention(kernel, setting.attention, setting.device, setting.weight))
+        attempt(lambda: try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_documents))
     return kernel
-
-
-def try_attention(kernel: AttentionKernel, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a kernel with the reference on some heads of ``shape``, in a model's memory layout; raises
-    :class:`Unavailable`."""
-    batch, groups, length, generator = 2, 2, 192, torch.Generator().manual_seed(0)
-    heads = groups * (shape.query_heads // shape.key_value_heads)
-    some = AttentionShape(heads, groups, shape.head_size)
-
-    def random(heads: int) -> Tensor:
-        return torch.randn(length, batch, heads * shape.head_size, generator=generator).to(device, dtype)
-
-    query, key, value = some.split(random(heads + 2 * groups))
-    grad = some.query_heads_of(random(heads))
-    found, expected = (one.forward(query, key, value, is_causal=True) for one in (kernel, ReferenceAttention()))
-    pairs = [(found.output, expected.output)]
-    if found.log_sum_exp is not None and expected.log_sum_exp is not None:
-        pairs.append((found.log_sum_exp, expected.log_sum_exp))
-    # Saved as the input of the next layer, [s, b, n d].
-    joined = replace(found, output=some.query_heads_of(found.output.permute(2, 0, 1, 3).flatten(2)))
-    grads, expected_grads = (
-        one.backward(grad, query, key, value, part, is_causal=True)
-        for one, part in ((kernel, joined), (ReferenceAttention(), expected))
-    )
-    for one, other in (*pairs, *zip(grads, expected_grads, strict=True)):
-        _compare(one, other)
 
 
 # Products and elementwise work
@@ -252,12 +268,13 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
         if is_wider and not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             formats = f"{_short(setting.weight)} products and {_short(setting.gradient)} gradients"
             raise Unavailable(f"torch has no in-place kernel for {formats} on {setting.device.type}")
-        return _tried_weight_gradient(InPlaceWeightGradient(), setting)
+        return _tried(setting, InPlaceWeightGradient(), partial(_try_weight_gradient, setting))
 
     def apex() -> WeightGradientKernel:
         if not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             raise Unavailable("apex only accumulates half-precision products in fp32 on GPUs")
-        return _tried_weight_gradient(_from_backend(setting, "apex", "WeightGradient"), setting)
+        kernel: WeightGradientKernel = _from_backend(setting, "apex", "WeightGradient")
+        return _tried(setting, kernel, partial(_try_weight_gradient, setting))
 
     return [
         Candidate(
@@ -272,32 +289,31 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
     ]
 
 
-def _tried_weight_gradient(kernel: WeightGradientKernel, setting: Setting) -> WeightGradientKernel:
-    if setting.can_try:
-        attempt(lambda: try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient))
-    return kernel
+def _try_weight_gradient(setting: Setting, kernel: WeightGradientKernel) -> None:
+    try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient)
 
 
-def try_weight_gradient(
-    kernel: WeightGradientKernel, device: torch.device, dtype: torch.dtype, buffer_dtype: torch.dtype
-) -> None:
-    """Compare two products in one buffer with the sum of both; raises :class:`Unavailable`."""
-    generator = torch.Generator().manual_seed(0)
-    grad_outputs, inputs = (
-        torch.randn(64, width, generator=generator, dtype=torch.float64).to(device, dtype) for width in (32, 48)
-    )
-    buffer = torch.full((32, 48), torch.nan, dtype=buffer_dtype, device=device)
-    for accumulate in (False, True):
-        kernel.write(buffer, grad_outputs, inputs, accumulate)
-    _compare(buffer, 2 * (grad_outputs.double().t() @ inputs.double()))
+def _scaled_gemm(setting: Setting) -> ScaledGemm:
+    gemm = gemm_for(setting.device)
+    if setting.fp8 and setting.can_try and supports_fp8(setting.device):
+        try:
+            attempt(lambda: try_scaled_gemm(gemm, setting.device, setting.weight))
+        except Unavailable as error:
+            raise ConfigError(
+                f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
+                "--transformer-impl transformer_engine."
+            ) from error
+    return gemm
 
 
-def _elementwise(setting: Setting, eager: Callable[[], T], compiled: Callable[[], T]) -> list[Candidate[T]]:
+def _elementwise(
+    setting: Setting, eager: Callable[[], T], compiled: Callable[[], T], trial: Callable[[T], None]
+) -> list[Candidate[T]]:
     def compilable() -> T:
         obstacle = compiler_obstacle(setting)
         if obstacle is not None:
             raise Unavailable(obstacle)
-        return compiled()
+        return _tried(setting, compiled(), trial)
 
     return [
         Candidate("compiled", compilable, "torch.compile fuses it", is_automatic=setting.on_gpu),
@@ -310,24 +326,18 @@ def _triton_rotation(setting: Setting) -> Rotation:
     if missing is not None:
         raise Unavailable(f"it needs {missing}")
     rotate: Rotation = load("megatron.core.backends.triton.rope", "Triton").rotate
+    return _tried(setting, rotate, partial(_try_rotation, setting))
+
+
+def _try_rotation(setting: Setting, rotate: Rotation) -> None:
+    try_rotation(rotate, setting.sizes, setting.device, setting.weight, setting.resets_positions)
+
+
+def _tried(setting: Setting, kernel: T, trial: Callable[[T], None]) -> T:
+    """``kernel``, on a GPU after its trial."""
     if setting.can_try:
-        attempt(lambda: try_rotation(rotate, setting.attention, setting.device, setting.weight))
-    return rotate
-
-
-def try_rotation(rotate: Rotation, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-    """Compare a rotation, in both directions, with the eager one, on a projection of ``shape`` whose sequences have
-    positions of their own; raises :class:`Unavailable`."""
-    length, batch, generator = 24, 2, torch.Generator().manual_seed(0)
-    width = shape.rotated_size + shape.key_value_heads * shape.head_size
-    fused = torch.randn(length, batch, width, generator=generator).to(device, dtype)
-    positions = torch.randint(1000, (length, batch), generator=generator).to(device)
-    table = rotary_table(rotary_frequencies(shape.head_size, 10000.0), positions, dtype)
-    for angles in (table, table.conj()):
-        found, expected = fused.clone(), fused.clone()
-        for one, result in ((rotate, found), (rotate_, expected)):
-            one(result[..., : shape.rotated_size], angles)
-        _compare(found, expected)
+        attempt(lambda: trial(kernel))
+    return kernel
 
 
 def compiler_obstacle(setting: Setting) -> str | None:
@@ -336,21 +346,6 @@ def compiler_obstacle(setting: Setting) -> str | None:
     if missing is not None:
         return f"torch.compile needs {missing}"
     return setting.compiler_failure if setting.can_try else None
-
-
-def try_compiler(device: torch.device) -> str | None:
-    """Why a small function does not compile, or gives a wrong result; None if it compiles."""
-
-    # A function of its own: one that is compiled for a second shape is compiled for all shapes.
-    def gated(numbers: Tensor) -> Tensor:
-        return numbers * torch.sigmoid(numbers)
-
-    numbers = torch.linspace(-2.0, 2.0, 48, device=device)
-    try:
-        attempt(lambda: _compare(torch.compile(gated, fullgraph=True)(numbers), gated(numbers)))
-    except Unavailable as error:
-        return f"torch.compile does not work: {error}"
-    return None
 
 
 # Optional packages
@@ -376,17 +371,5 @@ def _from_backend(setting: Setting, backend: str, kernel: str) -> Any:
     return getattr(load(*_BACKENDS[backend]), kernel)()
 
 
-# Trials
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _compare(found: Tensor, expected: Tensor) -> None:
-    """Accept a twentieth of the largest element: a wrong mask or head exceeds it, rounding never does."""
-    if found.shape != expected.shape:
-        raise Unavailable(f"a trial returned shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
-    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
-    if not error < 0.05:
-        raise Unavailable(f"a trial had a relative error of {error:.0%}")

@@ -8,7 +8,7 @@ from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
-from megatron.core.ops.attention import AttentionShape
+from megatron.core.kernels.trials import TrialSizes
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError, RankError
@@ -26,8 +26,10 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
         topology.device,
         formats.weight,
         formats.gradient,
-        AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
+        TrialSizes.of(model, size, config.micro_batch_size),
         needs_log_sum_exp=needs_log_sum_exp(config, topology),
+        masks_documents=config.data.masks_documents,
+        resets_positions=config.data.reset_position_ids,
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),
         fp8=config.precision.fp8_format is not None and config.model.transformer_impl == "local",

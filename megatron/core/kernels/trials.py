@@ -1,0 +1,254 @@
+"""Trials of kernels on the device, on few tokens in the sizes and the memory layout of the run.
+
+A trial compares forward and backward pass with the reference or the eager kernel, and raises :class:`Unavailable` with
+the reason.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.kernels.choice import Unavailable, attempt
+from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention_kernels import ReferenceAttention
+from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
+from megatron.core.ops.documents import Documents
+from megatron.core.ops.fp8 import (
+    E4M3,
+    E5M2,
+    EagerQuantization,
+    ScaledGemm,
+    amax_of,
+    largest_value,
+    scale_from_amax,
+    scaled_gemm_reference,
+)
+from megatron.core.ops.matmul import WeightGradientKernel
+from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
+from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
+from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel
+
+LENGTH = 192
+"""Positions of a sequence in the trials of attention."""
+FEW = 24
+"""Positions of a sequence in the trials of elementwise kernels."""
+
+
+@dataclass(frozen=True)
+class TrialSizes:
+    """The sizes of the tensors that the kernels of a rank receive, apart from the length of a sequence."""
+
+    rows: int
+    """Sequences of a microbatch."""
+    attention: AttentionShape
+    hidden_size: int
+    mlp_width: int
+    """``f / tp``."""
+    vocabulary: int
+    """Ids of a rank's logits, padding included."""
+    vocabularies: tuple[int, ...]
+    """Ids without padding of the ranks that have some: the last rank may have fewer."""
+    norms_heads: bool = False
+    """Whether heads of queries and keys are normalised."""
+
+    @classmethod
+    def of(cls, model: TransformerConfig, tensor_parallel_size: int, rows: int) -> "TrialSizes":
+        size = tensor_parallel_size
+        vocabulary = model.padded_vocab_size // size
+        own = {min(vocabulary, model.vocab_size - rank * vocabulary) for rank in range(size)}
+        return cls(
+            rows,
+            AttentionShape(model.num_attention_heads // size, model.num_query_groups // size, model.kv_channels),
+            model.hidden_size,
+            model.ffn_hidden_size // size,
+            vocabulary,
+            tuple(sorted(width for width in own if width > 0)),
+            model.qk_layernorm,
+        )
+
+
+def compare(found: Tensor, expected: Tensor) -> None:
+    """Accept a twentieth of the largest element: a wrong mask or head exceeds it, rounding never does."""
+    if found.shape != expected.shape:
+        raise Unavailable(f"a trial returned shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    if not error < 0.05:
+        raise Unavailable(f"a trial had a relative error of {error:.0%}")
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+# Attention
+
+
+def try_attention(
+    kernel: AttentionKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype, in_documents: bool = False
+) -> None:
+    """Attend to short sequences as a layer of the model does, with ``in_documents`` also within documents."""
+    shape = sizes.attention
+    width = shape.rotated_size + shape.key_value_heads * shape.head_size
+    qkv = _random(LENGTH, sizes.rows, width, device=device, dtype=dtype)
+    grad = _random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
+    for documents in (None, _documents(sizes.rows, device))[: 2 if in_documents else 1]:
+        passes = (_attend(one, qkv, grad, shape, documents) for one in (kernel, ReferenceAttention()))
+        for found, expected in zip(*passes, strict=True):
+            compare(found, expected)
+    found, expected = (one.forward(*shape.split(qkv), is_causal=True) for one in (kernel, ReferenceAttention()))
+    if found.log_sum_exp is not None and expected.log_sum_exp is not None:
+        compare(found.log_sum_exp, expected.log_sum_exp)
+
+
+def _documents(rows: int, device: torch.device) -> Documents:
+    """Long and short documents, in every row others."""
+    starts = torch.zeros(rows, LENGTH, dtype=torch.bool)
+    for row in range(rows):
+        for start in (0, 70, 71, 135 + row % 20):
+            starts[row, start] = True
+    return Documents(starts, masks_attention=True, resets_positions=False, device=device)
+
+
+def _attend(
+    kernel: AttentionKernel, qkv: Tensor, grad: Tensor, shape: AttentionShape, documents: Documents | None
+) -> tuple[Tensor, ...]:
+    """The output, and the gradients of query, key and value."""
+    leaf = qkv.clone().requires_grad_()
+    with torch.enable_grad():
+        output = fused_attention(leaf, shape, LocalAttention(kernel), documents)
+    (gradient,) = torch.autograd.grad(output, leaf, grad)
+    return output.detach(), *shape.split(gradient)
+
+
+# Products
+
+
+def try_weight_gradient(
+    kernel: WeightGradientKernel, device: torch.device, dtype: torch.dtype, buffer_dtype: torch.dtype
+) -> None:
+    """Compare two products in one buffer with the sum of both, in aligned and in odd widths."""
+    for n, k in ((32, 48), (41, 27)):
+        grad_outputs, inputs = (_random(64, width, device=device, dtype=dtype, seed=width) for width in (n, k))
+        buffer = torch.full((n, k), torch.nan, dtype=buffer_dtype, device=device)
+        for accumulate in (False, True):
+            kernel.write(buffer, grad_outputs, inputs, accumulate)
+        compare(buffer, 2 * (grad_outputs.double().t() @ inputs.double()))
+
+
+def try_scaled_gemm(gemm: ScaledGemm, device: torch.device, dtype: torch.dtype) -> None:
+    """The FP8 GEMMs of a linear layer: output, input gradient and weight gradient, with gradients in both formats."""
+    tokens, n, k = 64, 32, 48
+
+    def quantized(rows: int, columns: int, fp8: torch.dtype) -> QuantizedTensor:
+        tensor = _random(rows, columns, device=device, dtype=dtype, seed=rows + columns)
+        amax = amax_of(tensor)
+        scale = scale_from_amax(amax, largest_value(fp8), 1.0)
+        return EagerQuantization().quantize(tensor, scale, amax, fp8, Layout.BOTH)
+
+    inputs, weight = quantized(tokens, k, E4M3), quantized(n, k, E4M3)
+    for fp8 in (E4M3, E5M2):
+        grad = quantized(tokens, n, fp8)
+        for a, b, result, fast in (
+            (inputs, weight, dtype, True),
+            (grad, _transposed(weight), dtype, False),
+            (_transposed(grad), _transposed(inputs), torch.float32, False),
+        ):
+            compare(gemm(a, b, result, fast), scaled_gemm_reference(a, b, torch.float64))
+
+
+def _transposed(operand: QuantizedTensor) -> QuantizedTensor:
+    assert operand.transposed is not None
+    return QuantizedTensor(operand.transposed, operand.inverse_scale)
+
+
+# Elementwise work
+
+
+def try_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
+    """Normalise the residual stream, and heads of the fused projection if the model does."""
+    inputs = [_random(FEW, sizes.rows, sizes.hidden_size, device=device, dtype=dtype)]
+    if sizes.norms_heads:
+        shape = sizes.attention
+        width = shape.query_heads + 2 * shape.key_value_heads
+        heads = _random(FEW, sizes.rows, width, shape.head_size, device=device, dtype=dtype)
+        inputs.append(heads[:, :, : shape.query_heads])  # not contiguous, [s, b, n, d]
+    for one in inputs:
+        gradient = _random(*one.shape, device=device, dtype=dtype, seed=1)
+        weight = 1 + _random(one.shape[-1], device=device, dtype=dtype, seed=2)
+        results = []
+        for norm in (kernel, EagerRMSNorm()):
+            output, inverse_rms = norm.forward(one, weight, 1e-5)
+            results.append((output, *norm.backward(gradient, one, inverse_rms, weight)))
+        for found, expected in zip(*results, strict=True):
+            compare(found, expected)
+
+
+def try_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
+    inputs = _random(FEW, sizes.rows, 2 * sizes.mlp_width, device=device, dtype=dtype)
+    gradient = _random(FEW, sizes.rows, sizes.mlp_width, device=device, dtype=dtype, seed=1)
+    eager = EagerSwiGLU()
+    compare(kernel.forward(inputs), eager.forward(inputs))
+    found, expected = kernel.backward(gradient, inputs), eager.backward(gradient, inputs)
+    for one, other in zip(found.chunk(2, dim=-1), expected.chunk(2, dim=-1)):
+        compare(one, other)
+
+
+def try_rotation(
+    rotate: Rotation, sizes: TrialSizes, device: torch.device, dtype: torch.dtype, resets_positions: bool = False
+) -> None:
+    """Rotate queries and keys of the fused projection in both directions, with ``resets_positions`` every sequence by
+    positions of its own."""
+    shape = sizes.attention
+    width = shape.rotated_size + shape.key_value_heads * shape.head_size
+    fused = _random(FEW, sizes.rows, width, device=device, dtype=dtype)
+    positions = torch.arange(FEW * sizes.rows, device=device).view(FEW, sizes.rows)
+    if not resets_positions:
+        positions = positions[:, 0]
+    table = rotary_table(rotary_frequencies(shape.head_size, 10000.0), positions, dtype)
+    for angles in (table, table.conj()):
+        found, expected = fused.clone(), fused.clone()
+        for one, result in ((rotate, found), (rotate_, expected)):
+            one(result[..., : shape.rotated_size], angles)
+        compare(found, expected)
+
+
+def try_cross_entropy(kernel: CrossEntropyKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
+    """Both passes over the logits of every rank. All ids have nearly the same probability but the last one, which has
+    half of it, so that ids that are left out are seen."""
+    eager, wide, tokens = EagerCrossEntropy(), torch.promote_types(dtype, torch.float32), FEW * sizes.rows
+    for width in sizes.vocabularies:
+        logits = 0.1 * _random(tokens, sizes.vocabulary, device=device, dtype=dtype)
+        logits[:, width - 1] += math.log(width)
+        expected_lse = eager.log_sum_exp(logits[:, :width], wide)
+        difference = kernel.log_sum_exp(logits[:, :width], wide) - expected_lse
+        compare(difference.exp(), torch.ones_like(difference))
+        # Labels at both ends of the vocabulary.
+        columns = torch.arange(tokens, device=device) % 2 * (width - 1)
+        gradient, at_label = (_random(tokens, device=device, dtype=wide, seed=seed) for seed in (1, 2))
+        found, expected = logits.clone(), logits.clone()
+        for one, result in ((kernel, found), (eager, expected)):
+            one.write_gradient(result[:, :width], expected_lse, columns, gradient, at_label)
+        for ids in (slice(0, 1), slice(1, width - 1), slice(width - 1, width), slice(width, None)):
+            if found[:, ids].numel():
+                compare(found[:, ids], expected[:, ids])
+
+
+def try_compiler(device: torch.device) -> str | None:
+    """Why a small function does not compile, or gives a wrong result; None if it compiles."""
+
+    # A function of its own: one that is compiled for a second shape is compiled for all shapes.
+    def gated(numbers: Tensor) -> Tensor:
+        return numbers * torch.sigmoid(numbers)
+
+    numbers = torch.linspace(-2.0, 2.0, 48, device=device)
+    try:
+        attempt(lambda: compare(torch.compile(gated, fullgraph=True)(numbers), gated(numbers)))
+    except Unavailable as error:
+        return f"torch.compile does not work: {error}"
+    return None
