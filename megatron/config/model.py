@@ -58,8 +58,9 @@ class ModelConfig:
     """Standard deviation of the initial weights; divided by sqrt(2 * layers) for the output projection of attention and
     the second linear layer of the MLP."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
-    """Attention kernel: auto chooses the fastest available one (docs/kernels.md), flash chooses FlashAttention, fused
-    chooses cuDNN's, unfused and local choose the PyTorch reference."""
+    """Attention kernel: auto chooses the fastest available one, with documents one that computes all of them in one
+    call (docs/kernels.md), flash chooses FlashAttention, fused chooses cuDNN's, unfused and local choose the PyTorch
+    reference."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Implementation of the linear layers of the transformer layers and of the norms before them: local is this code,
     transformer_engine needs that package and a GPU. Checkpoints are the same; see docs/precision.md."""

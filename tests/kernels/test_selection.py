@@ -162,7 +162,11 @@ def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pyt
     events: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
-        return lambda kernel, *given: (tried.update({name: given}), events.append(name))[0]
+        def trial(kernel: object, *given: object) -> None:
+            tried[name] = given
+            events.append(name)
+
+        return trial
 
     names_of_trials = [name for name in vars(selection) if name.startswith("try_") and name != "try_compiler"]
     for name in names_of_trials:

@@ -10,10 +10,12 @@ import torch.distributed as dist
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.ops.attention_interface import VarlenKernel
 from megatron.core.topology import Topology
 from megatron.planner.fake_backend import ShapeTracker
+from megatron.planner.kernels import simulated_kernels
 from megatron.planner.memory import Kind, MemoryTracker
-from megatron.planner.plan import Run, enough_microbatches, live_peaks, make_plan, simulate_rank
+from megatron.planner.plan import Run, enough_microbatches, fake_processes, live_peaks, make_plan, simulate_rank
 from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.planner.traffic import Traffic
 from megatron.training.build.vocabulary import Vocabulary
@@ -186,6 +188,18 @@ def test_stages_with_equal_signatures_are_equal(flags: str, ranks: int, simulate
         if stage.simulated_rank != stage.rank:
             own = simulate_rank(run, stage.rank)
             assert replace(own, simulated_rank=stage.simulated_rank, records=stage.records) == stage
+
+
+@pytest.mark.parametrize("documents", ["", "--reset-attention-mask"])
+def test_documents_on_gpus_are_planned_as_one_call(documents: str) -> None:
+    config = parse_command_line(f"{TINY} --bf16 {documents}".replace("--device cpu", "").split())
+    config.check(1)
+    run, tracker = Run.of(config, 1, Vocabulary(VOCABULARY, VOCABULARY - 1)), ShapeTracker()
+    with fake_processes(run, 0), tracker:
+        topology = run.topology(0, tracker, Traffic(0))
+        kernels = simulated_kernels(config, topology, run.device, VOCABULARY, tracker)
+    assert isinstance(kernels.attention, VarlenKernel) == bool(documents)
+    assert simulate_rank(run, 0).peak.by_kind["activations"] > 0
 
 
 def test_a_tracker_follows_what_is_made_let_go_of_and_resized() -> None:

@@ -213,7 +213,10 @@ _COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "s
 
 
 def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
-    makers = {"te": partial(_transformer_engine_attention, setting), **_ATTENTION}
+    makers: dict[str, Callable[[], AttentionKernel]] = {
+        "te": partial(_transformer_engine_attention, setting),
+        **_ATTENTION,
+    }
     merits = {"te": "Transformer Engine chooses the kernel", **_MERITS}
     costs = _COSTS_OF_DOCUMENTS if setting.masks_documents and setting.on_gpu else {}
     return [
