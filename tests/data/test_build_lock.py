@@ -156,7 +156,8 @@ def test_a_holder_elsewhere_that_shows_life_is_waited_for(monkeypatch: pytest.Mo
             time.sleep(0.2)
             with suppress(FileNotFoundError), open("thing.lock", "r+") as file:
                 file.write(json.dumps({"host": "another host", "process": 1, "time": time.time()}))
-        Path("thing").write_text("built elsewhere")
+        Path("thing.new").write_text("built elsewhere")
+        os.replace("thing.new", "thing")  # never half written
 
     elsewhere = threading.Thread(target=build_elsewhere)
     elsewhere.start()
