@@ -48,6 +48,10 @@ class ActivationConfig:
     cpu_offloading_num_layers: int = 0
     """Offload the activations of the first this many layers of each pipeline chunk to host memory: copied during the
     forward pass, and prefetched during the backward pass of the following layer."""
+    loss_chunk_size: int | None = None
+    """Compute logits and loss for this many tokens of a microbatch at a time, and the logits again in the backward pass
+    (default: for all tokens). Saves the memory of the other tokens' logits, 2 bytes x --micro-batch-size x --seq-length
+    x vocabulary size in bf16, and costs one more matrix multiplication of the output layer (a third more)."""
 
     @property
     def granularity(self) -> RecomputeGranularity | None:
@@ -81,7 +85,7 @@ class ActivationConfig:
         )
 
     def check(self) -> None:
-        require_at_least(1, values_of(self, "recompute_num_layers"))
+        require_at_least(1, values_of(self, "recompute_num_layers", "loss_chunk_size"))
         require_at_least(0, values_of(self, "cpu_offloading_num_layers"))
         if self.recompute_activations and self.recompute_granularity == "full":
             raise ConfigError(

@@ -354,6 +354,29 @@ def activation_matrix() -> Iterator[Case]:
     yield CONTEXT, Layout(cp=2, cp_comm_type=("a2a", "p2p"), activations=replace(host, cpu_offloading_num_layers=2))
 
 
+def loss_chunk_matrix() -> Iterator[Case]:
+    """The loss a few tokens at a time, with whatever divides the output layer, its tokens or its gradient."""
+    chunks = ActivationConfig(loss_chunk_size=37)
+    yield SGD_SHORT, Layout(activations=chunks, microbatches=2)
+    yield TIED_SHORT, Layout(4, activations=chunks, microbatches=2)
+    yield TIED_SHORT, Layout(2, 2, True, "optim", microbatches=2, overlap_grad_reduce=True, activations=chunks)
+    yield ADAM_CLIPPED_HARD, Layout(4, 1, True, activations=chunks)
+    yield SGD_SHORT, Layout(2, 1, True, tp_overlap="pipelined", activations=chunks)
+    yield DELAYED, Layout(2, 1, True, microbatches=2, activations=chunks)
+    yield CONTEXT_IN_DOCUMENTS, Layout(2, 1, True, cp=2, activations=chunks)
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "zb-h1", "zb-v")
+    for schedule in schedules:
+        yield DEEP_SGD, Layout(2, pp=2, schedule=schedule, microbatches=4, activations=chunks)
+    yield DEEP_TIED_SHORT, Layout(1, 2, pp=2, schedule="zb-h1", microbatches=4, strategy="optim", activations=chunks)
+    strategies: tuple[ShardingStrategy, ...] = ("optim_grads", "optim_grads_params")
+    for strategy in strategies:
+        layout = Layout(1, 2, strategy=strategy, microbatches=2, overlap_grad_reduce=True, activations=chunks)
+        yield TIED_SHORT, layout
+        yield SGD_SHORT, replace(layout, tp=2, sequence_parallel=True, overlap_param_gather=True)
+    everything = full("uniform", 1, cpu_offloading_num_layers=1, loss_chunk_size=37)
+    yield SGD_SHORT, Layout(2, 1, True, microbatches=2, activations=everything)
+
+
 def fp8_matrix() -> Iterator[Case]:
     """What divides a tensor, or delays a product of it. Under delayed scaling no division changes a scale; under
     tensorwise scaling only the batch does that."""
@@ -515,6 +538,7 @@ def _name_activations(activations: ActivationConfig) -> str:
     if activations.recompute_method is not None:
         names.append(f"{activations.recompute_method}{activations.recompute_num_layers}")
     names += ["distributed"] * activations.distribute_saved_activations
+    names += [f"loss{size}" for size in (activations.loss_chunk_size,) if size]
     names += [f"host{count}" for count in (activations.cpu_offloading_num_layers,) if count]
     return "".join(f"-{name}" for name in names)
 
@@ -555,6 +579,11 @@ def test_muon_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: La
 
 @pytest.mark.parametrize(("task", "layout"), rows_of(activation_matrix()), ids=_identifier)
 def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(loss_chunk_matrix()), ids=_identifier)
+def test_loss_of_some_tokens_at_a_time_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 

@@ -98,8 +98,8 @@ class MemoryWatch(ActionRecorder):
         executor.chunks = [self._watched(chunk) for chunk in executor.chunks]
 
     def _watched(self, chunk: Chunk) -> Chunk:
-        def call(inputs: Tensor, documents: Documents | None = None) -> Tensor:
-            outputs = chunk(inputs, documents)
+        def call(inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
+            outputs = chunk(inputs, documents, labels)
             if inputs.is_floating_point():
                 storage = inputs.untyped_storage()
                 self._current.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -204,12 +204,12 @@ def watch_evaluation(layout: Layout, num_microbatches: int) -> Evaluated:
     seen = Evaluated([], trained.tolist(), has_graph=False, kept=0, most_outputs=0)
 
     def watched(chunk: Chunk) -> Chunk:
-        def call(inputs: Tensor, documents: Documents | None = None) -> Tensor:
+        def call(inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
             # Others could run far ahead of the slowest stage.
             time.sleep(0.005 * (topology.rank == 3))
             seen.kept += sum(size for reference, size in made if not reference.expired())
             with StorageWatch() as watch:
-                output = chunk(inputs, documents)
+                output = chunk(inputs, documents, labels)
             seen.has_graph |= output.requires_grad
             outputs.append(watch.made.pop(output.untyped_storage()._cdata)[0])
             made.extend(watch.made.values())

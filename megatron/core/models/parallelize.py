@@ -93,6 +93,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int,
     model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
     apply_recompute(model, config.activations)
     apply_offload(model, config.activations)
+    apply_loss_chunks(model, config.activations)
     return model
 
 
@@ -108,6 +109,7 @@ def build_model(
     if activations is not None:
         apply_recompute(model, activations)
         apply_offload(model, activations)
+        apply_loss_chunks(model, activations)
     initialize_parameters(model.parameters(), seed)
     return model
 
@@ -204,6 +206,12 @@ def apply_offload(model: TransformerModel, activations: ActivationConfig) -> Non
         chunk.layers = torch.nn.ModuleList([*offload(layers[:count], after, copies), *layers[count:]])
 
 
+def apply_loss_chunks(model: TransformerModel, activations: ActivationConfig) -> None:
+    """Compute the loss for some tokens at a time, with ``--loss-chunk-size``."""
+    if model.head is not None:
+        model.head.loss_chunk_size = activations.loss_chunk_size
+
+
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
     """A function from the number of microbatches to the schedule."""
     return partial(
@@ -235,6 +243,7 @@ def build_executor(
         model.context.weight_gradients,
         overlap,
         documents,
+        chunks_loss=model.head is not None and model.head.loss_chunk_size is not None,
     )
 
 

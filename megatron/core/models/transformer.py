@@ -12,10 +12,11 @@ from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
 from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.documents import Documents
-from megatron.core.ops.matmul import PlainGemm
+from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.parameter import TiedEnd
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.chunked_loss import ChunkedHead, chunked_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     LinearFunction,
     LinearOp,
@@ -59,6 +60,9 @@ class RotaryTables:
 class OutputLayer(nn.Module):
     """Final norm, logits and loss; ``output_layer`` may be a tied embedding."""
 
+    loss_chunk_size: int | None = None
+    """Tokens whose logits are computed at a time for the loss; None: all."""
+
     def __init__(self, config: TransformerConfig, context: BuildContext, output_layer: VocabParallelWeight) -> None:
         super().__init__()
         self.config, self.context = config, context
@@ -69,11 +73,31 @@ class OutputLayer(nn.Module):
         self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config, context)
         self.output_layer = output_layer
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included."""
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included.
+
+        With ``labels`` ``[b, s/cp]`` to the loss of every token, ``[b, s/cp]``, without the logits of all tokens.
+        """
         normed, weight = self.final_layernorm(hidden), self.output_layer.weight
+        if labels is not None:
+            return self._chunked_losses(normed, weight, labels)
         logits: Tensor = LinearFunction.apply(normed, weight, self.op, False, torch.is_grad_enabled())
         return logits
+
+    def _chunked_losses(self, normed: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        assert self.loss_chunk_size is not None
+        parallel = self.context.parallel
+        shard = VocabularyShard.of(
+            weight.shape[0],
+            self.output_layer.first_id,
+            self.config.vocab_size,
+            parallel.communicator,
+            self.context.kernels.cross_entropy,
+        )
+        kernel = self.context.weight_gradient or SeparateWeightGradient()
+        return chunked_cross_entropy(
+            normed, weight, labels.t(), ChunkedHead(self.loss_chunk_size, parallel, shard, kernel)
+        ).t()
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``."""
@@ -111,9 +135,10 @@ class TransformerChunk(nn.Module):
         one unit."""
         return [unit for unit in (self.embedding, *self.layers, self.head) if unit is not None]
 
-    def forward(self, inputs: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
         """Token ids ``[b, s/cp]`` at the start of the model, elsewhere activations ``[s/(cp tp), b, h]``, to
-        activations, or at the end to this rank's part of the logits ``[s/cp, b, v/tp]``."""
+        activations, or at the end to this rank's part of the logits ``[s/cp, b, v/tp]``; there with ``labels``
+        ``[b, s/cp]`` to the loss of every token."""
         with nullcontext() if self.fp8 is None else self.fp8.forward_pass():
             if self.embedding is None:
                 length, hidden = inputs.shape[0] * self.sequence_parts, inputs
@@ -122,7 +147,7 @@ class TransformerChunk(nn.Module):
             rotary = self.rotary(length, documents)
             for layer in self.layers:
                 hidden = layer(hidden, rotary, documents)
-            return hidden if self.head is None else self.head(hidden)
+            return hidden if self.head is None else self.head(hidden, labels)
 
 
 class TransformerModel(nn.Module):

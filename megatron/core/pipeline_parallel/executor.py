@@ -31,9 +31,10 @@ ReadDocuments = Callable[[Tensor], Documents]
 
 
 class Chunk(Protocol):
-    """A virtual stage: token ids or activations to activations, or at the end to logits."""
+    """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to the loss
+    of every token ``[b, s]``."""
 
-    def __call__(self, inputs: Tensor, documents: Documents | None = None) -> Tensor: ...
+    def __call__(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor: ...
 
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
@@ -57,8 +58,9 @@ class ActivationFormat:
 class PipelineExecutor:
     """Runs this rank's part of a schedule over the microbatches of a global batch.
 
-    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the head. With ``documents`` every stage
-    reads microbatches, else only those at the ends of the model.
+    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the head. With ``chunks_loss`` the last
+    chunk of the model computes the losses itself. With ``documents`` every stage reads microbatches, else only those at
+    the ends of the model.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class PipelineExecutor:
         weight_gradients: WeightGradStore,
         overlap: bool = True,
         documents: ReadDocuments | None = None,
+        chunks_loss: bool = False,
     ) -> None:
-        self.documents = documents
+        self.documents, self.chunks_loss = documents, chunks_loss
         self.chunks, self.token_losses, self.stage = chunks, token_losses, stage
         self.channels, self.activations, self.overlap = channels, activations, overlap
         self.weight_gradients = weight_gradients
@@ -166,6 +169,11 @@ class _Feed:
 class _Pass:
     """One pass over the forward actions of a stage, which keeps no autograd graph."""
 
+    @property
+    def wants_losses(self) -> bool:
+        """Whether the last chunk of the model returns losses instead of logits."""
+        return self.executor.chunks_loss
+
     def __init__(
         self,
         executor: PipelineExecutor,
@@ -209,8 +217,10 @@ class _Pass:
         with self.recording(action):
             documents = None if read is None else read(microbatch["document_starts"])
             inputs = microbatch["tokens"] if received is None else self.enter(action, received)
-            # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or logits [s/cp, b, v/tp] at the end of the model.
-            outputs = self.executor.chunks[action.chunk](inputs, documents)
+            # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or at the end of the model logits [s/cp, b, v/tp] or
+            # losses [b, s/cp].
+            labels = microbatch["labels"] if is_last and self.wants_losses else None
+            outputs = self.executor.chunks[action.chunk](inputs, documents, labels)
             if is_last:
                 self.finish(action, outputs, microbatch)
             else:
@@ -227,13 +237,13 @@ class _Pass:
         return outputs
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        """Compute what the pass wants of the logits, such as the loss."""
+        """Compute what the pass wants of the logits, such as the loss; with ``wants_losses`` they are losses."""
         raise NotImplementedError
 
     def masked_loss(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         """The summed loss of the unmasked tokens, which it adds to the sums together with their number."""
         assert self.executor.token_losses is not None
-        losses = self.executor.token_losses(logits, microbatch["labels"])
+        losses = logits if self.wants_losses else self.executor.token_losses(logits, microbatch["labels"])
         mask = microbatch["loss_mask"].to(losses.dtype)
         total = (losses * mask).sum()
         self.sums += torch.stack((total.detach(), mask.sum())).double()
@@ -247,6 +257,7 @@ class _Evaluation(_Pass):
 
 class _Logits(_Pass):
     logits: Tensor | None = None
+    wants_losses = False
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
         self.logits = logits

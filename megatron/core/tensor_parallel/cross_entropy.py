@@ -3,6 +3,7 @@
 Source: Megatron-LM (arXiv 1909.08053, section 3): ranks reduce one maximum and two sums per token.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,48 +14,84 @@ from megatron.core.communication import Communicator
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 
 
+@dataclass(frozen=True)
+class ShardLabels:
+    """The labels of ``n`` tokens on a rank's shard of the vocabulary."""
+
+    columns: Tensor
+    """``[n]``: the label's column of the logits, 0 if the label is on another rank."""
+    is_outside: Tensor
+    """``[n]``: whether the label is on another rank."""
+
+    def __getitem__(self, rows: slice) -> "ShardLabels":
+        return ShardLabels(self.columns[rows], self.is_outside[rows])
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """A rank's ids ``[first_id, first_id + width)``, without padding: padding ids get no probability, so the loss does
+    not depend on the padding."""
+
+    first_id: int
+    width: int
+    ranks: Communicator
+    kernel: CrossEntropyKernel
+
+    @classmethod
+    def of(
+        cls, columns: int, first_id: int, vocab_size: int, ranks: Communicator, kernel: CrossEntropyKernel
+    ) -> "VocabularyShard":
+        """The shard of a rank with ``columns`` ids, padding included; ids from ``vocab_size`` on are padding."""
+        return cls(first_id, min(columns, max(0, vocab_size - first_id)), ranks, kernel)
+
+    def labels(self, labels: Tensor) -> ShardLabels:
+        columns = labels.flatten() - self.first_id  # [n]
+        is_outside = (columns < 0) | (columns >= self.width)
+        return ShardLabels(columns.masked_fill(is_outside, 0), is_outside)
+
+    def statistics(self, logits: Tensor, labels: ShardLabels) -> tuple[Tensor, Tensor]:
+        """This rank's log-sum-exp and label logits, ``[n]`` in fp32 or wider, of ``logits`` ``[n, v/tp]``. The label
+        logit is 0 if the label is on another rank."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        flat = logits[:, : self.width]
+        log_sum_exp = self.kernel.log_sum_exp(flat, dtype)
+        if self.width == 0:
+            return log_sum_exp, torch.zeros_like(log_sum_exp)
+        at_label = flat.gather(-1, labels.columns[:, None]).squeeze(-1)
+        return log_sum_exp, at_label.to(dtype).masked_fill_(labels.is_outside, 0.0)
+
+    def losses(self, log_sum_exp: Tensor, label_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses ``[n]``, and the log-sum-exp over all ranks, from the :meth:`statistics` of this rank."""
+        if self.ranks.size > 1:
+            maximum = self.ranks.all_reduce(log_sum_exp.clone(), "max")
+            log_sum_exp = maximum + self.ranks.all_reduce((log_sum_exp - maximum).exp_()).log_()
+        return log_sum_exp - self.ranks.all_reduce(label_logits), log_sum_exp
+
+    def write_gradient(self, logits: Tensor, log_sum_exp: Tensor, labels: ShardLabels, gradient: Tensor) -> None:
+        """Overwrite ``logits`` ``[n, v/tp]`` with their gradient, where ``gradient`` ``[n]`` is the losses'."""
+        logits[:, self.width :] = 0.0
+        at_label = -gradient.masked_fill(labels.is_outside, 0.0)
+        self.kernel.write_gradient(logits[:, : self.width], log_sum_exp, labels.columns, gradient, at_label)
+
+
 class _VocabParallelCrossEntropy(Function):
     """Saves the logits and the log-sum-exp of each token; backward overwrites the logits with their gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        first_id: int,
-        vocab_size: int,
-        ranks: Communicator,
-        kernel: CrossEntropyKernel,
-    ) -> Tensor:
-        # Padding ids get no probability, so the loss does not depend on the padding. n tokens, v ids without padding:
-        width = min(logits.shape[-1], max(0, vocab_size - first_id))
-        flat = logits.detach().flatten(0, -2)[:, :width]  # [n, v]
-        columns = labels.flatten() - first_id  # [n]
-        is_outside = (columns < 0) | (columns >= width)  # labels on other ranks
-        columns = columns.masked_fill(is_outside, 0)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_sum_exp = kernel.log_sum_exp(flat, dtype)  # [n]
-        if ranks.size > 1:
-            maximum = ranks.all_reduce(log_sum_exp.clone(), "max")
-            log_sum_exp = maximum + ranks.all_reduce((log_sum_exp - maximum).exp_()).log_()
-        if width == 0:
-            label_logits = torch.zeros(flat.shape[0], dtype=dtype, device=flat.device)
-        else:
-            label_logits = flat.gather(-1, columns[:, None]).squeeze(-1).to(dtype).masked_fill_(is_outside, 0.0)
-        ctx.save_for_backward(logits, log_sum_exp, columns, is_outside)
-        ctx.width, ctx.kernel = width, kernel
-        return (log_sum_exp - ranks.all_reduce(label_logits)).view(labels.shape)
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
+        flat, found = logits.detach().flatten(0, -2), shard.labels(labels)
+        losses, log_sum_exp = shard.losses(*shard.statistics(flat, found))
+        ctx.save_for_backward(logits, log_sum_exp, found.columns, found.is_outside)
+        ctx.shard = shard
+        return losses.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, log_sum_exp, columns, is_outside = ctx.saved_tensors
+        shard: VocabularyShard = ctx.shard
         flat = logits.detach().flatten(0, -2)  # [n, v/tp], padding included
-        flat[:, ctx.width :] = 0.0
-        gradient = gradients[0].flatten()
-        at_label = -gradient.masked_fill(is_outside, 0.0)
-        kernel: CrossEntropyKernel = ctx.kernel
-        kernel.write_gradient(flat[:, : ctx.width], log_sum_exp, columns, gradient, at_label)
-        return flat.view(logits.shape), None, None, None, None, None
+        shard.write_gradient(flat, log_sum_exp, ShardLabels(columns, is_outside), gradients[0].flatten())
+        return flat.view(logits.shape), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -70,7 +107,6 @@ def vocab_parallel_cross_entropy(
     ``logits`` ``[..., v/tp]`` start at the id ``first_id``; ids from ``vocab_size`` on are padding. Backward overwrites
     the logits, so it can run once.
     """
-    loss: Tensor = _VocabParallelCrossEntropy.apply(
-        logits, labels, first_id, vocab_size, ranks, kernel or EagerCrossEntropy()
-    )
+    shard = VocabularyShard.of(logits.shape[-1], first_id, vocab_size, ranks, kernel or EagerCrossEntropy())
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, shard)
     return loss

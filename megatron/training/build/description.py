@@ -73,6 +73,8 @@ def describe_activations(activations: ActivationConfig) -> str:
         words.append("sharded over the tensor-parallel ranks")
     if activations.cpu_offloading_num_layers:
         words.append(f"the first {activations.cpu_offloading_num_layers} layers of a chunk are offloaded to the host")
+    if activations.loss_chunk_size is not None:
+        words.append(f"logits and loss of {activations.loss_chunk_size} tokens at a time")
     return "; ".join(words)
 
 

@@ -1,0 +1,117 @@
+"""The output layer and its cross entropy without the logits of all tokens.
+
+Logits are computed for some tokens at a time. Forward keeps the log-sum-exp of every token; backward computes each
+chunk's logits again, so the output layer costs four GEMMs instead of three (forward, logits again, both gradients).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.gradient import accumulate_main_grad
+from megatron.core.ops.matmul import WeightGradientKernel, linear
+from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import ShardLabels, VocabularyShard
+
+
+@dataclass(frozen=True)
+class ChunkedHead:
+    """How the loss of the output layer is computed: ``chunk_size`` tokens at a time."""
+
+    chunk_size: int
+    parallel: TensorParallel
+    shard: VocabularyShard
+    weight_gradient: WeightGradientKernel
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Ranges of the tokens."""
+        for start in range(0, num_tokens, self.chunk_size):
+            yield slice(start, start + self.chunk_size)
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """``[s/(cp tp), b, h]`` of this rank to all ranks' tokens, ``[n, h]``."""
+        return self.parallel.gather_input(QuantizedTensor(hidden)).wait().data.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class _HeadGradients:
+    """The backward pass as a :class:`~megatron.core.gradient.GradientProduct`: computing the weight's gradient also
+    fills ``grad_hidden``, since both need the chunk's gradient of the logits."""
+
+    head: ChunkedHead
+    hidden: Tensor
+    """``[n, h]``."""
+    weight: Tensor
+    """``[v/tp, h]``."""
+    log_sum_exp: Tensor
+    labels: ShardLabels
+    gradient: Tensor
+    """The gradient of the losses, ``[n]``."""
+    grad_hidden: Tensor
+    """``[n, h]``: this rank's part of the sum over the tensor-parallel ranks."""
+
+    def value(self) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        buffer = self.weight.new_empty(self.weight.shape, dtype=wide)
+        self.write_to(buffer, accumulate=False)
+        return buffer
+
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        for rows in self.head.chunks(self.hidden.shape[0]):
+            chunk = self.hidden[rows]  # [m, h]
+            logits = linear(chunk, self.weight)  # [m, v/tp]
+            self.head.shard.write_gradient(logits, self.log_sum_exp[rows], self.labels[rows], self.gradient[rows])
+            self.grad_hidden[rows] = linear(logits, self.weight.t())
+            self.head.weight_gradient.write(buffer, logits, chunk, accumulate)
+            del logits  # before the next chunk's are allocated
+            accumulate = True
+
+
+class _ChunkedLoss(Function):
+    """Saves its input, and four bytes per token and tensor of numbers: log-sum-exp, and the labels' columns."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: ChunkedHead) -> Tensor:
+        tokens, found, matrix = head.gather(hidden.detach()), head.shard.labels(labels), weight.detach()
+        parts = [
+            head.shard.statistics(linear(tokens[rows], matrix), found[rows]) for rows in head.chunks(tokens.shape[0])
+        ]
+        local_log_sum_exp, label_logits = (torch.cat(part) for part in zip(*parts))
+        losses, log_sum_exp = head.shard.losses(local_log_sum_exp, label_logits)
+        ctx.save_for_backward(hidden, log_sum_exp, found.columns, found.is_outside)
+        ctx.weight, ctx.head = weight, head
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, log_sum_exp, columns, is_outside = ctx.saved_tensors
+        head: ChunkedHead = ctx.head
+        tokens = head.gather(hidden.detach())  # [n, h]
+        grad_hidden = torch.empty_like(tokens)
+        product = _HeadGradients(
+            head,
+            tokens,
+            ctx.weight.detach(),
+            log_sum_exp,
+            ShardLabels(columns, is_outside),
+            gradients[0].flatten(),
+            grad_hidden,
+        )
+        grad_weight = accumulate_main_grad(ctx.weight, product)
+        whole = grad_hidden.view(-1, *hidden.shape[1:])  # [s/cp, b, h]
+        return head.parallel.reduce_output(whole).wait(), grad_weight, None, None
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: ChunkedHead) -> Tensor:
+    """Negative log likelihood of ``labels`` ``[s/cp, b]`` per token, in fp32 or wider, on every rank, from ``hidden``
+    ``[s/(cp tp), b, h]`` and the output layer's ``weight`` ``[v/tp, h]``.
+
+    Equal to :func:`~megatron.core.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy` of the logits.
+    """
+    losses: Tensor = _ChunkedLoss.apply(hidden, weight, labels, head)
+    return losses
