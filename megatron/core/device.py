@@ -17,6 +17,12 @@ def device_memory(device: torch.device) -> dict[str, float]:
     }
 
 
+def memory_outside_allocator(device: torch.device) -> int:
+    """Bytes in use on a GPU outside of torch's allocator: CUDA's context and kernels, NCCL, other processes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
 def device_name(device: torch.device) -> str | None:
     """The GPU's name; None on a CPU."""
     return torch.cuda.get_device_name(device) if device.type != "cpu" else None

@@ -16,6 +16,7 @@ from megatron.training.loop.listeners import (
     Evaluation,
     GarbageCollection,
     MemoryRelease,
+    MemoryReport,
     Metrics,
 )
 from megatron.training.loop.trainer import Listener
@@ -39,6 +40,7 @@ def build_listeners(
         if logging.profile_pipeline is not None
         else None,
         build_profile(config, context.topology.rank, context.topology.device, context.log_rank0),
+        MemoryReport() if is_on_gpu else None,
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
         Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak),
         Evaluation(

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from megatron.config.logging import LoggingConfig
-from megatron.core.device import device_memory
+from megatron.core.device import device_memory, memory_outside_allocator
 from megatron.data.loader import Microbatch
 from megatron.intervals import IntervalSchedule
 from megatron.metrics.record import EvaluationRecord, IterationRecord
@@ -189,6 +189,27 @@ class GarbageCollection(Listener):
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
         gc.enable()
+
+
+@dataclass
+class MemoryReport(Listener):
+    """Logs once, after the first iteration, the largest GPU memory of a rank that is outside of torch's allocator.
+
+    By then all process groups are connected. The dry run can only estimate this memory.
+    """
+
+    _is_done: bool = False
+
+    def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        context = trainer.context
+        by_rank = context.control.all_gather_object(memory_outside_allocator(context.topology.device))
+        rank = max(range(len(by_rank)), key=by_rank.__getitem__)
+        context.log_rank0(
+            f"GPU memory outside of torch's allocator: {by_rank[rank] / 2**30:.2f} GiB on rank {rank}, the most of all"
+        )
 
 
 @dataclass
