@@ -197,6 +197,7 @@ class SliceConfig:
     def data_parallel(self, topology: Topology, model: TransformerModel) -> DataParallel:
         """The model under data parallelism, with its initial weights."""
         run = self.run_config()
-        data_parallel = wrap_data_parallel(model, number_formats(run.precision, run.optimizer), topology, run.parallel)
+        formats = number_formats(run.precision, run.optimizer)
+        data_parallel = wrap_data_parallel(model, formats, topology, run.parallel, model.context.fp8)
         data_parallel.initialize(run.training.seed)
         return data_parallel

@@ -15,7 +15,6 @@ _BY_REMEDY = {
     ),
     "all model replicas start from the same weights: remove it.": "--data-parallel-random-init",
     "use fp32, --bf16, --fp8-format, --fp16 or --fp64 instead.": "--fp4-format",
-    "weights are all-gathered in the model's precision: remove it.": "--fp8-param-gather",
     "activations are offloaded by whole layers: use --cpu-offloading-num-layers instead.": (
         "--fine-grained-activation-offloading"
     ),

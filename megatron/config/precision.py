@@ -34,6 +34,9 @@ class PrecisionConfig:
     """Delayed scaling: steps in the amax history (1024 is common)."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
     """Delayed scaling: compute the scale from the most recent or the largest amax of the history."""
+    fp8_param_gather: bool = False
+    """Keep the weights of FP8 linear layers in FP8 alone, quantised from the master weights and all-gathered in FP8. It
+    needs a sharded optimizer (--use-distributed-optimizer). See docs/precision.md."""
     first_last_layers_bf16: bool = False
     """Compute the linear layers of the first and the last transformer layers in bf16 under --fp8-format."""
     num_layers_at_start_in_bf16: int = 1
@@ -86,7 +89,7 @@ class PrecisionConfig:
         require_at_least(0, values_of(self, "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"))
         delayed = changed_flags(self, "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
         ends = changed_flags(self, "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-        others = changed_flags(self, "fp8_recipe", "first_last_layers_bf16")
+        others = changed_flags(self, "fp8_recipe", "fp8_param_gather", "first_last_layers_bf16")
         require_flag("--fp8-format", self.fp8_format is not None, [*others, *delayed, *ends])
         require_flag("--fp8-recipe delayed", self.fp8_recipe == "delayed", delayed)
         require_flag("--first-last-layers-bf16", self.first_last_layers_bf16, ends)

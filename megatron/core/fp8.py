@@ -10,7 +10,7 @@ Amaxes of a step are recorded as maxima, so a recomputed forward pass does not c
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -29,6 +29,7 @@ from megatron.core.ops.fp8 import (
     gemm_for,
     largest_value,
     push_amax,
+    quantize,
     scale_from_amax,
     scaled_gemm,
 )
@@ -36,6 +37,7 @@ from megatron.core.ops.quantized import Layout, QuantizedTensor
 
 Fp8Role = Literal["input", "weight", "output_gradient"]
 ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)
+_WEIGHT = ROLES.index("weight")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,16 @@ class _DelayedState:
     """``[layers, roles, length]``, the newest first."""
     step_amax: Tensor
     """``[layers, roles]``: the amaxes of this step so far, on this rank."""
+
+
+@dataclass(frozen=True)
+class _WeightState:
+    """The scales of weights that are gathered in FP8, in fp32."""
+
+    amax: Tensor
+    """``[layers]``, of whole weights."""
+    inverse_scale: Tensor
+    """``[layers]``"""
 
 
 class Fp8Layers:
@@ -98,7 +110,8 @@ class Fp8Layers:
 class Fp8Scaling(Fp8Layers):
     """Our own FP8: under delayed scaling, scales are constant from :meth:`start_step` to :meth:`finish_step`.
 
-    ``ranks`` compute with the same layers. Without ``keeps_weights`` weights are quantised for every GEMM (FSDP).
+    ``ranks`` compute with the same layers. Without ``keeps_weights`` weights are quantised for every GEMM (FSDP). With
+    ``--fp8-param-gather`` the parameters themselves are FP8, and :meth:`quantize_weights` writes them.
     """
 
     def __init__(
@@ -138,6 +151,40 @@ class Fp8Scaling(Fp8Layers):
 
         return _DelayedState(zeros(), zeros(self.config.fp8_amax_history_len), zeros())
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether the parameters of the layers are FP8."""
+        return self.config.fp8_param_gather
+
+    @cached_property
+    def weight_state(self) -> _WeightState:
+        shape = (2, len(self._layers))
+        return _WeightState(*torch.zeros(shape, dtype=torch.float32, device=self._device))
+
+    def quantize_weights(self, shards: Mapping[str, tuple[Tensor, Tensor]], ranks: Communicator) -> None:
+        """Quantise this rank's shards of weights by the names of their layers: ``(master weights, FP8 numbers)``, 1-D
+        each, of which the second are overwritten. Collective over ``ranks``, which divide the weights, and over the
+        tensor-parallel ranks: all shards of a weight get one scale, under delayed scaling the scale of the step."""
+        self._drop_weights()
+        if not self._layers:
+            return
+        nothing = torch.zeros((), dtype=torch.float32, device=self._device)
+        masters = (shards.get(layer.name) for layer in self._layers)
+        amax = torch.stack([nothing if shard is None else amax_of(shard[0]) for shard in masters])  # [layers]
+        amax = ranks.all_reduce(amax.nan_to_num(nan=torch.inf, posinf=torch.inf), "max")
+        amax = self._layers[0].tensor_parallel.all_reduce(amax, "max")
+        scale = scale_from_amax(amax, largest_value(E4M3), 1.0, self.config.fp8_margin)
+        if self.is_delayed:
+            past = self.delayed_state.scale
+            scale = torch.where((past > 0.0).all(dim=1), past[:, _WEIGHT], scale)
+        self.weight_state.amax.copy_(amax)
+        # Not finite if the amax is not, so that every GEMM with the weight is NaN.
+        self.weight_state.inverse_scale.copy_(scale.reciprocal() + (amax - amax))
+        for number, layer in enumerate(self._layers):
+            if layer.name in shards:
+                master, numbers = shards[layer.name]
+                numbers.copy_(quantize(master, scale[number], amax[number], E4M3).data)
+
     @cached_property
     def _largest(self) -> Tensor:
         """The largest value of each role, ``[roles]``."""
@@ -148,6 +195,8 @@ class Fp8Scaling(Fp8Layers):
         self._drop_weights()
         if self.is_delayed:
             self.delayed_state.step_amax.zero_()
+            if self.gathers_weights:
+                self.delayed_state.step_amax[:, _WEIGHT] = self.weight_state.amax
 
     def finish_step(self) -> None:
         """Set the scales of the next step, in one collective for all layers. If an amax of this step is not finite,
@@ -220,9 +269,10 @@ class Fp8Gemm:
     ) -> None:
         self.name, self.has_scales = name, False
         self._scaling, self._number, self._dtype = scaling, number, dtype
-        self._tensor_parallel, self._sharded = tensor_parallel, frozenset(sharded)
+        self.tensor_parallel, self._sharded = tensor_parallel, frozenset(sharded)
         self.weight: QuantizedTensor | None = None
-        """The quantised weight of this step in both layouts, with ``keeps_weights``."""
+        """The quantised weight of this step, with ``keeps_weights``; in both layouts, or if it is gathered in FP8 in
+        those that were needed."""
 
     def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         return self._quantize("input", inputs, layout)
@@ -257,6 +307,13 @@ class Fp8Gemm:
 
     def _quantized_weight(self, weight: Tensor, layout: Layout) -> QuantizedTensor:
         """``weight`` ``[n, k]`` in ``layout``; with ``keeps_weights`` quantised once a step, in both layouts."""
+        if self._scaling.gathers_weights:
+            if self.weight is None:
+                inverse_scale = self._scaling.weight_state.inverse_scale[self._number]
+                self.weight = QuantizedTensor(weight.detach(), inverse_scale)
+            if Layout.TRANSPOSED in layout and self.weight.transposed is None:
+                self.weight = replace(self.weight, transposed=self._transpose(self.weight).data)
+            return self.weight
         if not self._scaling.keeps_weights:
             return self._quantize("weight", weight, layout)
         if self.weight is None:
@@ -279,5 +336,5 @@ class Fp8Gemm:
         """The scale of a tensor, or of this rank's shard of it, from its own ``amax``."""
         scaling = self._scaling
         if role in self._sharded:
-            amax = self._tensor_parallel.all_reduce(amax.clone(), "max")
+            amax = self.tensor_parallel.all_reduce(amax.clone(), "max")
         return scale_from_amax(amax, largest_value(scaling.formats[role]), 1.0, scaling.config.fp8_margin)

@@ -243,7 +243,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
             one = deepcopy(traffic)
             traffic.clear()
         run_step(run.config, topology, module, count, tracker)
-        parameters = sum(weight.tensor.numel() for weight in module.data_parallel.local_params)
+        parameters = module.data_parallel.num_parameters
     sent = traffic if one is None else traffic.extrapolate(one, count, run.num_microbatches)
     return StagePlan(
         stage,

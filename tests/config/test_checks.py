@@ -653,6 +653,14 @@ BAD: list[Row] = [
     (f"{GOOD} --optimizer sgd --muon-num-ns-steps 3", 1, "--muon-num-ns-steps, --optimizer muon"),
     (f"{GOOD} --no-accumulate-allreduce-grads-in-fp32", 1, "--no-accumulate-allreduce-grads-in-fp32"),
     # FP8.
+    (f"{GOOD} --bf16 --fp8-param-gather", 1, "--fp8-param-gather, --fp8-format"),
+    (f"{FP8} --fp8-param-gather", 1, "--fp8-param-gather, no_shard, --use-distributed-optimizer"),
+    (f"{FP8} --fp8-param-gather --use-torch-fsdp2", 1, "--fp8-param-gather, optim_grads_params, optim_grads"),
+    (
+        f"{FP8} --fp8-param-gather --use-distributed-optimizer --transformer-impl transformer_engine",
+        1,
+        "--fp8-param-gather, --transformer-impl transformer_engine",
+    ),
     (f"{GOOD} --fp8-format e4m3", 1, "--fp8-format e4m3, --bf16"),
     (f"{GOOD} --fp16 --fp8-format e4m3", 1, "--fp8-format e4m3, --bf16, --fp16"),
     (f"{FP8} --fp64", 1, "--bf16, --fp64"),

@@ -384,6 +384,9 @@ class Nothing(DataParallel):
     def finish_param_all_gather(self) -> None:
         """Nothing to wait for."""
 
+    def finish_skipped_step(self) -> None:
+        """Nothing to gather."""
+
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
 def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:

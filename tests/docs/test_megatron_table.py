@@ -60,6 +60,7 @@ NEEDS = {
     "--first-last-layers-bf16": FP8,
     "--fp8-amax-compute-algo": FP8,
     "--fp8-format": "--bf16",
+    "--fp8-param-gather": f"{FP8} --use-distributed-optimizer",
     "--fp8-recipe": f"{FP8} --transformer-impl transformer_engine",
     "--hierarchical-context-parallel-sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     "--loss-scale": "--fp16",

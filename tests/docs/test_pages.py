@@ -34,7 +34,6 @@ FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
 
 NAMED_AS_REFUSED = {
-    "recipes.md": {"--fp8-param-gather"},
     "tensor_parallel.md": {"--tp-comm-overlap-cfg"},
 }
 """Flags that a page names in order to say that they are not there."""

@@ -101,6 +101,38 @@ def test_a_resumed_run_is_the_run_that_never_stopped(corpus: Corpus, in_one_go: 
     assert_same_tensors(checkpoint_of(tmp_path, LENGTH), checkpoint_of(in_one_go, LENGTH), names)
 
 
+def test_weights_in_fp8_resume_bit_for_bit_and_start_from_any_run(
+    corpus: Corpus, in_one_go: Path, tmp_path: Path
+) -> None:
+    """Their checkpoints are those of a run with bf16 weights: fp32 master weights, and weights in bf16."""
+    gathered: dict[str, FlagValue] = {"use_distributed_optimizer": True, "fp8_param_gather": True}
+    flags: dict[str, FlagValue] = {
+        **DELAYED,
+        **gathered,
+        "train_iters": STOP + 4,
+        "eval_interval": 2,
+        "eval_iters": 1,
+        "save_interval": 2,
+    }
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory, load, iteration in ((first, in_one_go, STOP), (second, first, STOP + 2)):
+        directory.mkdir()
+        train(corpus, directory, **flags, load=load, ckpt_step=iteration, save=directory)
+    assert_close(losses(first / "metrics.jsonl"), losses(in_one_go / "metrics.jsonl")[STOP : STOP + 4], 1e-2)
+    rest = [record for record in computed(first / "metrics.jsonl") if record["iteration"] > STOP + 2]
+    assert computed(second / "metrics.jsonl") == rest
+    names = ("model/", "optimizer/", "fp8/")
+    assert_same_tensors(checkpoint_of(second, STOP + 4), checkpoint_of(first, STOP + 4), names)
+    found, plain = (formats(checkpoint_of(root, STOP + offset)) for root, offset in ((first, 4), (in_one_go, 0)))
+    assert found == plain
+
+
+def formats(checkpoint: Path) -> dict[str, torch.dtype]:
+    """The dtype of every saved tensor of the model and the optimizer, by its global name."""
+    tensors = load_file(checkpoint / "rank_00000.safetensors").items()
+    return {name.partition("@")[0]: tensor.dtype for name, tensor in tensors if not name.startswith("random/")}
+
+
 def test_recompute_changes_no_bit(corpus: Corpus, in_one_go: Path, tmp_path: Path) -> None:
     """Nor does an evaluation in between, which records magnitudes as what runs again does."""
     full: dict[str, FlagValue] = {

@@ -94,6 +94,7 @@ class Layout:
     bucket_size: int | None = None
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    fp8_param_gather: bool = False
     reshard_after_forward: bool = True
     defer_grad_reduce: bool = False
     cp: int = 1
@@ -278,7 +279,12 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     else:
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
-    built_in = context(topology, layout, formats.weight, task.fp8)
+    built_in = context(
+        topology,
+        layout,
+        formats.weight,
+        task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather),
+    )
     with mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext():
         model = build_model(task.model, built_in, SEED, mine, layout.activations)
     fp8 = model.context.fp8
@@ -305,7 +311,10 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         defer_grad_reduce=layout.defer_grad_reduce,
         ddp_bucket_size=layout.bucket_size,
     )
-    data_parallel = wrap_data_parallel(model, formats, topology, config)
+    data_parallel = wrap_data_parallel(model, formats, topology, config, fp8)
+    if layout.fp8_param_gather:
+        # The initial weights of the model were rounded to FP8.
+        data_parallel.initialize(SEED)
     optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
     optimizer.fp8 = fp8
     return executor, data_parallel, optimizer

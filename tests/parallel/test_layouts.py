@@ -17,6 +17,7 @@ from typing import Any, get_args
 from zlib import crc32
 
 import pytest
+import torch
 
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
 from megatron.config.context_parallel import Exchange
@@ -397,6 +398,18 @@ def fp8_matrix() -> Iterator[Case]:
     yield DELAYED, Layout(pp=2, schedule="zb-h1", microbatches=4, activations=full("block", 1))
     yield DELAYED, Layout(1, 2, strategy="optim_grads_params", microbatches=2, activations=full("uniform", 2))
     yield DELAYED, Layout(2, 1, True, microbatches=2, activations=replace(segments, cpu_offloading_num_layers=2))
+    # Master weights are quantised, which in fp64 are the weights.
+    gathered = Layout(1, 2, strategy="optim", microbatches=2, fp8_param_gather=True)
+    overlapped = replace(gathered, bucket_size=3000, overlap_grad_reduce=True, overlap_param_gather=True)
+    yield TENSORWISE, replace(gathered, tp=2, dp=1, microbatches=1)
+    yield DELAYED, replace(gathered, dp=1)
+    yield DELAYED, gathered
+    yield DELAYED, replace(overlapped, dp=4)
+    yield DELAYED, replace(overlapped, tp=2, sequence_parallel=True)
+    yield DELAYED, replace(gathered, strategy="optim_grads")
+    yield DELAYED, replace(overlapped, dp=4, instances=2)
+    yield DELAYED, replace(overlapped, cp=2, activations=full("uniform", 1))
+    yield DELAYED, replace(overlapped, pp=2, schedule="zb-h1", microbatches=4)
 
 
 def tensor_parallel_overlap_matrix() -> Iterator[Case]:
@@ -521,6 +534,7 @@ def _identifier(value: object) -> str:
         flags += f"-{'x'.join(map(str, value.cp_sizes))}" if value.cp_sizes else ""
         flags += f"-{value.attention}" if value.attention != "auto" else ""
         flags += "-te" if value.transformer_engine else ""
+        flags += "-fp8gather" if value.fp8_param_gather else ""
         flags += "-late" if value.late else ""
         flags += _name_activations(value.activations)
         pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
@@ -625,6 +639,23 @@ def compare_with_one_process(
             for name, tensor in wanted.items():
                 error = (found[name] - tensor).abs().max() / tensor.abs().max()
                 assert error < TOLERANCE, f"{kind} of {name} after step {step + 1}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("task", [DELAYED, TENSORWISE], ids=_identifier)
+def test_gathering_fp8_changes_no_bit_of_weights_that_are_master_weights(four_ranks: RankPool, task: Task) -> None:
+    """The amax of a weight is the maximum over its shards. Without clipping: shards add up to the norm in another
+    order."""
+    task = replace(task, optimizer=replace(task.optimizer, clip_grad=0.0))
+    layout = Layout(2, 2, strategy="optim", microbatches=2, bucket_size=3000, overlap_param_gather=True)
+    plain, gathered = (
+        four_ranks.run(train, task, replace(layout, fp8_param_gather=gathers), world_size=4)
+        for gathers in (False, True)
+    )
+    for trace, other in zip(plain, gathered, strict=True):
+        assert trace.losses == other.losses
+    for step in range(task.steps):
+        wanted, found = (assemble([part for trace in run for part in trace.weights[step]]) for run in (plain, gathered))
+        assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
 def test_one_process_has_the_gradient_of_the_mean_over_unmasked_tokens() -> None:

@@ -13,6 +13,7 @@ from megatron.planner import suggestions
 from megatron.planner.plan import ALLOWANCE, Run
 from megatron.planner.suggestions import MOST, candidates, flags_between
 from tests.end_to_end.run_process import Outcome, call_training
+from tests.end_to_end.test_megatron_flags import recipe
 
 pytestmark = pytest.mark.processes
 
@@ -90,6 +91,17 @@ def test_fp8_copies_of_weights_are_counted_under_weights(tmp_path: Path) -> None
     )
     layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 384
     assert quantized["weights"] - plain["weights"] == 4 * layer * 2
+
+
+def test_megatron_lms_recipe_for_8b_in_fp8_fits_its_gpus(tmp_path: Path) -> None:
+    found = report(f"{' '.join(recipe(tmp_path))} --num-gpus 8", tmp_path)
+    sizes = found["memory_bytes"]["0"]
+    assert found["fits"] and sizes["total"] < 77 * 2**30
+    # Two bytes per weight: bf16, or FP8 and its transpose. Gradients are bf16.
+    parameters = found["parameters_per_rank"]["0"]
+    assert parameters == pytest.approx(8.03e9, rel=1e-3)
+    assert sizes["weights"] == pytest.approx(2 * parameters, rel=1e-3)
+    assert sizes["gradients"] == pytest.approx(2 * parameters, rel=1e-3)
 
 
 def test_what_does_not_fit_is_told_with_flags_that_mend_it(tmp_path: Path) -> None:

@@ -36,9 +36,25 @@ def check_fp8(run: "RunConfig", world_size: int) -> None:
                 f"--fp8-format needs sizes that are multiples of {unit}, but {formula} is {value}: change one of them, "
                 "or remove --fp8-format."
             )
+    if run.precision.fp8_param_gather:
+        _check_fp8_param_gather(run)
     start, end = run.precision.num_layers_at_start_in_bf16, run.precision.num_layers_at_end_in_bf16
     if run.precision.first_last_layers_bf16 and start + end >= model.num_layers:
         raise ConfigError(
             f"--first-last-layers-bf16 keeps {start} + {end} of {model.num_layers} layers in bf16 and leaves none for "
             "--fp8-format: lower --num-layers-at-start-in-bf16 or --num-layers-at-end-in-bf16, or remove --fp8-format."
+        )
+
+
+def _check_fp8_param_gather(run: "RunConfig") -> None:
+    strategy = run.parallel.sharding_strategy
+    if strategy not in ("optim", "optim_grads"):
+        raise ConfigError(
+            f"--fp8-param-gather is not supported with --data-parallel-sharding-strategy {strategy}, where no "
+            "quantised shards are gathered: use --use-distributed-optimizer or optim_grads, or remove it."
+        )
+    if run.model.transformer_impl != "local":
+        raise ConfigError(
+            f"--fp8-param-gather is not supported by --transformer-impl {run.model.transformer_impl}, which quantises "
+            "bf16 weights itself: remove it, or use --transformer-impl local."
         )

@@ -20,7 +20,8 @@ class WeightBucket:
     """Weights that the shard group updates in equal parts, in rank order."""
 
     def __init__(self, weights: Tensor, shards: Communicator) -> None:
-        self._weights, self._shards = weights, shards
+        # Collectives do not support FP8 on every backend.
+        self._weights, self._shards = weights.view(torch.uint8) if weights.itemsize == 1 else weights, shards
         self._gathering: Work[Tensor] | None = None
 
     def start_gather(self) -> None:

@@ -133,6 +133,9 @@ class FullyShardedDataParallel(DataParallel):
     def finish_param_all_gather(self) -> None:
         """A no-op: each rank updates all weights that it stores."""
 
+    def finish_skipped_step(self) -> None:
+        """A no-op: weights are gathered when they are used."""
+
     def memory(self) -> dict[str, int]:
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)
         return {"weights": weights, "gradients": self._gradients.untyped_storage().nbytes()}

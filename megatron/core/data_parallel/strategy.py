@@ -7,7 +7,7 @@ gradients, :meth:`DataParallel.finish_grad_sync`, the optimizer's update of the 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from megatron.core.data_parallel.bucket import (
     WholeGradientBucket,
 )
 from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, ParamShard
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.precision import NumberFormats
@@ -77,7 +78,7 @@ class DataParallel(ABC):
     splits: Sequence[ParameterSplit]
     """How ``shard_ranks`` divide every local parameter."""
     local_params: Sequence[LocalParam]
-    """The weights that this rank stores."""
+    """The weights that this rank stores, in the precision that checkpoints need."""
     shard_ranks: Communicator
     """Ranks that divide the update; one without sharding."""
     model_group: Communicator
@@ -110,6 +111,15 @@ class DataParallel(ABC):
     @abstractmethod
     def finish_param_all_gather(self) -> None:
         """Wait for all weights; a forward pass waits by itself for those that it uses."""
+
+    @abstractmethod
+    def finish_skipped_step(self) -> None:
+        """Call after a step without an update."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the weights that this rank stores."""
+        return sum(local.tensor.numel() for local in self.local_params)
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
@@ -147,7 +157,8 @@ class BufferedDataParallel(DataParallel):
     """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2), in contiguous buffers.
 
     Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
-    ``modules`` are run as a whole, each.
+    ``modules`` are run as a whole, each. Parameters of each dtype have buffers of their own. A rank keeps its shards of
+    FP8 parameters in the master weights' dtype; ``fp8`` quantises them before every all-gather.
     """
 
     def __init__(
@@ -157,6 +168,7 @@ class BufferedDataParallel(DataParallel):
         topology: Topology,
         config: ParallelConfig,
         modules: Sequence[nn.Module] = (),
+        fp8: Fp8Scaling | None = None,
     ) -> None:
         sharing = Sharing.of(config, topology)
         shards, replicas = sharing.shards, sharing.replicas
@@ -164,26 +176,48 @@ class BufferedDataParallel(DataParallel):
         bucket_size = config.bucket_size(
             shards.size * replicas.size, sum(parameter.numel() for parameter in parameters)
         )
-        buffer = ParameterBuffer(parameters, formats.gradient, shards.size, bucket_size, shard_gradients)
-        self._kept = {"weights": buffer.weights, "gradients": buffer.gradients}
-        self.local_params = whole_params(parameters)
-        weights: list[WeightBucket] = []
+        self._parameters, self._fp8 = parameters, fp8
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self._buffers = [
+            ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
+            for group in by_dtype.values()
+        ]
+        places = {info_of(parameter).name: place for place, parameter in enumerate(parameters)}
+        weights: dict[int, WeightBucket] = {}
         buckets: list[GradientBucket] = []
         holders: dict[str, WeightBucket] = {}
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         reduction = GradientReduction(shards, replicas)
-        for view in buffer.buckets(shards.rank):
-            gathered = WeightBucket(view.weights, shards)
-            weights.append(gathered)
-            holders |= {info.name: gathered for info, _, _ in view.gradients.main_grads}
+        for view in (view for buffer in self._buffers for view in buffer.buckets(shards.rank)):
+            gathered, names = (
+                WeightBucket(view.weights, shards),
+                [info.name for info, _, _ in view.gradients.main_grads],
+            )
+            weights[min(places[name] for name in names)] = gathered
+            holders |= dict.fromkeys(names, gathered)
             if shard_gradients:
                 buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
             else:
                 buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
-        param_shards = list(buffer.param_shards(shards.rank))
-        super().__init__(formats, topology, sharing, param_shards, buckets, list(buffer.splits()))
-        # Parameters fill the buffers in the order of the backward pass.
-        self._gathers = ParamGathers(weights[::-1] if shards.size > 1 else (), config.overlap_param_gather)
+        param_shards = [shard for buffer in self._buffers for shard in buffer.param_shards(shards.rank)]
+        self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
+        for number, shard in enumerate(param_shards):
+            if shard.weight.itemsize == 1:
+                master = torch.zeros_like(shard.weight, dtype=formats.master)
+                self._fp8_shards[shard.info.name.removesuffix(".weight")] = master, shard.weight
+                param_shards[number] = replace(shard, weight=master)
+        splits = [split for buffer in self._buffers for split in buffer.splits()]
+        super().__init__(formats, topology, sharing, param_shards, buckets, splits)
+        self.local_params = whole_params(parameter for parameter in parameters if parameter.itemsize > 1)
+        self.local_params += [
+            LocalParam(shard.info, shard.start, shard.weight)
+            for shard in param_shards
+            if shard.info.name.removesuffix(".weight") in self._fp8_shards
+        ]
+        in_forward_order = [weights[place] for place in sorted(weights)]
+        self._gathers = ParamGathers(in_forward_order if shards.size > 1 else (), config.overlap_param_gather)
         if config.overlap_param_gather and shards.size > 1:
             _wait_before_use(modules, holders, self._gathers)
 
@@ -192,14 +226,28 @@ class BufferedDataParallel(DataParallel):
         """Whether the model computes in a narrower format."""
         return self.formats.weight != self.formats.master
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._parameters)
+
     def start_param_all_gather(self) -> None:
+        if self._fp8 is not None:
+            self._fp8.quantize_weights(self._fp8_shards, self.shard_ranks)
         self._gathers.start()
+
+    def finish_skipped_step(self) -> None:
+        # FP8 weights have the scales of the next step in every step, so a resumed run is the same.
+        if self._fp8 is not None:
+            self.start_param_all_gather()
 
     def finish_param_all_gather(self) -> None:
         self._gathers.finish()
 
     def memory(self) -> dict[str, int]:
-        return {kind: buffer.untyped_storage().nbytes() for kind, buffer in self._kept.items()}
+        return {
+            "weights": sum(buffer.weights.untyped_storage().nbytes() for buffer in self._buffers),
+            "gradients": sum(buffer.gradients.untyped_storage().nbytes() for buffer in self._buffers),
+        }
 
 
 def _wait_before_use(modules: Sequence[nn.Module], holders: Mapping[str, WeightBucket], gathers: ParamGathers) -> None:

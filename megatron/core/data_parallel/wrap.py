@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 
@@ -31,9 +32,14 @@ def shards_weights(config: ParallelConfig, topology: Topology) -> bool:
 
 
 def wrap_data_parallel(
-    model: LayeredModel, formats: NumberFormats, topology: Topology, config: ParallelConfig
+    model: LayeredModel,
+    formats: NumberFormats,
+    topology: Topology,
+    config: ParallelConfig,
+    fp8: Fp8Layers | None = None,
 ) -> DataParallel:
-    """Put ``model`` under the strategy of ``config``, for which ``topology`` has the groups.
+    """Put ``model``, with the FP8 layers ``fp8``, under the strategy of ``config``, for which ``topology`` has the
+    groups.
 
     A model whose weights lie on the meta device gets memory for this rank's shards, and must be initialised.
     """
@@ -43,4 +49,5 @@ def wrap_data_parallel(
 
         return FullyShardedDataParallel(model.chunk_units, formats, topology, config)
     modules = [unit for _, units in model.chunk_units for unit in units]
-    return BufferedDataParallel(list(model.parameters()), formats, topology, config, modules)
+    gathered = fp8 if isinstance(fp8, Fp8Scaling) and fp8.gathers_weights else None
+    return BufferedDataParallel(list(model.parameters()), formats, topology, config, modules, gathered)

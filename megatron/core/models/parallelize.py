@@ -66,7 +66,7 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
     )
     # Gradient buffers, ZeRO and FSDP replace the weights' memory, so they come last.
     formats = number_formats(config.precision, config.optimizer)
-    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel)
+    data_parallel = wrap_data_parallel(model, formats, topology, config.parallel, model.context.fp8)
     return ParallelModel(model, executor, data_parallel)
 
 

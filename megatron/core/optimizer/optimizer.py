@@ -175,7 +175,7 @@ class Optimizer:
     def state(self) -> Iterator[OptimizerState]:
         """Every tensor of the state; loading writes to them."""
         for updated, shard in zip(self._shards, self._param_shards):
-            if updated.weight is not shard.weight:
+            if self.has_master_weights:
                 yield OptimizerState("master", shard.info, shard.start, updated.weight)
             for kind, tensor in updated.state.items():
                 yield OptimizerState(kind, shard.info, shard.start, tensor)

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
+from megatron.core.ops.fp8 import E4M3
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.parameter import (
@@ -154,6 +155,11 @@ class LayerContext:
         """An uninitialised parameter."""
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
 
+    def linear_parameter(self, info: ParameterInfo) -> nn.Parameter:
+        """The uninitialised weight of a linear layer, in FP8 if it is gathered in FP8."""
+        gathers_fp8 = self.fp8 is not None and self.fp8.config.fp8_param_gather
+        return empty_parameter(info, E4M3 if gathers_fp8 else self.dtype, self.weights_device or self.device)
+
     def linear_op(self, name: str, is_column: bool) -> LinearOp:
         """The GEMMs and collectives of the linear layer ``name``."""
         gemm: Gemm = PlainGemm(self.weight_gradient)
@@ -194,7 +200,7 @@ class LayerContext:
 class _ParallelLinear(nn.Module):
     def __init__(self, name: str, info: ParameterInfo, context: LayerContext, is_column: bool) -> None:
         super().__init__()
-        self.weight = context.empty_parameter(info)
+        self.weight = context.linear_parameter(info)
         self.op, self.skip_output = context.linear_op(name, is_column), False
 
     def forward(self, inputs: Tensor) -> Tensor:

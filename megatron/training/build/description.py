@@ -27,7 +27,7 @@ def describe_run(
     sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
     log_rank0(
         f"model: {model.config.num_parameters():,} parameters, "
-        f"{sum(weight.tensor.numel() for weight in state.module.data_parallel.local_params):,} on this rank"
+        f"{state.module.data_parallel.num_parameters:,} on this rank"
     )
     log_rank0(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "

@@ -56,7 +56,9 @@ class RunState:
         """Save under ``--save``, at once or with ``saving``; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
         assert config.save is not None
-        tensors = model_tensors(self.module.data_parallel.local_params, with_copies=False)
+        # Beside master weights the model's weights have the model's dtype, also those that are gathered in FP8.
+        dtype = self.module.data_parallel.formats.weight if self.module.optimizer.has_master_weights else None
+        tensors = model_tensors(self.module.data_parallel.local_params, with_copies=False, dtype=dtype)
         if config.save_optim:
             tensors |= optimizer_tensors(self.module.optimizer, with_copies=False)
         tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in fp8_tensors(self.module.fp8).items()}
@@ -127,6 +129,8 @@ class RunState:
             fill_from_hugging_face(source, theirs, [(one.info, one.start, one.tensor) for one in owned])
 
         run_on_all_ranks(control, fill)
+        self.module.optimizer.publish()
+        self.module.data_parallel.finish_param_all_gather()
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
@@ -148,6 +152,11 @@ class RunState:
         # If only one of the two runs has master weights, the model's weights of the other are as precise.
         if saved.state.has_master_weights and not self.module.optimizer.has_master_weights:
             weights = renamed(weights, MODEL, MASTER)
+        if saved.state.has_master_weights and self.module.optimizer.has_master_weights:
+            # Weights that are gathered in FP8 exist as master weights alone.
+            data_parallel = self.module.data_parallel
+            dtype = data_parallel.formats.weight
+            weights = model_tensors(local for local in data_parallel.local_params if local.tensor.dtype == dtype)
         if not saved.state.has_master_weights:
             states = {name: tensor for name, tensor in states.items() if not name.startswith(MASTER)}
         return weights | states

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.names import FP8, MODEL
@@ -11,11 +12,15 @@ from megatron.core.fp8 import Fp8Layers
 from megatron.core.optimizer.optimizer import Optimizer
 
 
-def model_tensors(weights: Iterable[LocalParam], with_copies: bool = True) -> dict[str, Tensor]:
-    """This rank's weights by global name; ``with_copies`` includes the output layer's copy of a tied embedding, which
-    is loaded but not saved."""
+def model_tensors(
+    weights: Iterable[LocalParam], with_copies: bool = True, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """This rank's weights by global name, in ``dtype`` if it is given; ``with_copies`` includes the output layer's copy
+    of a tied embedding, which is loaded but not saved."""
     return {
-        f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(weight.info, weight.tensor, weight.start)
+        f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(
+            weight.info, weight.tensor.to(dtype or weight.tensor.dtype), weight.start
+        )
         for weight in weights
         if with_copies or weight.info.tied_end != "head"
     }

@@ -85,6 +85,7 @@ def train_step(
         # Also in a skipped step: its finite amax values set the scales of the next step.
         fp8.finish_step()
     if not math.isfinite(loss.mean):
+        module.data_parallel.finish_skipped_step()
         # The loss scale does not change: the loss does not depend on it.
         return StepOutcome(
             loss.mean, math.nan, is_skipped=True, is_fault=True, num_tokens=loss.num_tokens, stop_flags=counts
@@ -92,6 +93,8 @@ def train_step(
     before_update()
     with timers("optimizer"):
         result = module.optimizer.step(hyperparameters, expected_tokens / loss.num_tokens / scale)
+    if not result.is_applied:
+        module.data_parallel.finish_skipped_step()
     is_fault = not module.loss_scaler.update(overflowed=not result.is_applied)
     return StepOutcome(
         loss.mean,
