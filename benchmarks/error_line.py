@@ -5,4 +5,6 @@ MOST_CHARACTERS = 160
 
 def error_line(error: Exception) -> str:
     """The first line of an error, cut to a length that a table can show."""
-    return (str(error).strip().partition("\n")[0] or type(error).__name__)[:MOST_CHARACTERS]
+    line = str(error).strip().partition("\n")[0]
+    # A KeyError's text is the key.
+    return (line if " " in line else f"{type(error).__name__} {line}".strip())[:MOST_CHARACTERS]

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""The first hour on a GPU in one command: does everything compute what it should, and how fast?
+
+    python benchmarks/gpu_day.py --out DIR                            # the most valuable 25 minutes
+    python benchmarks/gpu_day.py --out DIR --only documents ranks     # these stages, into the same table
+    python benchmarks/gpu_day.py --out DIR --device cpu --tiny        # a rehearsal in a minute or two, without a GPU
+
+Every stage runs in a process with a time limit. DIR/checks.jsonl receives one line per check as soon as it is over,
+DIR/STAGE.log the output, DIR/table.txt the checks and the goals after every stage. Nothing that fails ends the day.
+It needs requirements-dev.txt (pytest; transformers for one row) and, for compiled kernels, a C compiler and Triton.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import tyro
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from benchmarks.gpu_day_stages.checks import WHOLE_STAGE, Check, append, read_checks
+from benchmarks.gpu_day_stages.summary import TABLE, as_text, summary
+from megatron.errors import ConfigError, UserError
+from megatron.ranges import require_positive
+from megatron.urls import refuse_urls
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+StageName = Literal["facts", "tests", "tiny", "selection", "bench", "fp8", "documents", "ranks", "real"]
+MINUTES: dict[StageName, float] = {
+    "facts": 2,
+    "tests": 5,
+    "tiny": 5,
+    "selection": 3,
+    "bench": 9,
+    "fp8": 8,
+    "documents": 6,
+    "ranks": 8,
+    "real": 8,
+}
+"""The time limit of every stage, in the order in which they run: the most valuable first."""
+
+LEAST_MINUTES = 0.5
+"""A stage is not started with less than this."""
+
+
+@dataclass(frozen=True)
+class DayConfig:
+    """What runs, where, and for how long."""
+
+    out: str
+    """Directory of all results; further stages add to it."""
+    budget_minutes: float = 25.0
+    """Minutes in all: stages start in order until these are over, and a stage that runs then is ended."""
+    only: tuple[StageName, ...] = ()
+    """Stages to run, in this order (default: all for which there is time)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device; auto takes a GPU where there is one."""
+    tiny: bool = False
+    """Rehearse with tiny shapes and a part of the checks."""
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for what cannot run."""
+        require_positive({"--budget-minutes": self.budget_minutes})
+        refuse_urls({"--out": self.out}, "name a local directory")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda needs a GPU, and torch finds none: rehearse with --device cpu --tiny.")
+        if self.resolved_device == "cpu" and not self.tiny:
+            raise ConfigError("A CPU takes days for the shapes of a GPU: add --tiny for a rehearsal.")
+
+    @property
+    def resolved_device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run_day(config: DayConfig, console: Console) -> list[Check]:
+    """Run the stages; returns all checks of the directory."""
+    out = Path(config.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * config.budget_minutes
+    stages = config.only or get_args(StageName)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        for stage in stages:
+            limit = min(60 * MINUTES[stage], end - time.monotonic())
+            if limit < 60 * LEAST_MINUTES:
+                progress.console.print(f"{stage}: not started, the --budget-minutes are over")
+                continue
+            task = progress.add_task(f"{stage} (at most {limit / 60:.1f} minutes)", total=None)
+            run_stage(config, stage, out, limit)
+            progress.remove_task(task)
+            checks = read_checks(out)
+            (out / TABLE).write_text(as_text(checks), encoding="utf-8")
+            found = [check for check in checks if check.stage == stage]
+            failed = [check.name for check in found if not check.ok]
+            progress.console.print(f"{stage}: {len(found)} checks, failed: {', '.join(failed) or 'none'}")
+    return read_checks(out)
+
+
+def run_stage(config: DayConfig, stage: StageName, out: Path, limit: float) -> None:
+    """Run a stage in a process group of its own, which is killed after ``limit`` seconds; a stage that does not end by
+    itself, or not well, is a failed check."""
+    command = [sys.executable, "-m", "benchmarks.gpu_day_stages", stage, "--out", str(out)]
+    command += ["--device", config.resolved_device, *(["--tiny"] if config.tiny else [])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.getenv("PYTHONPATH")])),
+    }
+    started = time.monotonic()
+    with (out / f"{stage}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            exit_code = process.wait(limit)
+            error = None if exit_code == 0 else f"exit code {exit_code}: see {stage}.log"
+        except subprocess.TimeoutExpired:
+            error = f"ended after {limit:.0f} s: see {stage}.log"
+        finally:
+            end_group(process)
+    append(out, Check(stage, WHOLE_STAGE, error is None, error=error, seconds=time.monotonic() - started))
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the processes that a stage has started and left, and itself."""
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages and print the tables; the exit code is 1 if a check has failed."""
+    console = Console()
+    config = tyro.cli(DayConfig, args=arguments, description=__doc__)
+    try:
+        config.check()
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return 1
+    checks = run_day(config, console)
+    console.print(summary(checks))
+    return 0 if all(check.ok for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

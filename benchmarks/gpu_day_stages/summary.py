@@ -1,0 +1,115 @@
+"""The tables of a day on a GPU: all checks, and the goals beside the figures."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from benchmarks.gpu_day_stages.checks import Check, Figures
+
+TABLE = "table.txt"
+_WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure that a check must reach."""
+
+    name: str
+    stage: str
+    check: str
+    least: float
+    figure: Callable[[Sequence[Check], Figures], float | None]
+    """Of all checks, and the figures of ``check``."""
+
+    def found(self, checks: Sequence[Check]) -> float | None:
+        """The figure; None if it was not measured."""
+        figures = figures_of(checks, self.stage, self.check)
+        return None if figures is None else self.figure(checks, figures)
+
+
+def figures_of(checks: Sequence[Check], stage: str, name: str) -> Figures | None:
+    """The figures of a check that has passed."""
+    return next((check.figures for check in checks if (check.stage, check.name) == (stage, name) and check.ok), None)
+
+
+def _mfu(checks: Sequence[Check], figures: Figures) -> float | None:
+    value: float | None = figures["mfu"]
+    return value
+
+
+def _relative_to(other: str) -> Callable[[Sequence[Check], Figures], float | None]:
+    """Speed relative to another row of the stage ``fp8``."""
+
+    def ratio(checks: Sequence[Check], figures: Figures) -> float | None:
+        reference = figures_of(checks, "fp8", other)
+        return None if reference is None else figures["tokens_per_s"] / reference["tokens_per_s"]
+
+    return ratio
+
+
+def _speed_with_documents(checks: Sequence[Check], figures: Figures) -> float | None:
+    relative: float = figures["our_speed_relative_to"]["without documents"]
+    return relative
+
+
+_MANY = ", 4 microbatches"
+GOALS = (
+    Goal("8B, bf16: share of the peak", "bench", "8B", 0.60, _mfu),
+    Goal("70B TP4, bf16: share of the peak", "bench", "70B TP4", 0.64, _mfu),
+    Goal("405B TP8, bf16: share of the peak", "bench", "405B TP8", 0.67, _mfu),
+    *(
+        Goal(
+            f"{name}, FP8 delayed: speed relative to bf16",
+            "fp8",
+            f"{name}, delayed{_MANY}",
+            least,
+            _relative_to(f"{name}, bf16{_MANY}"),
+        )
+        for name, least in (("8B", 1.28), ("70B TP4", 1.40), ("405B TP8", 1.45))
+    ),
+    Goal("8B, documents: speed relative to whole sequences", "bench", "8B, documents", 0.95, _speed_with_documents),
+)
+"""Goals of this code on a Hopper GPU, whose dense peak in bf16 is 989 TFLOP/s."""
+
+
+def goal_table(checks: Sequence[Check]) -> Table:
+    """Goals beside figures."""
+    table = Table("goal", "at least", "measured", "", title="Goals")
+    for goal in GOALS:
+        found = goal.found(checks)
+        verdict = "not measured" if found is None else "reached" if found >= goal.least else "missed"
+        table.add_row(goal.name, f"{goal.least:.2f}", "" if found is None else f"{found:.3f}", verdict)
+    return table
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    """All checks with their first figures."""
+    table = Table("stage", "check", "", "seconds", "figures, or the error", title="Checks")
+    for check in checks:
+        text = brief(check.figures) if check.ok else str(check.error)
+        table.add_row(check.stage, check.name, "ok" if check.ok else "FAILED", f"{check.seconds:.1f}", text)
+    return table
+
+
+def brief(figures: Figures, most: int = 6) -> str:
+    """The first plain figures of a check."""
+    plain = [(name, value) for name, value in figures.items() if isinstance(value, str | int | float)]
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in plain[:most]
+    )
+
+
+def summary(checks: Sequence[Check]) -> RenderableType:
+    """Both tables, and how many checks have failed."""
+    failed = sum(not check.ok for check in checks)
+    return Group(check_table(checks), goal_table(checks), f"{len(checks)} checks, {failed} failed")
+
+
+def as_text(checks: Sequence[Check]) -> str:
+    """:func:`summary` for a file."""
+    text = io.StringIO()
+    Console(width=_WIDTH, no_color=True, file=text).print(summary(checks))
+    return text.getvalue()
