@@ -20,6 +20,7 @@ from benchmarks.step_profile import kernel_group, profile_step
 from benchmarks.step_sweep import SWEEPS, Row, SweepName, rows
 from benchmarks.step_timing import Clock, take_turns
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Gemm, Fp8Role, Fp8Scaling
 from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
@@ -144,8 +145,17 @@ def test_gradients_of_later_microbatches_are_added(monkeypatch: pytest.MonkeyPat
         add(main_grad, gradient)
 
     contender, _ = slices_model(slice_of("--microbatches", "3"), monkeypatch)
+    announced: list[int] = []
+    start = DataParallel.start_grad_accumulation
+
+    def announce(data_parallel: DataParallel, count: int) -> None:
+        announced.append(count)
+        start(data_parallel, count)
+
+    monkeypatch.setattr(DataParallel, "start_grad_accumulation", announce)
     monkeypatch.setattr(MainGrad, "add", recorded)
     contender.step()
+    assert announced == [3]
     assert [action.phase for action in contender.actions].count("forward") == 1 + 3
     assert accumulated.count(True) * 3 == len(accumulated)
 
