@@ -22,6 +22,7 @@ from megatron.core.communication import Communicator
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
+    DelayedQuantization,
     Fp8Kernels,
     Fp8WeightGradientProduct,
     amax_of,
@@ -277,6 +278,11 @@ class Fp8Gemm:
     def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         return self._quantize("input", inputs, layout)
 
+    def input_quantization(self, layout: Layout) -> DelayedQuantization | None:
+        if not self.has_scales:
+            return None
+        return self._with_known_scale("input", layout)
+
     def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
         return self._quantize("output_gradient", grad_outputs, layout)
 
@@ -321,16 +327,21 @@ class Fp8Gemm:
         return self.weight
 
     def _quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
-        scaling, dtype = self._scaling, self._scaling.formats[role]
-        quantization, index = scaling.kernels.quantization, (self._number, ROLES.index(role))
         if self.has_scales:
-            state = scaling.delayed_state
-            return quantization.quantize_and_record(tensor, state.scale[index], state.step_amax[index], dtype, layout)
-        amax = amax_of(tensor)
+            return self._with_known_scale(role, layout).quantize(tensor)
+        scaling, amax = self._scaling, amax_of(tensor)
         if scaling.is_delayed:
-            step_amax = scaling.delayed_state.step_amax[index]
+            step_amax = scaling.delayed_state.step_amax[self._number, ROLES.index(role)]
             torch.maximum(step_amax, amax, out=step_amax)
-        return quantization.quantize(tensor, self._current_scale(role, amax), amax, dtype, layout)
+        scale = self._current_scale(role, amax)
+        return scaling.kernels.quantization.quantize(tensor, scale, amax, scaling.formats[role], layout)
+
+    def _with_known_scale(self, role: Fp8Role, layout: Layout) -> DelayedQuantization:
+        scaling, index = self._scaling, (self._number, ROLES.index(role))
+        state = scaling.delayed_state
+        return DelayedQuantization(
+            scaling.kernels.quantization, state.scale[index], state.step_amax[index], scaling.formats[role], layout
+        )
 
     def _current_scale(self, role: Fp8Role, amax: Tensor) -> Tensor:
         """The scale of a tensor, or of this rank's shard of it, from its own ``amax``."""

@@ -19,7 +19,13 @@ from megatron.core.ops.attention_kernels import (
     choose_attention_kernel,
 )
 from megatron.core.ops.cross_entropy import GPU_CHUNK_BYTES, EagerCrossEntropy
-from megatron.core.ops.fp8 import EagerQuantization, Fp8Kernels, SeparateFp8WeightGradient, gemm_for
+from megatron.core.ops.fp8 import (
+    DelayedQuantization,
+    EagerQuantization,
+    Fp8Kernels,
+    SeparateFp8WeightGradient,
+    gemm_for,
+)
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.quantized import Layout, QuantizedTensor
@@ -47,6 +53,13 @@ class _Fused:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return partial(self._tracker.fused, getattr(self._kernel, name))
+
+
+class _CompiledSwiGLU(_Fused):
+    """:class:`~megatron.core.ops.swiglu.CompiledSwiGLU`, whose output is quantised by other kernels."""
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        return quantization.quantize(self.forward(gate_and_up))
 
 
 class _CompiledRotation:
@@ -127,12 +140,13 @@ def simulated_kernels(
     fp8_weight_gradient: Any = SeparateFp8WeightGradient(gemm)
     if is_forced("fp8_weight_gradient", "triton"):
         fp8_weight_gradient = _Fused(fp8_weight_gradient, tracker)
+    swiglu = (_CompiledSwiGLU if is_forced("swiglu", "compiled") else _Fused)(EagerSwiGLU(), tracker)
     return Kernels(
         attention=attention,
         weight_gradient=SeparateWeightGradient() if separate_gradient else InPlaceWeightGradient(),
         layers=LayerKernels(
             rms_norm=chosen("rms_norm", EagerRMSNorm(), _Fused(EagerRMSNorm(), tracker)),
-            swiglu=chosen("swiglu", EagerSwiGLU(), _Fused(EagerSwiGLU(), tracker)),
+            swiglu=chosen("swiglu", EagerSwiGLU(), swiglu),
             rotate=rotate,
             cross_entropy=chosen(
                 "cross_entropy",

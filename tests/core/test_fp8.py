@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
-from megatron.core.models.layer import NormLinear
+from megatron.core.models.layer import NormLinear, SwiGLULinear
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     LARGEST_SCALE,
     AmaxAlgorithm,
+    DelayedQuantization,
     Fp8Kernels,
     ScaledGemm,
     amax_of,
@@ -31,6 +32,7 @@ from megatron.core.ops.fp8 import (
     widened_gemm,
 )
 from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -362,6 +364,59 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
     assert products == 2 * 3 * 3
     for one, two in zip(once, twice, strict=True):
         assert torch.equal(one, two)
+
+
+class CountingSwiGLU(EagerSwiGLU):
+    """Notes the layouts in which it wrote quantised outputs."""
+
+    def __init__(self) -> None:
+        self.layouts: list[Layout] = []
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        self.layouts.append(quantization.layout)
+        return super().quantized(gate_and_up, quantization)
+
+
+class SwiGLUThenLinear(SwiGLULinear):
+    """The definition: the output of SwiGLU exists, and the linear layer quantises it."""
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        output: Tensor = self.last_linear(swiglu(gate_up, self.kernel))
+        return output
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+@pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
+def test_swiglu_that_quantises_is_bit_equal_to_swiglu_and_a_quantisation(
+    config: PrecisionConfig, runs_again: bool
+) -> None:
+    def train(kind: type[SwiGLULinear]) -> tuple[list[Tensor], list[Layout]]:
+        linear, scaling = row_layer(config)
+        kernel, found = CountingSwiGLU(), []
+        layer = kind(kernel, linear)
+        module = Recomputed(layer) if runs_again else layer
+        for factor in (1.0, 3.0, 0.5):
+            gate_up = torch.randn(16, 1, 96, generator=torch.Generator().manual_seed(8)).mul(factor).bfloat16()
+            gate_up.requires_grad_()
+            linear.weight.grad = None
+            scaling.start_step()
+            with torch.no_grad():
+                found.append(layer(gate_up))
+            output = module(gate_up)
+            output.backward(torch.full_like(output, factor))
+            scaling.finish_step()
+            assert gate_up.grad is not None
+            assert linear.weight.grad is not None
+            found += [output.detach(), gate_up.grad, linear.weight.grad]
+        return found + list(scaling.state().values()), kernel.layouts
+
+    (fused, layouts), (apart, none) = train(SwiGLULinear), train(SwiGLUThenLinear)
+    for one, other in zip(fused, apart, strict=True):
+        assert torch.equal(one, other)
+    # Of the evaluation and of the step, from the second step on.
+    passes = [Layout.ROWS, *([Layout.ROWS, Layout.TRANSPOSED] if runs_again else [Layout.BOTH])]
+    assert layouts == (2 * passes if config is HYBRID else [])
+    assert none == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.kernels import selection
@@ -23,9 +24,11 @@ from megatron.core.kernels.selection import (
 )
 from megatron.core.kernels.toolchain import missing_for_triton
 from megatron.core.kernels.trials import TrialSizes, try_compiler
+from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
 from megatron.core.ops.rope import rotate_
+from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
 
@@ -84,6 +87,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
     monkeypatch.setattr(selection, "missing_for_triton", lambda: None)
     monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.rope", SimpleNamespace(rotate=rotate_))
+    quantising = SimpleNamespace(TritonSwiGLU=EagerSwiGLU)
+    monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.swiglu", quantising)
 
 
 def test_cpus_get_eager_kernels() -> None:
@@ -97,6 +102,26 @@ def test_gpus_get_compiled_kernels_and_products_in_place(triton: None) -> None:
     assert names(choose_kernels(KernelConfig(), setting(GPU))) == ON_A_GPU
     merged = choose_kernels(KernelConfig(), setting(GPU, needs_log_sum_exp=True))
     assert names(merged) == ON_A_GPU | {"attention": "flash"}
+
+
+def test_where_scales_are_known_before_swiglu_quantises(triton: None) -> None:
+    delayed = setting(GPU, has_delayed_scales=True)
+    assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"swiglu": "triton"}
+    assert names(choose_kernels(KernelConfig(), setting(has_delayed_scales=True))) == ON_A_CPU
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_them"),
+    [
+        ("--bf16", False),
+        ("--bf16 --fp8-format hybrid", True),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", False),
+        ("--bf16 --fp8-format hybrid --transformer-impl transformer_engine", False),
+    ],
+)
+def test_our_layers_know_scales_before_under_delayed_scaling(flags: str, has_them: bool) -> None:
+    required = "--model tiny --mock-data --vocab-size 61 --micro-batch-size 2 --train-iters 3 --lr 1e-2"
+    assert has_delayed_scales(parse_command_line([*required.split(), *flags.split()])) is has_them
 
 
 def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +322,8 @@ def test_a_flag_forces_one_kernel_and_no_other(
             setting(),
             "torch has no in-place kernel for bfloat16 products and float32 gradients on cpu",
         ),
+        ("swiglu=triton", setting(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
+        ("swiglu=triton", setting(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
         ("rope=triton", setting(), "it needs a GPU; available: compiled, eager: use one of these"),
         ("weight_gradient=apex", setting(), "apex only accumulates half-precision products in fp32 on GPUs"),
         ("attention=flash3", setting(GPU), "FlashAttention 3 is not installed"),

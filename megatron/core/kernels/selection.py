@@ -20,6 +20,7 @@ from megatron.core.kernels.trials import (
     try_attention,
     try_compiler,
     try_cross_entropy,
+    try_quantized_swiglu,
     try_rms_norm,
     try_rotation,
     try_scaled_gemm,
@@ -95,6 +96,8 @@ class Setting:
     engine: "TransformerEngine | None" = None
     fp8: bool = False
     """Whether linear layers of this project multiply in FP8."""
+    has_delayed_scales: bool = False
+    """Whether they quantise their inputs with scales that are known before the input."""
 
     @property
     def on_gpu(self) -> bool:
@@ -134,6 +137,8 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(
         setting, EagerSwiGLU, CompiledSwiGLU, lambda kernel: try_swiglu(kernel, sizes, device, dtype)
     )
+    with_scales = setting.on_gpu and setting.has_delayed_scales
+    swiglu.insert(0, Candidate("triton", partial(_triton_swiglu, setting), "compiled, and quantises", with_scales))
     rope: list[Candidate[Rotation]] = _elementwise(
         setting, lambda: rotate_, CompiledRotation, partial(_try_rotation, setting)
     )
@@ -341,6 +346,21 @@ def _tried(setting: Setting, kernel: T, trial: Callable[[T], None]) -> T:
     if setting.can_try:
         attempt(lambda: trial(kernel))
     return kernel
+
+
+def _triton_swiglu(setting: Setting) -> SwiGLUKernel:
+    if not setting.has_delayed_scales:
+        raise Unavailable("it quantises for FP8 with delayed scaling, which this run does not use")
+    obstacle = compiler_obstacle(setting) if setting.on_gpu else "it needs a GPU"
+    if obstacle is not None:
+        raise Unavailable(obstacle)
+    kernel: SwiGLUKernel = load("megatron.core.backends.triton.swiglu", "Triton").TritonSwiGLU()
+
+    def trial(kernel: SwiGLUKernel) -> None:
+        try_swiglu(kernel, setting.sizes, setting.device, setting.weight)
+        try_quantized_swiglu(kernel, setting.device)
+
+    return _tried(setting, kernel, trial)
 
 
 def compiler_obstacle(setting: Setting) -> str | None:

@@ -20,6 +20,7 @@ from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
+    DelayedQuantization,
     EagerQuantization,
     ScaledGemm,
     amax_of,
@@ -31,7 +32,7 @@ from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
-from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel
+from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
 
 LENGTH = 192
 """Positions of a sequence in the trials of attention."""
@@ -197,6 +198,25 @@ def try_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dt
     found, expected = kernel.backward(gradient, inputs), eager.backward(gradient, inputs)
     for one, other in zip(found.chunk(2, dim=-1), expected.chunk(2, dim=-1)):
         compare(one, other)
+
+
+def try_quantized_swiglu(kernel: SwiGLUKernel, device: torch.device) -> None:
+    """Compare the quantised outputs of a kernel in both layouts, and the amax, with SwiGLU in fp32 and a quantisation.
+    The sizes are no multiples of a tile."""
+    gate_up = torch.randn(40, 2, 416, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    scale, *amaxes = torch.tensor([8.0, 0.0, 0.0], device=device)
+    found, expected = (
+        DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH) for step_amax in amaxes
+    )
+    output = kernel.quantized(gate_up, found)
+    rows = expected.quantize(swiglu_reference(gate_up.float())).data
+    # Exponentials that differ in the last bit decide a few ties.
+    share = float((output.data.view(torch.uint8) != rows.view(torch.uint8)).double().mean())
+    if not share < 0.01:
+        raise Unavailable(f"a trial quantised {share:.0%} of the numbers to others")
+    if output.transposed is None or not torch.equal(output.transposed.float(), output.data.flatten(0, 1).t().float()):
+        raise Unavailable("a trial returned a transpose with other numbers than the rows")
+    compare(found.step_amax, expected.step_amax)
 
 
 def try_rotation(

@@ -33,6 +33,7 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),
         fp8=config.precision.fp8_format is not None and config.model.transformer_impl == "local",
+        has_delayed_scales=has_delayed_scales(config),
     )
     return choose_kernels(config.kernels, setting)
 
@@ -53,6 +54,13 @@ def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
     """Whether the attention kernel must return the log-sum-exp: needed to merge partial outputs (context parallelism)
     and for CPU offload, which cannot move a kernel's private autograd graph."""
     return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
+
+
+def has_delayed_scales(config: RunConfig) -> bool:
+    """Whether our own linear layers quantise their inputs with scales that are known before the input."""
+    precision = config.precision
+    is_local = config.model.transformer_impl == "local"
+    return is_local and precision.fp8_format is not None and precision.fp8_recipe == "delayed"
 
 
 def find_transformer_engine(config: RunConfig, topology: Topology) -> "TransformerEngine | None":

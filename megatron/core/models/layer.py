@@ -7,7 +7,7 @@ without it read ``s/(cp tp)`` as ``s/cp``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from megatron.core.kernels.selection import LayerKernels
 from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.documents import Documents
+from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import apply_rotary
-from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
+from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
@@ -34,7 +35,15 @@ class LayerProvider(Protocol):
         """The norm ``norm`` and the column-parallel layer ``name`` after it, on the residual stream."""
 
     def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: "BuildContext") -> nn.Module:
-        """A row-parallel layer into the residual stream."""
+        """A row-parallel layer into the residual stream, a :class:`QuantizingLinear`."""
+
+
+class QuantizingLinear(Protocol):
+    """A linear layer whose input another operation may quantise."""
+
+    @property
+    def input_quantization(self) -> DelayedQuantization | None:
+        """How; None if the layer quantises its input itself, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +193,16 @@ class MLP(nn.Module):
 
 
 class SwiGLULinear(nn.Module):
-    """SwiGLU and the row-parallel GEMM after it."""
+    """SwiGLU and the row-parallel GEMM after it; under delayed FP8 scaling SwiGLU writes quantised numbers."""
 
     def __init__(self, kernel: SwiGLUKernel, linear: nn.Module) -> None:
         super().__init__()
         self.kernel, self.last_linear = kernel, linear
 
     def forward(self, gate_up: Tensor) -> Tensor:  # [s/cp, b, 2 f / tp]
-        output: Tensor = self.last_linear(swiglu(gate_up, self.kernel))  # [s/(cp tp), b, h]
+        quantization = cast(QuantizingLinear, self.last_linear).input_quantization
+        activated = linear_input_swiglu(gate_up, self.kernel, quantization)  # [s/cp, b, f / tp]
+        output: Tensor = self.last_linear(activated)  # [s/(cp tp), b, h]
         return output
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -81,7 +80,7 @@ class OutputLayer(nn.Module):
         normed, weight = self.final_layernorm(hidden), self.output_layer.weight
         if labels is not None:
             return self._chunked_losses(normed, weight, labels)
-        logits: Tensor = LinearFunction.apply(normed, weight, self.op, False, torch.is_grad_enabled())
+        logits: Tensor = LinearFunction.apply(normed, weight, self.op, self.op.input_layout(), False)
         return logits
 
     def _chunked_losses(self, normed: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -101,6 +101,20 @@ class EagerQuantization:
         return data.t().contiguous()
 
 
+@dataclass(frozen=True)
+class DelayedQuantization:
+    """The quantisation of a tensor of a linear layer under delayed scaling, whose scale is known before the tensor."""
+
+    quantization: Quantization
+    scale: Tensor
+    step_amax: Tensor
+    dtype: torch.dtype
+    layout: Layout
+
+    def quantize(self, tensor: Tensor) -> QuantizedTensor:
+        return self.quantization.quantize_and_record(tensor, self.scale, self.step_amax, self.dtype, self.layout)
+
+
 class ScaledGemm(Protocol):
     """``a [m, k] @ b [n, k]^T`` of two quantised matrices, as ``[m, n]`` in ``dtype``."""
 

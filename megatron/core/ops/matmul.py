@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.gradient import Gradient
+from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.torch_compat import onednn_linear
 
@@ -109,6 +110,10 @@ class Gemm(Protocol):
     def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         """``x`` ``[..., k]``, or this rank's rows of it. A GEMM that does not quantise ignores ``layout``."""
 
+    def input_quantization(self, layout: Layout) -> DelayedQuantization | None:
+        """:meth:`quantize_input` for the operation before the layer; None if the scale follows from the input, or there
+        is none."""
+
     def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
         """``dy`` ``[..., n]``, or this rank's rows of it."""
 
@@ -133,6 +138,9 @@ class PlainGemm:
 
     def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         return QuantizedTensor(inputs)
+
+    def input_quantization(self, layout: Layout) -> None:
+        """The input is not quantised."""
 
     def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
         return QuantizedTensor(grad_outputs)

@@ -74,3 +74,12 @@ class QuantizedTensor:
     def with_kept(self, kept_tensors: Sequence[Tensor]) -> "QuantizedTensor":
         """:attr:`kept` of the tensor that has this :attr:`scaling` and these ``kept_tensors``."""
         return self.with_rows(kept_tensors) if self.transposed is None else replace(self, transposed=kept_tensors[0])
+
+
+@dataclass(frozen=True)
+class QuantizedActivation:
+    """A quantised tensor in autograd's graph."""
+
+    edge: Tensor
+    """``[..., k]`` without memory, whose gradient is that of the tensor before its quantisation."""
+    value: QuantizedTensor

@@ -7,12 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.ops.fp8 import DelayedQuantization
+from megatron.core.ops.quantized import QuantizedActivation, QuantizedTensor
+
 
 class SwiGLUKernel(Protocol):
     """The two passes of SwiGLU on ``[..., 2f] = [gate, up]``; neither may change its arguments."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """``silu(gate) * up``, ``[..., f]``."""
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        """The output, quantised."""
 
     def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
         """The gradient of the inputs, ``[..., 2f]``."""
@@ -40,6 +46,9 @@ class EagerSwiGLU:
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        return quantization.quantize(self.forward(gate_and_up))
+
     def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_input = torch.empty_like(gate_and_up)
@@ -56,24 +65,40 @@ class CompiledSwiGLU:
         self.forward = torch.compile(swiglu_reference, fullgraph=True)
         self.backward = torch.compile(swiglu_backward, fullgraph=True)
 
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        return quantization.quantize(self.forward(gate_and_up))
+
 
 class _SwiGLU(Function):
     """Saves its input only; backward computes the activation again."""
 
     @staticmethod
-    def forward(ctx: Any, gate_and_up: Tensor, kernel: SwiGLUKernel) -> Tensor:
+    def forward(
+        ctx: Any, gate_and_up: Tensor, kernel: SwiGLUKernel, quantization: DelayedQuantization | None
+    ) -> tuple[Tensor, QuantizedTensor | None]:
         ctx.save_for_backward(gate_and_up)
         ctx.kernel = kernel
-        return kernel.forward(gate_and_up.detach())
+        if quantization is None:
+            return kernel.forward(gate_and_up.detach()), None
+        edge = gate_and_up.new_empty(()).expand(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2)
+        return edge, kernel.quantized(gate_and_up.detach(), quantization)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         (gate_and_up,) = ctx.saved_tensors
         kernel: SwiGLUKernel = ctx.kernel
-        return kernel.backward(gradients[0], gate_and_up.detach()), None
+        return kernel.backward(gradients[0], gate_and_up.detach()), None, None
 
 
 def swiglu(gate_and_up: Tensor, kernel: SwiGLUKernel | None = None) -> Tensor:
     """``silu(gate) * up`` with ``[..., 2f] = [gate, up] -> [..., f]``."""
-    output: Tensor = _SwiGLU.apply(gate_and_up, kernel or EagerSwiGLU())
+    output: Tensor = _SwiGLU.apply(gate_and_up, kernel or EagerSwiGLU(), None)[0]
     return output
+
+
+def linear_input_swiglu(
+    gate_and_up: Tensor, kernel: SwiGLUKernel, quantization: DelayedQuantization | None
+) -> Tensor | QuantizedActivation:
+    """:func:`swiglu` as the input of a linear layer, which is quantised at once if it has a ``quantization``."""
+    output, quantized = _SwiGLU.apply(gate_and_up, kernel, quantization)
+    return output if quantized is None else QuantizedActivation(output, quantized)

@@ -17,9 +17,9 @@ from torch.autograd import Function
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
-from megatron.core.ops.fp8 import E4M3
+from megatron.core.ops.fp8 import E4M3, DelayedQuantization
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
-from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.ops.quantized import Layout, QuantizedActivation, QuantizedTensor
 from megatron.core.parameter import (
     ParameterInfo,
     TiedEnd,
@@ -51,6 +51,16 @@ class LinearOp:
         """Whether a rank has only its rows of the output gradient, which backward all-gathers."""
         return not self.is_column and self.parallel.sequence_parallel
 
+    def input_layout(self, skip_output: bool = False) -> Layout:
+        """In which layouts the GEMMs read the input."""
+        # Backward needs x for the weight gradient alone, hence transposed. Under sequence parallelism only this rank's
+        # rows of x are saved; backward gathers them again, and transposes all rows.
+        layout = Layout.ROWS if self.gathers_input or not skip_output else Layout(0)
+        # Without gradients: evaluations, and the first run of a recomputed segment.
+        if torch.is_grad_enabled() and not self.gathers_input:
+            layout |= Layout.TRANSPOSED
+        return layout
+
 
 class LinearFunction(Function):
     """``y = x W^T`` at the edge of a tensor-parallel region: ``[s(/tp), b, in] -> [s, b, out/tp]`` if column-parallel,
@@ -58,14 +68,10 @@ class LinearFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, skip_output: bool, has_backward: bool
+        ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, x: QuantizedTensor | Layout, skip_output: bool
     ) -> Tensor:
-        # Backward needs x for the weight gradient alone, hence transposed. Under sequence parallelism only this rank's
-        # rows of x are saved; backward gathers them again, and transposes all rows.
-        layout = Layout.ROWS if op.gathers_input or not skip_output else Layout(0)
-        if has_backward and not op.gathers_input:
-            layout |= Layout.TRANSPOSED
-        x = op.gemm.quantize_input(inputs, layout)
+        if isinstance(x, Layout):
+            x = op.gemm.quantize_input(inputs, x)
         # The weight and a scale of the whole tensor are no activations, so hooks on saved tensors (CPU offload) must
         # not see them.
         ctx.save_for_backward(*x.kept_tensors)
@@ -203,11 +209,18 @@ class _ParallelLinear(nn.Module):
         self.weight = context.linear_parameter(info)
         self.op, self.skip_output = context.linear_op(name, is_column), False
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    @property
+    def input_quantization(self) -> DelayedQuantization | None:
+        """For an operation that quantises the input of the layer; None if the layer must see the input."""
+        return self.op.gemm.input_quantization(self.op.input_layout(self.skip_output))
+
+    def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:
         """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
-        # False in evaluations, and in the first run of a recomputed segment.
-        has_backward = torch.is_grad_enabled()
-        output: Tensor = LinearFunction.apply(inputs, self.weight, self.op, self.skip_output, has_backward)
+        x: QuantizedTensor | Layout = self.op.input_layout(self.skip_output)
+        if isinstance(inputs, QuantizedActivation):
+            x = inputs.value
+            inputs = inputs.edge
+        output: Tensor = LinearFunction.apply(inputs, self.weight, self.op, x, self.skip_output)
         return output
 
 

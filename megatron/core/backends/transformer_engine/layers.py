@@ -51,6 +51,9 @@ class _OwnGraph(Function):
 class _Linear(nn.Module):
     """A module of Transformer Engine with our parameters; ``infos`` by their names in the module."""
 
+    input_quantization = None
+    """The module quantises its input itself."""
+
     def __init__(
         self, engine: TransformerEngine, module: Any, infos: dict[str, ParameterInfo], context: LayerContext
     ) -> None:
