@@ -210,9 +210,12 @@ class NoDigest:
     def update(self, content: object) -> None:
         """Do nothing."""
 
-    def hexdigest(self) -> str:
+    def reset(self) -> None:
+        """Do nothing."""
+
+    def digest(self) -> bytes:
         """No digest."""
-        return ""
+        return bytes(16)
 
 
 def save_ours_without_digest(name: str) -> Step:

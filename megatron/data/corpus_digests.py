@@ -58,7 +58,7 @@ class CorpusDigests:
 
 def new_digests() -> BlockDigests:
     """Computes the digests of a file of a corpus."""
-    return BlockDigests(BLOCK_BYTES, xxhash.xxh3_64)
+    return BlockDigests(BLOCK_BYTES, "xxh3_64")
 
 
 def file_digests(digests: BlockDigests) -> FileDigests:

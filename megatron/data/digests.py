@@ -1,7 +1,7 @@
 """XXH3 digests: of the blocks of a file, and of a JSON text in the text itself. Imports no torch."""
 
 from collections.abc import Callable
-from typing import IO, Any, Protocol
+from typing import IO, Literal, Protocol
 
 import xxhash
 
@@ -11,12 +11,12 @@ _READ_BYTES = 4 << 20
 class BlockDigests:
     """Computes the digests of a file's blocks from its bytes in order; with ``block_bytes`` None, of all bytes."""
 
-    def __init__(self, block_bytes: int | None, new_digest: Callable[[], Any] = xxhash.xxh3_128) -> None:
+    def __init__(self, block_bytes: int | None, algorithm: Literal["xxh3_64", "xxh3_128"] = "xxh3_128") -> None:
         self.size = 0
         """Bytes so far."""
         self._block_bytes = block_bytes
         self._digests: list[bytes] = []
-        self._current = new_digest()
+        self._current = getattr(xxhash, algorithm)()
 
     def update(self, content: bytes | bytearray | memoryview) -> None:
         rest = memoryview(content).cast("B")
