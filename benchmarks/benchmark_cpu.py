@@ -181,7 +181,7 @@ def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
     kernel = choose_attention_kernel("auto", CPU, torch.float32)
     parallel = TensorParallel(single_process().tensor_parallel)
     model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
-    head = model.head
+    head = model.output_layer
     assert head is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     microbatches = samples().split(micro_batch_size)

@@ -151,7 +151,7 @@ def _update(optimizer: Optimizer) -> None:
 
 def our_passes(config: SliceConfig, samples: Samples, model: TransformerModel) -> ModelPasses:
     """Through the rank's only chunk, with the head to the mean loss. Every microbatch has other documents."""
-    chunk, head = model.chunks[0], model.head
+    chunk, head = model.chunks[0], model.output_layer
     documents = config.random_documents(model.context.device)
     if head is not None:
 

@@ -15,6 +15,6 @@ def logits_of(model: TransformerModel, tokens: Tensor) -> Tensor:
 
 def token_losses_of(model: TransformerModel, tokens: Tensor, labels: Tensor) -> Tensor:
     """Ids and labels ``[b, s]`` to the loss of every token ``[b, s]``."""
-    assert model.head is not None
-    losses: Tensor = model.head.token_losses(logits_of(model, tokens), labels)
+    assert model.output_layer is not None
+    losses: Tensor = model.output_layer.token_losses(logits_of(model, tokens), labels)
     return losses

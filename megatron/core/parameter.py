@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-TiedEnd = Literal["embedding", "head"]
+TiedEnd = Literal["embedding", "output_layer"]
 
 _ATTRIBUTE = "parameter_info"
 

@@ -152,7 +152,7 @@ class Run:
         neighbours = [self.rank_of_stage((stage + step) % stages) for step in (-1, 1)]
         return (
             tuple(chunk.layers if by_number else len(chunk.layers) for chunk in chunks),
-            tuple((chunk.has_embedding, chunk.has_head) for chunk in chunks),
+            tuple((chunk.has_embedding, chunk.has_output_layer) for chunk in chunks),
             live_peaks(self.schedule(self.num_microbatches), stage),
             tuple(is_in_node((rank, other)) for other in neighbours),
             tuple(is_in_node(grid.group(rank, (axis,))) for axis in ("tp", "cp", "dp")),
@@ -176,7 +176,7 @@ class Run:
             replace(
                 self.architecture,
                 num_layers=len(stage.layers),
-                vocab_size=self.architecture.vocab_size if stage.has_head else 0,
+                vocab_size=self.architecture.vocab_size if stage.has_output_layer else 0,
             ).flops_per_token(self.config.seq_length)
             for stage in self._virtual_stages
         )

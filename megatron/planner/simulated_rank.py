@@ -124,7 +124,7 @@ def _microbatches(config: RunConfig, topology: Topology, document_starts: Tensor
 
 
 def _mark_outputs(model: TransformerModel, tracker: MemoryTracker, mark_activations: Callable[[], None]) -> None:
-    """Mark what outlives the forward pass of an embedding or a layer, and the head's output."""
+    """Mark what outlives the forward pass of an embedding or a layer, and the output layer's output."""
 
     def mark_saved(module: nn.Module, inputs: object, output: object) -> None:
         mark_activations()
@@ -134,4 +134,4 @@ def _mark_outputs(model: TransformerModel, tracker: MemoryTracker, mark_activati
 
     for _, units in model.chunk_units:
         for unit in units:
-            unit.register_forward_hook(mark_logits if unit is model.head else mark_saved)
+            unit.register_forward_hook(mark_logits if unit is model.output_layer else mark_saved)

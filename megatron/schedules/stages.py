@@ -24,12 +24,12 @@ class VirtualStage:
     layers: range
     """Global layer numbers."""
     has_embedding: bool = False
-    has_head: bool = False
+    has_output_layer: bool = False
     """Final norm, output layer and loss."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.layers or self.has_embedding or self.has_head)
+        return not (self.layers or self.has_embedding or self.has_output_layer)
 
 
 @dataclass(frozen=True)
@@ -201,10 +201,10 @@ def check_that_no_rank_idles(
 
 
 def _in_order(counts: Sequence[int]) -> tuple[VirtualStage, ...]:
-    """Virtual stages with these numbers of layers, the first with the embedding, the last with the head."""
+    """Virtual stages with these numbers of layers, the first with the embedding, the last with the output layer."""
     ends = list(accumulate(counts))
     return tuple(
-        VirtualStage(range(end - count, end), has_embedding=number == 0, has_head=number == len(counts) - 1)
+        VirtualStage(range(end - count, end), has_embedding=number == 0, has_output_layer=number == len(counts) - 1)
         for number, (end, count) in enumerate(zip(ends, counts))
     )
 

@@ -74,7 +74,7 @@ def build(
     activations: ActivationConfig, fp8: PrecisionConfig | None = None
 ) -> tuple[TransformerModel, TransformerChunk, ParameterBuffer]:
     """The layers between embedding and head, with a gradient buffer."""
-    middle = VirtualStage(range(LAYERS), has_embedding=False, has_head=False)
+    middle = VirtualStage(range(LAYERS), has_embedding=False, has_output_layer=False)
     model = build_model(MODEL, context(single_process(), Layout(), precision=fp8), 1, [middle], activations)
     (chunk,) = model.chunks
     assert isinstance(chunk, TransformerChunk)

@@ -38,7 +38,7 @@ def assert_each_layer_once(stages: Sequence[VirtualStage], num_layers: int) -> N
     assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
     last = len(stages) - 1
     assert [number for number, stage in enumerate(stages) if stage.has_embedding] == [0]
-    assert [number for number, stage in enumerate(stages) if stage.has_head] == [last]
+    assert [number for number, stage in enumerate(stages) if stage.has_output_layer] == [last]
 
 
 # Even splits
@@ -80,7 +80,7 @@ def test_an_end_of_the_model_may_be_a_stage_of_its_own() -> None:
     assert stages == (
         VirtualStage(range(0), has_embedding=True),
         VirtualStage(range(1)),
-        VirtualStage(range(1, 1), has_head=True),
+        VirtualStage(range(1, 1), has_output_layer=True),
     )
 
 
@@ -216,7 +216,7 @@ def test_a_layout_must_give_every_rank_something_to_hold(
 def test_one_rank_holds_everything_whatever_the_schedule() -> None:
     for name in get_args(ScheduleName):
         flags = PipelineConfig(pipeline_schedule=name)
-        assert flags.virtual_stages(4, 1) == (VirtualStage(range(4), has_embedding=True, has_head=True),)
+        assert flags.virtual_stages(4, 1) == (VirtualStage(range(4), has_embedding=True, has_output_layer=True),)
         assert (flags.num_chunks(4, 1), flags.schedule(4, 1)) == (1, "1f1b")
 
 

@@ -37,7 +37,7 @@ def model_of(chunk_size: int | None, tied: bool = False, dtype: torch.dtype = to
 def masked_losses(model: TransformerModel) -> Tensor:
     """Losses of the unmasked tokens, and a gradient that differs by token."""
     (batch,) = microbatches(0, Layout(), 0)
-    chunk, head = model.transformer_chunks[0], model.head
+    chunk, head = model.transformer_chunks[0], model.output_layer
     assert head is not None
     if head.loss_chunk_size is None:
         losses = head.token_losses(chunk(batch["tokens"]), batch["labels"])
@@ -61,7 +61,7 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(chunk_size: int, t
 def test_a_main_gradient_counts_one_gradient_per_microbatch() -> None:
     whole, model = model_of(None), model_of(37)
     masked_losses(whole)
-    weight, expected = (one.head.output_layer.weight for one in (model, whole) if one.head is not None)
+    weight, expected = (one.output_layer.vocab_weight.weight for one in (model, whole) if one.output_layer is not None)
     main_grad, counts = MainGrad(torch.full_like(weight, torch.nan)), []
     main_grad.on_accumulated = lambda: counts.append(1)
     attach_main_grad(weight, main_grad)

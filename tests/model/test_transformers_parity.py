@@ -181,8 +181,8 @@ def compare_on_rank(config: TransformerConfig, tp: int, sequence_parallel: bool)
     tokens, labels = batch(config)
     with torch.no_grad():
         mine = logits_of(model, tokens).transpose(0, 1)
-    assert model.head is not None
-    first = model.head.output_layer.first_id
+    assert model.output_layer is not None
+    first = model.output_layer.vocab_weight.first_id
     theirs = logits[..., first : first + mine.shape[-1]]
     errors = [relative_error(mine[..., : theirs.shape[-1]], theirs)]
     found = token_losses_of(model, tokens, labels)

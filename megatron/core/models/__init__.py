@@ -1,1 +1,1 @@
-"""Llama (arXiv 2407.21783): embedding, layers, head, built from the parallel layers."""
+"""Llama (arXiv 2407.21783): embedding, layers, output layer, built from the parallel layers."""

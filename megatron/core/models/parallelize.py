@@ -202,14 +202,14 @@ def apply_offload(model: TransformerModel, activations: ActivationConfig) -> Non
         # The saved input of a recomputed group counts as its first layer.
         layers = list(chunk.layers)
         count = sum(unit.is_offloaded for unit in activations.units(chunk.num_layers))
-        after = layers[count] if count < len(layers) else chunk.head
+        after = layers[count] if count < len(layers) else chunk.output_layer
         chunk.layers = torch.nn.ModuleList([*offload(layers[:count], after, copies), *layers[count:]])
 
 
 def apply_loss_chunks(model: TransformerModel, activations: ActivationConfig) -> None:
     """Compute the loss for some tokens at a time, with ``--loss-chunk-size``."""
-    if model.head is not None:
-        model.head.loss_chunk_size = activations.loss_chunk_size
+    if model.output_layer is not None:
+        model.output_layer.loss_chunk_size = activations.loss_chunk_size
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:
@@ -235,7 +235,7 @@ def build_executor(
     """The executor of this rank's chunks. Collective over the pipeline: it creates process groups."""
     return PipelineExecutor(
         model.transformer_chunks,
-        None if model.head is None else model.head.token_losses,
+        None if model.output_layer is None else model.output_layer.token_losses,
         topology.pipeline_parallel.rank,
         schedule,
         topology.pipeline_channel,
@@ -243,7 +243,7 @@ def build_executor(
         model.context.weight_gradients,
         overlap,
         documents,
-        chunks_loss=model.head is not None and model.head.loss_chunk_size is not None,
+        chunks_loss=model.output_layer is not None and model.output_layer.loss_chunk_size is not None,
     )
 
 

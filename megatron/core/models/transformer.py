@@ -14,7 +14,7 @@ from megatron.core.ops.documents import Documents
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.parameter import TiedEnd
-from megatron.core.tensor_parallel.chunked_loss import ChunkedHead, chunked_cross_entropy
+from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     LinearFunction,
@@ -70,14 +70,14 @@ class OutputLayer(nn.Module):
         gemm = PlainGemm(context.weight_gradient)
         self.op = LinearOp(context.parallel, gemm, WeightGradStore(), is_column=True)
         self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config, context)
-        self.output_layer = output_layer
+        self.vocab_weight = output_layer
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included.
 
         With ``labels`` ``[b, s/cp]`` to the loss of every token, ``[b, s/cp]``, without the logits of all tokens.
         """
-        normed, weight = self.final_layernorm(hidden), self.output_layer.weight
+        normed, weight = self.final_layernorm(hidden), self.vocab_weight.weight
         if labels is not None:
             return self._chunked_losses(normed, weight, labels)
         logits: Tensor = LinearFunction.apply(normed, weight, self.op, self.op.input_layout(), False)
@@ -88,14 +88,14 @@ class OutputLayer(nn.Module):
         parallel = self.context.parallel
         shard = VocabularyShard.of(
             weight.shape[0],
-            self.output_layer.first_id,
+            self.vocab_weight.first_id,
             self.config.vocab_size,
             parallel.communicator,
             self.context.kernels.cross_entropy,
         )
         kernel = self.context.weight_gradient or SeparateWeightGradient()
         return chunked_cross_entropy(
-            normed, weight, labels.t(), ChunkedHead(self.loss_chunk_size, parallel, shard, kernel)
+            normed, weight, labels.t(), ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
         ).t()
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class OutputLayer(nn.Module):
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.t(),
-            self.output_layer.first_id,
+            self.vocab_weight.first_id,
             self.config.vocab_size,
             self.context.parallel.communicator,
             self.context.kernels.cross_entropy,
@@ -120,19 +120,19 @@ class TransformerChunk(nn.Module):
         rotary: RotaryTables,
         context: BuildContext,
         embedding: VocabParallelEmbedding | None,
-        head: OutputLayer | None,
+        output_layer: OutputLayer | None,
     ) -> None:
         super().__init__()
         self.rotary, self.fp8 = rotary, context.fp8
         self.sequence_parts = context.parallel.sequence_parts
-        self.embedding, self.layers, self.head = embedding, nn.ModuleList(layers), head
+        self.embedding, self.layers, self.output_layer = embedding, nn.ModuleList(layers), output_layer
         self.num_layers = len(layers)
 
     @property
     def units(self) -> list[nn.Module]:
         """Embedding, layers and output layer in the order of the forward pass; layers that are recomputed together are
         one unit."""
-        return [unit for unit in (self.embedding, *self.layers, self.head) if unit is not None]
+        return [unit for unit in (self.embedding, *self.layers, self.output_layer) if unit is not None]
 
     def forward(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
         """Token ids ``[b, s/cp]`` at the start of the model, elsewhere activations ``[s/(cp tp), b, h]``, to
@@ -146,7 +146,7 @@ class TransformerChunk(nn.Module):
             rotary = self.rotary(length, documents)
             for layer in self.layers:
                 hidden = layer(hidden, rotary, documents)
-            return hidden if self.head is None else self.head(hidden, labels)
+            return hidden if self.output_layer is None else self.output_layer(hidden, labels)
 
 
 class TransformerModel(nn.Module):
@@ -158,23 +158,23 @@ class TransformerModel(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.context = config, context
-        whole = VirtualStage(range(config.num_layers), has_embedding=True, has_head=True)
+        whole = VirtualStage(range(config.num_layers), has_embedding=True, has_output_layer=True)
         self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
         has_embedding = any(stage.has_embedding for stage in self.virtual_stages)
-        has_head = any(stage.has_head for stage in self.virtual_stages)
+        has_output_layer = any(stage.has_output_layer for stage in self.virtual_stages)
         is_tied, shared_name = not config.untie_embeddings_and_output_weights, "embedding.word_embeddings"
-        embedding = head = None
+        embedding = output_layer = None
         if has_embedding:
-            uses = 2 if is_tied and has_head else 1
-            tied_end: TiedEnd | None = "embedding" if is_tied and not has_head else None
+            uses = 2 if is_tied and has_output_layer else 1
+            tied_end: TiedEnd | None = "embedding" if is_tied and not has_output_layer else None
             embedding = VocabParallelEmbedding(shared_name, config, context, uses, tied_end)
-        if has_head:
+        if has_output_layer:
             weight: VocabParallelWeight
             if is_tied:
-                weight = embedding or VocabParallelWeight(shared_name, config, context, tied_end="head")
+                weight = embedding or VocabParallelWeight(shared_name, config, context, tied_end="output_layer")
             else:
                 weight = VocabParallelWeight("output_layer", config, context)
-            head = OutputLayer(config, context, weight)
+            output_layer = OutputLayer(config, context, weight)
         rotary = RotaryTables(config, context)
         self.chunks = nn.ModuleList(
             TransformerChunk(
@@ -185,7 +185,7 @@ class TransformerModel(nn.Module):
                 rotary,
                 context,
                 embedding if virtual_stage.has_embedding else None,
-                head if virtual_stage.has_head else None,
+                output_layer if virtual_stage.has_output_layer else None,
             )
             for virtual_stage in self.virtual_stages
         )
@@ -200,6 +200,6 @@ class TransformerModel(nn.Module):
         return [(chunk, chunk.units) for chunk in self.transformer_chunks]
 
     @property
-    def head(self) -> OutputLayer | None:
+    def output_layer(self) -> OutputLayer | None:
         """The output layer, on the rank that has it."""
-        return self.transformer_chunks[-1].head
+        return self.transformer_chunks[-1].output_layer

@@ -74,7 +74,7 @@ class Optimizer:
         counted = [
             number
             for number, shard in enumerate(self._param_shards)
-            if (shard.info.tensor_parallel_sharded or is_first) and shard.info.tied_end != "head"
+            if (shard.info.tensor_parallel_sharded or is_first) and shard.info.tied_end != "output_layer"
         ]
         self._counted_shards = [self._param_shards[number] for number in counted]
         self._counted = [shard.gradient for shard in self._counted_shards]

@@ -58,9 +58,9 @@ class ActivationFormat:
 class PipelineExecutor:
     """Runs this rank's part of a schedule over the microbatches of a global batch.
 
-    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the head. With ``chunks_loss`` the last
-    chunk of the model computes the losses itself. With ``documents`` every stage reads microbatches, else only those at
-    the ends of the model.
+    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the output layer. With ``chunks_loss``
+    the last chunk of the model computes the losses itself. With ``documents`` every stage reads microbatches, else only
+    those at the ends of the model.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class PipelineExecutor:
         return self._schedule(num_microbatches, forward_only)
 
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
-        """Forward and backward over ``num_microbatches``; stages with neither embedding nor head read none.
+        """Forward and backward over ``num_microbatches``; stages with neither embedding nor output layer read none.
 
         Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the losses of the
-        unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the head.
+        unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer.
         """
         run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
         perform = {"F": run.forward, "B": run.backward, "W": run.weight}
@@ -127,7 +127,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, activations: ActivationFormat) -> Tensor | None:
-        """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the head."""
+        """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the output layer."""
         run = _Logits(self, self.schedule(1, forward_only=True), iter([{"tokens": tokens}]), activations)
         for step in run.steps():
             run.forward(step)

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.cross_entropy import ShardLabels, VocabularyS
 
 
 @dataclass(frozen=True)
-class ChunkedHead:
+class ChunkedOutputLayer:
     """How the loss of the output layer is computed: ``chunk_size`` tokens at a time."""
 
     chunk_size: int
@@ -39,11 +39,11 @@ class ChunkedHead:
 
 
 @dataclass(frozen=True)
-class _HeadGradients:
+class _ChunkedGradients:
     """The backward pass as a :class:`~megatron.core.gradient.GradientProduct`: computing the weight's gradient also
     fills ``grad_hidden``, since both need the chunk's gradient of the logits."""
 
-    head: ChunkedHead
+    output_layer: ChunkedOutputLayer
     hidden: Tensor
     """``[n, h]``."""
     weight: Tensor
@@ -62,12 +62,14 @@ class _HeadGradients:
         return buffer
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
-        for rows in self.head.chunks(self.hidden.shape[0]):
+        for rows in self.output_layer.chunks(self.hidden.shape[0]):
             chunk = self.hidden[rows]  # [m, h]
             logits = linear(chunk, self.weight)  # [m, v/tp]
-            self.head.shard.write_gradient(logits, self.log_sum_exp[rows], self.labels[rows], self.gradient[rows])
+            self.output_layer.shard.write_gradient(
+                logits, self.log_sum_exp[rows], self.labels[rows], self.gradient[rows]
+            )
             self.grad_hidden[rows] = linear(logits, self.weight.t())
-            self.head.weight_gradient.write(buffer, logits, chunk, accumulate)
+            self.output_layer.weight_gradient.write(buffer, logits, chunk, accumulate)
             del logits  # before the next chunk's are allocated
             accumulate = True
 
@@ -76,25 +78,26 @@ class _ChunkedLoss(Function):
     """Saves its input, and four bytes per token and tensor of numbers: log-sum-exp, and the labels' columns."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: ChunkedHead) -> Tensor:
-        tokens, found, matrix = head.gather(hidden.detach()), head.shard.labels(labels), weight.detach()
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer) -> Tensor:
+        tokens, found, matrix = output_layer.gather(hidden.detach()), output_layer.shard.labels(labels), weight.detach()
         parts = [
-            head.shard.statistics(linear(tokens[rows], matrix), found[rows]) for rows in head.chunks(tokens.shape[0])
+            output_layer.shard.statistics(linear(tokens[rows], matrix), found[rows])
+            for rows in output_layer.chunks(tokens.shape[0])
         ]
         local_log_sum_exp, label_logits = (torch.cat(part) for part in zip(*parts))
-        losses, log_sum_exp = head.shard.losses(local_log_sum_exp, label_logits)
+        losses, log_sum_exp = output_layer.shard.losses(local_log_sum_exp, label_logits)
         ctx.save_for_backward(hidden, log_sum_exp, found.columns, found.is_outside)
-        ctx.weight, ctx.head = weight, head
+        ctx.weight, ctx.output_layer = weight, output_layer
         return losses.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, log_sum_exp, columns, is_outside = ctx.saved_tensors
-        head: ChunkedHead = ctx.head
-        tokens = head.gather(hidden.detach())  # [n, h]
+        output_layer: ChunkedOutputLayer = ctx.output_layer
+        tokens = output_layer.gather(hidden.detach())  # [n, h]
         grad_hidden = torch.empty_like(tokens)
-        product = _HeadGradients(
-            head,
+        product = _ChunkedGradients(
+            output_layer,
             tokens,
             ctx.weight.detach(),
             log_sum_exp,
@@ -104,14 +107,14 @@ class _ChunkedLoss(Function):
         )
         grad_weight = accumulate_main_grad(ctx.weight, product)
         whole = grad_hidden.view(-1, *hidden.shape[1:])  # [s/cp, b, h]
-        return head.parallel.reduce_output(whole).wait(), grad_weight, None, None
+        return output_layer.parallel.reduce_output(whole).wait(), grad_weight, None, None
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, head: ChunkedHead) -> Tensor:
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer) -> Tensor:
     """Negative log likelihood of ``labels`` ``[s/cp, b]`` per token, in fp32 or wider, on every rank, from ``hidden``
     ``[s/(cp tp), b, h]`` and the output layer's ``weight`` ``[v/tp, h]``.
 
     Equal to :func:`~megatron.core.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy` of the logits.
     """
-    losses: Tensor = _ChunkedLoss.apply(hidden, weight, labels, head)
+    losses: Tensor = _ChunkedLoss.apply(hidden, weight, labels, output_layer)
     return losses

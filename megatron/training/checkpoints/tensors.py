@@ -22,7 +22,7 @@ def model_tensors(
             weight.info, weight.tensor.to(dtype or weight.tensor.dtype), weight.start
         )
         for weight in weights
-        if with_copies or weight.info.tied_end != "head"
+        if with_copies or weight.info.tied_end != "output_layer"
     }
 
 
@@ -31,7 +31,7 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
     return {
         f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(state.info, state.tensor, state.start)
         for state in optimizer.state()
-        if with_copies or state.info.tied_end != "head"
+        if with_copies or state.info.tied_end != "output_layer"
     }
 
 
