@@ -348,4 +348,4 @@ class Fp8Gemm:
         scaling = self._scaling
         if role in self._sharded:
             amax = self.tensor_parallel.all_reduce(amax.clone(), "max")
-        return scale_from_amax(amax, largest_value(scaling.formats[role]), 1.0, scaling.config.fp8_margin)
+        return scaling.kernels.quantization.current_scale(amax, scaling.formats[role], scaling.config.fp8_margin)

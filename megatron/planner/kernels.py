@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,34 +77,34 @@ class _CompiledRotation:
 
 
 class _FusedQuantization:
-    """:class:`~megatron.core.backends.triton.quantize.TritonQuantization`: one kernel, and the scale's reciprocal."""
+    """:class:`~megatron.core.backends.triton.quantize.TritonQuantization`: one kernel, and under delayed scaling the
+    reciprocal of the scale before."""
 
     def __init__(self, tracker: MemoryTracker) -> None:
-        self._tracker = tracker
+        self._tracker, self._eager = tracker, EagerQuantization()
 
     def quantize(
         self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
     ) -> QuantizedTensor:
-        return self._run(tensor, scale, scale.reciprocal() + (amax - amax), dtype, layout)
+        def run(tensor: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
+            found = self._eager.quantize(tensor, scale, amax, dtype, layout)
+            return found.data, found.inverse_scale, found.transposed
+
+        return QuantizedTensor(*self._tracker.fused(run, tensor, scale))
 
     def quantize_and_record(
         self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
     ) -> QuantizedTensor:
-        return self._run(tensor, scale, scale.reciprocal(), dtype, layout)
+        inverse_scale = scale.reciprocal()
+        return replace(self.quantize(tensor, scale, step_amax, dtype, layout), inverse_scale=inverse_scale)
+
+    def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+        scale: Tensor = self._tracker.fused(self._eager.current_scale, amax, dtype, margin)
+        return scale
 
     def transpose(self, data: Tensor) -> Tensor:
-        transposed: Tensor = self._tracker.fused(EagerQuantization().transpose, data)
+        transposed: Tensor = self._tracker.fused(self._eager.transpose, data)
         return transposed
-
-    def _run(
-        self, tensor: Tensor, scale: Tensor, inverse_scale: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
-        def quantize(tensor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-            quantized = EagerQuantization().quantize(tensor, scale, inverse_scale, dtype, layout)
-            return quantized.data, quantized.transposed
-
-        data, transposed = self._tracker.fused(quantize, tensor, scale)
-        return QuantizedTensor(data, inverse_scale, transposed)
 
 
 def simulated_kernels(

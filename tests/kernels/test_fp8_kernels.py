@@ -118,6 +118,11 @@ class Wrong(EagerQuantization):
         return found
 
 
+class WithoutMargin(EagerQuantization):
+    def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+        return super().current_scale(amax, dtype, 0)
+
+
 def last_bit(operand: QuantizedTensor) -> QuantizedTensor:
     data = operand.data.clone()
     data.view(torch.uint8)[130, 250] ^= 1
@@ -147,6 +152,7 @@ def test_the_definition_passes_its_trial() -> None:
         (Wrong(stale_transpose), "another transpose"),
         (Wrong(finite), "another inverse scale"),
         (Wrong(lambda operand: operand, 1.01), "another amax"),
+        (WithoutMargin(), "another scale"),
     ],
 )
 def test_a_trial_sees_every_bit(wrong: EagerQuantization, message: str) -> None:

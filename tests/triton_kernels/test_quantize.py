@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
 from tests.triton_kernels.worker import TritonProcess
 
 pytestmark = pytest.mark.processes
+EAGER = EagerQuantization()
 LAYOUTS = [Layout.ROWS, Layout.TRANSPOSED, Layout.BOTH]
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
@@ -61,13 +62,13 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def check_both_ways(tensor: Tensor, dtype: torch.dtype, layout: Layout, scale: float = 1.7) -> None:
-    triton, eager = triton_quantization(), EagerQuantization()
+    triton = triton_quantization()
     scales, amax = torch.tensor([0.0, scale, 0.0])[1], amax_of(tensor)
-    expected = eager.quantize(tensor, scales, amax, dtype, layout)
+    expected = EAGER.quantize(tensor, scales, amax, dtype, layout)
     assert_same_operands(triton.quantize(tensor, scales, amax, dtype, layout), expected)
     for before in (0.0, 3e38, math.inf, math.nan):
         recorded = [torch.tensor([1.0, before, 1.0]) for _ in range(2)]
-        for quantization, amaxes in zip((triton, eager), recorded, strict=True):
+        for quantization, amaxes in zip((triton, EAGER), recorded, strict=True):
             found = quantization.quantize_and_record(tensor, scales, amaxes[1], dtype, layout)
             assert_same_operands(found, expected)
         assert_same(*recorded)
@@ -157,6 +158,20 @@ def check_transpose() -> None:
 
 def test_bytes_are_transposed(interpreter: TritonProcess) -> None:
     interpreter.run(check_transpose)
+
+
+def check_current_scale(dtype: torch.dtype) -> None:
+    special = [0.0, 1e-45, 1e-44, 1e-37, 5e-36, 3e38, math.inf, math.nan]
+    random = torch.exp(20 * torch.randn(200, generator=torch.Generator().manual_seed(1))).tolist()
+    for margin in (0, 3):
+        for amax in torch.tensor([*special, *random]):
+            found, expected = (one.current_scale(amax, dtype, margin) for one in (triton_quantization(), EAGER))
+            assert_same_bits(found.view(1), expected.view(1))
+
+
+@FORMATS
+def test_the_scale_of_an_amax_has_the_bits_of_the_definition(interpreter: TritonProcess, dtype: torch.dtype) -> None:
+    interpreter.run(check_current_scale, dtype)
 
 
 def check_refusals() -> None:
@@ -250,7 +265,7 @@ def test_a_thread_has_64_registers_and_spills_none(
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "st.global.b8" not in ptx
-    assert ("atom" in ptx) is records
+    assert ("red.global.gpu.relaxed.max.s32" in ptx) is records
 
 
 def test_sizes_that_are_no_multiples_of_16_spill_no_registers(compiler: TritonProcess) -> None:
@@ -263,6 +278,20 @@ def compile_transpose() -> list[tuple[int, int, str]]:
 
     launches = compile_launches(triton_quantization().transpose, torch.zeros(1040, 4112, dtype=torch.uint8).view(E4M3))
     return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+
+
+def compile_current_scale() -> list[str]:
+    from tests.triton_kernels.compiled import compile_launches
+
+    launches = compile_launches(triton_quantization().current_scale, torch.tensor(1.0), E4M3, 3)
+    return [launch.ptx for launch in launches]
+
+
+def test_a_scale_is_divided_exactly(compiler: TritonProcess) -> None:
+    """Triton's division is approximate by default."""
+    (ptx,) = compiler.run(compile_current_scale)
+    assert "div.rn.f32" in ptx
+    assert "ftz" not in ptx
 
 
 def test_the_transposition_of_bytes_takes_few_registers(compiler: TritonProcess) -> None:

@@ -72,17 +72,19 @@ def try_quantization(kernel: Quantization, device: torch.device, dtype: torch.dt
     overflowing = tensor.clone()
     overflowing[100, 200] = torch.inf
     scale = torch.tensor(1.7, device=device)
-    for one in (tensor, overflowing):
-        amax = amax_of(one)
+    for operand in (tensor, overflowing):
+        amax = amax_of(operand)
         for fp8 in (E4M3, E5M2):
-            expected = eager.quantize(one, scale, amax, fp8, Layout.BOTH)
-            _require_equal(kernel.quantize(one, scale, amax, fp8, Layout.BOTH), expected)
+            expected = eager.quantize(operand, scale, amax, fp8, Layout.BOTH)
+            _require_equal(kernel.quantize(operand, scale, amax, fp8, Layout.BOTH), expected)
             step_amax = torch.ones((), device=device)
-            _require_equal(kernel.quantize_and_record(one, scale, step_amax, fp8, Layout.BOTH), expected)
+            _require_equal(kernel.quantize_and_record(operand, scale, step_amax, fp8, Layout.BOTH), expected)
             _require(torch.equal(step_amax, amax), "another amax")
             assert expected.transposed is not None
             transpose = kernel.transpose(expected.data)
             _require(torch.equal(_bytes(transpose), _bytes(expected.transposed)), "another transpose")
+            scales = (one.current_scale(amax, fp8, margin=2) for one in (kernel, eager))
+            _require(torch.equal(*scales), "another scale")
 
 
 def _require_equal(found: QuantizedTensor, expected: QuantizedTensor) -> None:

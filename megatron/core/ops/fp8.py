@@ -74,6 +74,9 @@ class Quantization(Protocol):
     ) -> QuantizedTensor:
         """:func:`quantize`; raises ``step_amax`` ``[]`` to the amax of ``tensor`` if that is larger, or NaN."""
 
+    def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+        """:func:`scale_from_amax` for the range of ``dtype``; 1 where ``amax`` ``[]`` is zero or not finite."""
+
     def transpose(self, data: Tensor) -> Tensor:
         """A contiguous copy ``[n, m]`` of the transpose of ``data`` ``[m, n]`` in FP8."""
 
@@ -96,6 +99,9 @@ class EagerQuantization:
         amax = amax_of(tensor)
         torch.maximum(step_amax, amax, out=step_amax)
         return self.quantize(tensor, scale, amax, dtype, layout)
+
+    def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+        return scale_from_amax(amax, largest_value(dtype), 1.0, margin)
 
     def transpose(self, data: Tensor) -> Tensor:
         return data.t().contiguous()

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.ops.fp8 import largest_value
+from megatron.core.ops.fp8 import LARGEST_SCALE, largest_value
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 
 BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 """Rows and columns of a tile: it reads and transposes lines of 128 bytes. Not tuned on a device."""
 
-_SCALARS = ["scale_ptr", "inverse_scale_ptr", "step_amax_ptr"]
+_SCALARS = ["scale_ptr", "inverse_scale_ptr", "amax_ptr", "step_amax_ptr"]
 """Pointers to an element of a larger tensor: with their alignment every layer would compile its own kernels."""
 
 
@@ -35,7 +35,8 @@ def to_fp8(x: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, LARGEST: tl.cons
 def record_amax(bits: tl.tensor, step_amax_ptr: tl.tensor, inverse_scale_ptr: tl.tensor) -> None:
     """Raise the amax at ``step_amax_ptr`` (as int32) to ``bits``, the :func:`magnitude_bits` of a tile's amax. If that
     is not finite, the scale at ``inverse_scale_ptr`` becomes NaN; all programs write the same value."""
-    tl.atomic_max(step_amax_ptr, bits)
+    # Kernels on a stream are ordered; an order within this one would make each program wait for its stores.
+    tl.atomic_max(step_amax_ptr, bits, sem="relaxed")
     if bits >= 0x7F800000:  # infinity
         tl.store(inverse_scale_ptr, float("nan"))
 
@@ -48,7 +49,8 @@ def quantize_tile(
     scale_ptr: tl.tensor,  # []
     rows_ptr: tl.tensor,  # [m, k]
     transposed_ptr: tl.tensor,  # [k, m]
-    inverse_scale_ptr: tl.tensor,  # []
+    inverse_scale_ptr: tl.tensor,  # [], initialised if the amax is recorded
+    amax_ptr: tl.tensor,  # [], the amax of x unless it is recorded
     step_amax_ptr: tl.tensor,  # [], the bits of fp32
     m: tl.tensor,
     k: tl.tensor,
@@ -65,7 +67,8 @@ def quantize_tile(
     columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < m) & (columns < k)
     x = tl.load(x_ptr + rows * row_stride + columns * column_stride, mask=inside, other=0.0).to(tl.float32)
-    quantized = to_fp8(x, tl.load(scale_ptr), rows_ptr.dtype.element_ty, LARGEST)
+    scale = tl.load(scale_ptr)
+    quantized = to_fp8(x, scale, rows_ptr.dtype.element_ty, LARGEST)
     if WRITES_ROWS:
         tl.store(rows_ptr + rows * k + columns, quantized, mask=inside)
     if WRITES_TRANSPOSED:
@@ -73,6 +76,23 @@ def quantize_tile(
         tl.store(transposed_ptr + tl.trans(columns * m + rows), tl.trans(quantized), mask=tl.trans(inside))
     if RECORDS_AMAX:
         record_amax(tl.max(magnitude_bits(x)), step_amax_ptr, inverse_scale_ptr)
+    elif tile == 0:
+        amax = tl.load(amax_ptr)
+        tl.store(inverse_scale_ptr, tl.div_rn(1.0, scale) + (amax - amax))
+
+
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+def current_scale_kernel(
+    amax_ptr: tl.tensor,  # []
+    scale_ptr: tl.tensor,  # []
+    LARGEST: tl.constexpr,
+    MARGIN_FACTOR: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+) -> None:
+    """:func:`~megatron.core.ops.fp8.scale_from_amax` in torch's order of operations."""
+    amax = tl.load(amax_ptr)
+    scale = tl.minimum(tl.div_rn(1.0, amax) * LARGEST * MARGIN_FACTOR, LARGEST_SCALE)
+    tl.store(scale_ptr, tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0))
 
 
 @triton.jit
@@ -98,12 +118,25 @@ class TritonQuantization:
     def quantize(
         self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
     ) -> QuantizedTensor:
-        return self._launch(tensor, scale, scale.reciprocal() + (amax - amax), None, dtype, layout)
+        return self._launch(tensor, scale, torch.empty_like(scale), amax, None, dtype, layout)
 
     def quantize_and_record(
         self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
     ) -> QuantizedTensor:
-        return self._launch(tensor, scale, scale.reciprocal(), step_amax, dtype, layout)
+        return self._launch(tensor, scale, scale.reciprocal(), None, step_amax, dtype, layout)
+
+    def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+        scale = torch.empty_like(amax)
+        current_scale_kernel[(1,)](
+            amax,
+            scale,
+            LARGEST=largest_value(dtype),
+            MARGIN_FACTOR=2.0**-margin,
+            LARGEST_SCALE=LARGEST_SCALE,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        return scale
 
     def transpose(self, data: Tensor) -> Tensor:
         data = data.contiguous()
@@ -119,6 +152,7 @@ class TritonQuantization:
         tensor: Tensor,
         scale: Tensor,
         inverse_scale: Tensor,
+        amax: Tensor | None,
         step_amax: Tensor | None,
         dtype: torch.dtype,
         layout: Layout,
@@ -138,6 +172,7 @@ class TritonQuantization:
             data if transposed is None or writes_rows else transposed,
             data if transposed is None else transposed,
             inverse_scale,
+            inverse_scale if amax is None else amax,
             inverse_scale if step_amax is None else step_amax.view(torch.int32),
             m,
             k,
