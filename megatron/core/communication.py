@@ -313,17 +313,24 @@ class Communicator:
     def start_shift(self, tensor: Tensor) -> Work[Tensor]:
         """Send ``tensor`` to the next rank of the ring and receive from the previous one. ``tensor`` must not change
         until then."""
-        if self.size == 1:
-            return Work((), lambda: tensor)
-        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return self.start_exchange(tensor, following, torch.empty_like(tensor), previous, kind="shift")
+        return self.start_shifts([tensor]).then(lambda received: received[0])
 
-    def start_exchange(
-        self, tensor: Tensor, target: int, received: Tensor, source: int, kind: str = "exchange"
-    ) -> Work[Tensor]:
+    def start_shifts(self, tensors: Sequence[Tensor]) -> Work[Sequence[Tensor]]:
+        """:meth:`start_shift` of several tensors in one launch."""
+        if self.size == 1:
+            return Work((), lambda: tensors)
+        target, source = self.ranks[(self.rank + 1) % self.size], self.ranks[(self.rank - 1) % self.size]
+        received = [torch.empty_like(tensor) for tensor in tensors]
+        messages: list[Message] = []
+        for tensor, place in zip(tensors, received):
+            self._record("shift", tensor, target)
+            messages += [("send", _sendable(tensor), target), ("receive", _sendable(place), source)]
+        return Work(self.transport.exchange(messages), lambda: received)
+
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
         """Send ``tensor`` to the group's rank ``target`` and receive into ``received`` from the rank ``source``. All
         ranks exchange in the same order; ``tensor`` must not change until then."""
-        self._record(kind, tensor, self.ranks[target])
+        self._record("exchange", tensor, self.ranks[target])
         works = self.transport.exchange(
             [
                 ("send", _sendable(tensor), self.ranks[target]),

@@ -4,6 +4,7 @@ The launches of our own code are recorded by communicators that send nothing, an
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -11,14 +12,20 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
+from megatron.core.context_parallel.attention import RingAttention
 from megatron.core.data_parallel.strategy import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
+from megatron.core.ops.attention import AttentionInputs
+from megatron.core.ops.attention_interface import AttentionOutput, Gradients
+from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.overlap import P2POverlap
 from megatron.core.topology import RankGrid, Topology
 from megatron.schedules.launch_queue import Launch, run_launches
+
+T = TypeVar("T")
 
 NUM_LAYERS, COLLECTIVE, LAYER = 32, 5.0, 7.0
 
@@ -31,22 +38,33 @@ class LaunchLog:
         self._computed: tuple[Hashable, ...] = ()
         self._awaited: list[Hashable] = []
 
+    def clear(self) -> None:
+        """Drop all launches."""
+        self.launches.clear()
+        self._awaited.clear()
+        self._computed = ()
+
     def compute(self, duration: float) -> None:
         """A kernel on the compute stream, which has waited for some collectives."""
         self.launches.append(Launch(len(self.launches), "compute", duration, tuple(self._awaited)))
         self._computed = (self.launches[-1].name,)
         self._awaited.clear()
 
-    def collective(self, finish: Callable[[], Tensor]) -> Work[Tensor]:
+    def collective(self, finish: Callable[[], T]) -> Work[T]:
         """A collective on its group's stream, which waits for what the compute stream has been given so far."""
         name = len(self.launches)
         self.launches.append(Launch(name, "collectives", COLLECTIVE, (*self._computed, *self._awaited)))
 
-        def end() -> Tensor:
+        def end() -> T:
             self._awaited.append(name)
             return finish()
 
         return Work((), end)
+
+    @property
+    def computation(self) -> float:
+        """The duration of all kernels on the compute stream."""
+        return sum(launch.duration for launch in self.launches if launch.stream == "compute")
 
     def duration(self, one_queue: bool) -> float:
         (ended,) = run_launches([self.launches], one_queue)
@@ -68,10 +86,33 @@ class Recording(Communicator):
         part = tensor.chunk(self.size)[0]
         return self.log.collective(lambda: part if output is None else output.copy_(part))
 
-    def start_exchange(
-        self, tensor: Tensor, target: int, received: Tensor, source: int, kind: str = "exchange"
-    ) -> Work[Tensor]:
+    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
         return self.log.collective(lambda: received.copy_(tensor))
+
+    def start_shifts(self, tensors: Sequence[Tensor]) -> Work[Sequence[Tensor]]:
+        return self.log.collective(lambda: tensors)
+
+
+class LoggedAttention(ReferenceAttention):
+    def __init__(self, log: LaunchLog) -> None:
+        self.log = log
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+        self.log.compute(LAYER)
+        return super().forward(query, key, value, is_causal)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        self.log.compute(LAYER)
+        return super().backward(grad, query, key, value, attended, is_causal)
 
 
 class Layer(nn.Module):
@@ -145,6 +186,22 @@ def test_gemms_at_tensor_parallel_edges_overlap_with_their_exchanges(one_queue: 
     overlap = P2POverlap(Recording(size, log))
     overlap.gather_gemm(QuantizedTensor(torch.ones(2, 1, 4)), gemm, None)
     assert log.duration(one_queue) == size * LAYER
-    log.launches.clear()
+    log.clear()
     overlap.gemm_reduce(QuantizedTensor(torch.ones(2 * size, 1, 4)), gemm, None).wait()
     assert log.duration(one_queue) == size * LAYER
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_the_ring_of_keys_and_values_overlaps_with_attention(one_queue: bool) -> None:
+    log = LaunchLog()
+    attention = RingAttention(LoggedAttention(log), Recording(4, log))
+    inputs = AttentionInputs(*torch.ones(3, 1, 1, 8, 2))  # [b, heads, s, d] each
+    attended = attention.forward(inputs)
+    assert sum(launch.stream == "collectives" for launch in log.launches) == 3
+    assert log.duration(one_queue) == log.computation
+    log.clear()
+    attention.backward(attended.output, inputs, attended)
+    log.compute(0.0)
+    assert sum(launch.stream == "collectives" for launch in log.launches) == 5
+    # The gradients of keys and values arrive after the last step.
+    assert log.duration(one_queue) == log.computation + COLLECTIVE

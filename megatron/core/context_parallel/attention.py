@@ -61,22 +61,26 @@ class RingAttention(_AttentionOverRanks):
     def backward(
         self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        # The gradients of keys and values follow them around the ring; each rank adds its part.
+        # The gradients of keys and values follow them around the ring, a step behind; each rank adds its part. Both are
+        # sent in one launch: with one hardware queue a second one would wait for the first and hold back the attention
+        # that is launched after it.
         spans, length = self._whole(inputs)
         gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
-        following: Work[Tensor] | None = None
+        moving: list[Tensor] = []
         for step, source in enumerate(self._sources()):
-            arriving = self._pass_on(key_value, step)
+            if step < self._ranks.size - 1:
+                moving = [key_value, *moving]
+            shift = self._ranks.start_shifts(moving)
             grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)
             gradients.add(ring_tiles(self._split, source, spans, length), *key_value, *grad_key_value)
-            if following is not None:
-                grad_key_value += following.wait()
-            following = self._ranks.start_shift(grad_key_value)
-            if arriving is not None:
-                key_value = arriving.wait()
-        assert following is not None
-        grad_key, grad_value = following.wait()
+            arrived = shift.wait()
+            if step < self._ranks.size - 1:
+                key_value, *arrived = arrived
+            for grads_so_far in arrived:
+                grad_key_value += grads_so_far
+            moving = [grad_key_value]
+        grad_key, grad_value = self._ranks.start_shift(grad_key_value).wait()
         return gradients.query, grad_key, grad_value
 
 
