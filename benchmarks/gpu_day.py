@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""The first hour on a GPU in one command: does everything compute what it should, and how fast?
+"""Check on a GPU that everything computes what it should, and measure how fast, in one command:
 
-    python benchmarks/gpu_day.py --out DIR                            # the most valuable 25 minutes
+    python benchmarks/gpu_day.py --out DIR                            # 25 minutes, the most valuable stages first
     python benchmarks/gpu_day.py --out DIR --only documents ranks     # these stages, into the same table
     python benchmarks/gpu_day.py --out DIR --device cpu --tiny        # a rehearsal in a minute or two, without a GPU
 
-Every stage runs in a process with a time limit. DIR/checks.jsonl receives one line per check as soon as it is over,
-DIR/STAGE.log the output, DIR/table.txt the checks and the goals after every stage. Nothing that fails ends the day.
-It needs requirements-dev.txt (pytest; transformers for one row) and, for compiled kernels, a C compiler and Triton.
+Every stage runs in a process with a time limit. One line per check is appended to DIR/checks.jsonl as soon as it is over.
+DIR/STAGE.log is the output of a stage; DIR/table.txt has the checks and the goals, after every stage. A failure does not
+end the other stages. The command needs requirements-dev.txt (pytest; transformers for one row) and, for compiled kernels,
+a C compiler and Triton.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ MINUTES: dict[StageName, float] = {
 """The time limit of every stage, in the order in which they run: the most valuable first."""
 
 LEAST_MINUTES = 0.5
-"""A stage is not started with less than this."""
+"""A stage is not started if less time is left."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class DayConfig:
     out: str
     """Directory of all results; further stages add to it."""
     budget_minutes: float = 25.0
-    """Minutes in all: stages start in order until these are over, and a stage that runs then is ended."""
+    """Minutes in all: stages start in order until they are over, and the stage that runs then is killed."""
     only: tuple[StageName, ...] = ()
     """Stages to run, in this order (default: all for which there is time)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -111,8 +112,8 @@ def run_day(config: DayConfig, console: Console) -> list[Check]:
 
 
 def run_stage(config: DayConfig, stage: StageName, out: Path, limit: float) -> None:
-    """Run a stage in a process group of its own, which is killed after ``limit`` seconds; a stage that does not end by
-    itself, or not well, is a failed check."""
+    """Run a stage in a process group of its own, which is killed after ``limit`` seconds. A stage that is killed, or
+    whose exit code is not 0, is a failed check."""
     command = [sys.executable, "-m", "benchmarks.gpu_day_stages", stage, "--out", str(out)]
     command += ["--device", config.resolved_device, *(["--tiny"] if config.tiny else [])]
     environment = {
@@ -135,7 +136,7 @@ def run_stage(config: DayConfig, stage: StageName, out: Path, limit: float) -> N
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the processes that a stage has started and left, and itself."""
+    """Kill the process of a stage, and the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

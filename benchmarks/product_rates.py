@@ -1,5 +1,5 @@
-"""What a device reaches in single operations: square GEMMs per format, and copies. Figures relate to these, because
-clocks and power limits differ between cards of one name."""
+"""The rates of single operations on a device: square GEMMs by format, and copies. They are printed beside other
+figures, because clocks and power limits differ between cards of one name."""
 
 from collections.abc import Callable
 from typing import Any

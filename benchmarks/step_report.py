@@ -31,7 +31,7 @@ def describe(slice_: SliceConfig, cpu_time: bool, figures: dict[str, Any]) -> st
 
 
 def rates(figures: dict[str, Any]) -> str:
-    """What single operations reach, and the share of the stand-ins for collectives."""
+    """The rates of single operations, and the share of the stand-ins for collectives."""
     products = [
         f"{name} {rate if isinstance(rate, str) else format(rate, ',.3g')}"
         for name, rate in figures["product_tflops"].items()
@@ -50,7 +50,7 @@ def rates(figures: dict[str, Any]) -> str:
 
 
 def choices_table(choices: Sequence[dict[str, str]]) -> str:
-    """What computed each operation of ours."""
+    """The kernel of each of our operations."""
     return "\n".join(["our kernels:", *kernel_choices([Choice(**choice) for choice in choices])])
 
 
@@ -106,7 +106,7 @@ def speed_table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def kernel_table(rows: dict[str, dict[str, Any]]) -> str:
-    """Where the time of one step went, under the profiler."""
+    """The time of one step by group of kernels, under the profiler."""
     groups = list(dict.fromkeys(group for row in rows.values() for group in row["kernel_seconds"]))
     body = [
         [group, *(_number(row["kernel_seconds"].get(group), factor=1e3) for row in rows.values())] for group in groups

@@ -1,4 +1,4 @@
-"""The rows that a day on a GPU measures with benchmark_step.py, the most valuable first."""
+"""The rows of ``benchmark_step.py --sweep`` and of gpu_day.py, the most valuable first."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

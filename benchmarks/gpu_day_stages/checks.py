@@ -14,7 +14,7 @@ from benchmarks.error_line import error_line
 
 FILE = "checks.jsonl"
 WHOLE_STAGE = "the stage"
-"""The last check of a stage: whether it has ended by itself, and well."""
+"""The last check of a stage: whether its process has ended with exit code 0 within the time limit."""
 
 Figures = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a stage is given."""
+    """A stage, where it writes, and the device that it uses."""
 
     name: str
     out: Path

@@ -1,7 +1,7 @@
 """Time and memory of microbatches of documents, one after the other, by each attention kernel.
 
-Every microbatch has documents of other lengths. A kernel that builds something for every new length shows here: its
-first microbatches are slow, and memory grows. Each kernel runs in a process of its own, with its own caches.
+Every microbatch has documents of other lengths. If a kernel builds a plan for every new length, its first microbatches
+are slow, and memory grows. Each kernel runs in a process of its own, with its own caches.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from benchmarks.gpu_day_stages.checks import StageRun, require
 from benchmarks.rank_slice import SliceConfig
 from benchmarks.step_contenders import Samples, our_slice
 from benchmarks.step_sweep import LENGTH, shrunk
+from megatron.core.device import memory_outside_allocator
 
 SLICE = f"--model llama3.1-8b --num-layers 2 {LENGTH} --bf16"
 DOCUMENTS = "--documents 1000"
@@ -97,12 +98,6 @@ def measure(config: SliceConfig, device: torch.device, count: int) -> dict[str, 
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "ms": [round(value, 2) for value in times],
     }
-
-
-def memory_outside_allocator(device: torch.device) -> int:
-    """Bytes of the GPU in use that torch's allocator has not reserved: context, kernels, libraries, other processes."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
 
 
 def main() -> None:

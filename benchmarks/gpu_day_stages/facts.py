@@ -1,4 +1,4 @@
-"""What the figures of the other stages depend on: versions, clocks, and the rates of single operations."""
+"""Facts on which the figures of the other stages depend: versions, clocks, and the rates of single operations."""
 
 import importlib.metadata
 import os
@@ -28,7 +28,7 @@ def run(stage: StageRun) -> None:
             figures |= clocks()
             figures["bf16_peak_tflops"] = device_peak_tflops(figures["name"], "bf16")
             figures["cudnn"] = torch.backends.cudnn.version()
-    with stage.check("square products, TFLOP/s") as figures:
+    with stage.check("square GEMMs, TFLOP/s") as figures:
         figures |= product_rates(stage.device, 64 if stage.is_tiny else None)
     with stage.check("copies") as figures:
         figures["device_GB_per_s"] = copy_rate(stage.device, 2**16 if stage.is_tiny else None) / 1e9

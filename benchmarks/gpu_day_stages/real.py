@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import tiny_run
 from benchmarks.gpu_day_stages.checks import Figures, StageRun, require
-from benchmarks.gpu_day_stages.documents import memory_outside_allocator
+from megatron.core.device import memory_outside_allocator
 
 # A vocabulary of 16,000 ids, so that two checkpoints fit on the disk: 26 GB each.
 _MODEL = "--model llama3.1-8b --num-layers 8 --seq-length 8192 --vocab-size 16000"
@@ -116,7 +116,7 @@ def held_bytes(directory: Path) -> int:
 
 
 def resume(flags: Sequence[str], directory: Path, figures: Figures) -> None:
-    """Continue for a few iterations under the profiler."""
+    """Resume for a few iterations under the profiler."""
     last = ITERATIONS + RESUMED
     window = ["--profile-step-start", str(last - 2), "--profile-step-end", str(last)]
     traces = ["--profile", "--use-pytorch-profiler", "--tensorboard-dir", str(directory / "profiled")]

@@ -1,4 +1,4 @@
-"""Which kernels a run of each recipe's shapes gets on this device, and why not others."""
+"""The kernels that a run with each recipe's shapes uses on this device, and why not others."""
 
 from benchmarks.benchmark_step import parse
 from benchmarks.gpu_day_stages.checks import StageRun

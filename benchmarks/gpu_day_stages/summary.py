@@ -1,4 +1,4 @@
-"""The tables of a day on a GPU: all checks, and the goals beside the figures."""
+"""The tables of benchmarks/gpu_day.py: all checks, and the goals beside the figures."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Goal:
     check: str
     least: float
     figure: Callable[[Sequence[Check], Figures], float | None]
-    """Of all checks, and the figures of ``check``."""
+    """The figure, from all checks and the figures of ``check``."""
 
     def found(self, checks: Sequence[Check]) -> float | None:
         """The figure; None if it was not measured."""

@@ -55,7 +55,7 @@ def measure_row(row: Row, stage: StageRun) -> dict[str, Any]:
 
 
 def summary(measured: dict[str, Any]) -> Figures:
-    """Of a row what a table shows."""
+    """The figures of a row that a table shows."""
     ours = measured["rows"]["megatron-llama"]
     names = ("tokens_per_s", "tflops", "mfu", "spread", "stand_in_ms", "step_bytes", "held_bytes")
     others = {name: row["our_speed_relative_to_it"] for name, row in measured["rows"].items() if row is not ours}
@@ -96,7 +96,7 @@ def measure_parts(stage: StageRun, name: str, flags: str, inputs: int, outputs: 
         scaling.start_step()
         gemm.output(a, weight)
         product = gemm.weight_gradient(b, a)
-        # Read once in bf16, written once or twice in FP8; or two FLOPs for every product.
+        # Bytes: read once in bf16, written once or twice in FP8. FLOPs: a multiplication and an addition.
         flops = 2.0 * tokens * inputs * outputs
         parts: dict[str, tuple[Callable[[], object], float, str]] = {
             "quantise rows": (partial(gemm.quantize_input, x, Layout.ROWS), 3.0 * x.numel(), "GB/s"),

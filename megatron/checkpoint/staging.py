@@ -45,8 +45,8 @@ class Staging:
         self._host_memory = host_memory or CudaHostMemory()
         self._open_stream = open_stream
         self._stream: CudaCopyStream | None = None
-        self._tried: int | None = None
-        """Address of the mapping that CUDA has registered or refused."""
+        self._address: int | None = None
+        """Address of the mapping that CUDA has registered, or refused to register."""
         self._is_registered = False
         self._has_warned = False
 
@@ -65,10 +65,10 @@ class Staging:
 
     def _register(self, memory: mmap.mmap, device: torch.device) -> None:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        if address == self._tried:
+        if address == self._address:
             return
         assert not self._is_registered, "a mapping is released before another replaces it"
-        self._tried = address
+        self._address = address
         error = self._host_memory.register(address, len(memory), device)
         self._is_registered = error is None
         if error is not None and not self._has_warned:
@@ -84,6 +84,6 @@ class Staging:
     def release(self) -> None:
         """Call before the mapping is freed: another may get its address."""
         if self._is_registered:
-            assert self._tried is not None
-            self._host_memory.unregister(self._tried)
-        self._tried, self._is_registered = None, False
+            assert self._address is not None
+            self._host_memory.unregister(self._address)
+        self._address, self._is_registered = None, False

@@ -29,5 +29,5 @@ def device_name(device: torch.device) -> str | None:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on ``device``. The host does not wait for the copy, since its source is pinned."""
+    """Copy a small tensor of the host to ``device``. The host does not wait, since the source of the copy is pinned."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

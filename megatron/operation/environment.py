@@ -1,7 +1,7 @@
 """Environment variables that CUDA and torch read when they start, from the layout of the run.
 
 ``CUDA_DEVICE_MAX_CONNECTIONS`` is the number of hardware queues of a GPU. In one queue kernels start in the order in
-which the host launched them, and one that waits for another stream holds back all later ones. With several queues, a
+which the host launched them, and one that waits for another stream blocks all later ones. With several queues, a
 GEMM that was launched after a collective may occupy all multiprocessors before the collective starts.
 """
 

@@ -1,7 +1,7 @@
 """When the kernels of several GPUs run, by the order in which their hosts launch them.
 
 With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams of a GPU share one hardware queue: a kernel whose stream or event is
-not ready holds back every kernel launched after it, also those of other streams. So the order of launches decides
+not ready blocks every kernel launched after it, also those of other streams. So the order of launches decides
 whether communication overlaps with computation, and whether two ranks wait for each other.
 """
 

@@ -1,6 +1,6 @@
 """The copy of --async-save from a GPU: the bytes, and bytes per second into registered and into pageable memory.
 
-pytest -s tests/gpu/test_staging_copies.py
+pytest -s tests/gpu/test_staging_copies.py --device cuda
 """
 
 import time

@@ -38,7 +38,7 @@ def fp8_rows(setting: Setting, *entries: str) -> dict[str, tuple[str, str]]:
     return {one.operation: (one.implementation, one.reason) for one in choices if one.operation.startswith("fp8_")}
 
 
-SEPARATE = ("separate", "a product, then a sum")
+SEPARATE = ("separate", "a GEMM, then an addition")
 EAGER = "one operation after the other"
 
 

@@ -40,7 +40,7 @@ class ParamGathers:
     """The all-gathers of all buckets of weights, in the order of the forward pass.
 
     With ``overlap`` the all-gather of the next bucket starts when one is waited for, so that at most two are under way:
-    with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) an all-gather that waits for another one holds back the
+    with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) an all-gather that waits for another one blocks the
     computation that is launched after it (:mod:`megatron.schedules.launch_queue`).
     """
 
@@ -50,7 +50,7 @@ class ParamGathers:
         self._num_started = len(buckets)
 
     def start(self) -> None:
-        """Start to gather: the first bucket, or all of them and wait."""
+        """Start the all-gather of the first bucket; without ``overlap`` complete the all-gathers of all."""
         self._num_started = 0
         self._start_until(1 if self._overlap else len(self._buckets))
         if not self._overlap:

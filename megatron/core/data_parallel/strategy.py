@@ -203,6 +203,7 @@ class BufferedDataParallel(DataParallel):
                 buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
         param_shards = [shard for buffer in self._buffers for shard in buffer.param_shards(shards.rank)]
         self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
+        """By the name of the FP8 layer: this rank's shard of the weight as master weight, and in FP8."""
         for number, shard in enumerate(param_shards):
             if shard.weight.itemsize == 1:
                 master = torch.zeros_like(shard.weight, dtype=formats.master)

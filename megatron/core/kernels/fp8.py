@@ -44,7 +44,7 @@ def weight_gradient_candidates(setting: "Setting", gemm: ScaledGemm) -> Sequence
         return _tried(setting, kernel, lambda: try_weight_gradient(kernel, setting.device, setting.gradient))
 
     return [
-        Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a product, then a sum"),
+        Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
         # Its speed is unmeasured.
         Candidate("triton", triton, "", is_automatic=False),
     ]
@@ -98,7 +98,7 @@ def _require_equal(found: QuantizedTensor, expected: QuantizedTensor) -> None:
 
 
 def try_weight_gradient(kernel: Fp8WeightGradientKernel, device: torch.device, buffer_dtype: torch.dtype) -> None:
-    """Compare two products in one buffer with the sum of both, which is exact; raises :class:`Unavailable`."""
+    """Compare two GEMMs into one buffer with the sum of both products, which is exact; raises :class:`Unavailable`."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.tensor(0.5, device=device)
 

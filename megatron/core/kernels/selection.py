@@ -208,7 +208,7 @@ _MERITS = {
     "flash": "torch's FlashAttention 2",
     "sdpa": "torch chooses the kernel",
     "cpu": "torch's flash attention for CPUs",
-    "reference": "the definition; holds all scores",
+    "reference": "the definition; stores all scores",
 }
 
 
@@ -267,7 +267,7 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> 
     return kernel
 
 
-# Products and elementwise work
+# GEMMs and elementwise kernels
 
 
 def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
@@ -288,11 +288,11 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
         Candidate(
             "in_place",
             in_place,
-            "the product adds to the gradient buffer",
+            "the GEMM adds to the main gradient",
             # On CPUs oneDNN's fp32 GEMM, which cannot add in place, is faster (docs/performance.md).
             is_automatic=setting.on_gpu or setting.weight == torch.float64,
         ),
-        Candidate("separate", SeparateWeightGradient, "a product, then a sum"),
+        Candidate("separate", SeparateWeightGradient, "a GEMM, then an addition"),
         Candidate("apex", apex, "", is_automatic=False),
     ]
 

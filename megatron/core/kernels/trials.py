@@ -1,4 +1,5 @@
-"""Trials of kernels on the device, on few tokens in the sizes and the memory layout of the run.
+"""Trials of kernels on the device: of GEMMs in small fixed sizes, of other kernels on few tokens, in the sizes and the
+memory layout of the run.
 
 A trial compares forward and backward pass with the reference or the eager kernel, and raises :class:`Unavailable` with
 the reason.
@@ -127,13 +128,13 @@ def _attend(
     return output.detach(), *shape.split(gradient)
 
 
-# Products
+# GEMMs
 
 
 def try_weight_gradient(
     kernel: WeightGradientKernel, device: torch.device, dtype: torch.dtype, buffer_dtype: torch.dtype
 ) -> None:
-    """Compare two products in one buffer with the sum of both, in aligned and in odd widths."""
+    """Compare two GEMMs into one buffer with the sum of both products, in aligned and in odd widths."""
     for n, k in ((32, 48), (41, 27)):
         grad_outputs, inputs = (_random(64, width, device=device, dtype=dtype, seed=width) for width in (n, k))
         buffer = torch.full((n, k), torch.nan, dtype=buffer_dtype, device=device)
@@ -240,7 +241,7 @@ def try_rotation(
 
 def try_cross_entropy(kernel: CrossEntropyKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
     """Both passes over the logits of every rank. All ids have nearly the same probability but the last one, which has
-    half of it, so that ids that are left out are seen."""
+    half of it, so that a kernel that leaves ids out has a large error."""
     eager, wide, tokens = EagerCrossEntropy(), torch.promote_types(dtype, torch.float32), FEW * sizes.rows
     for width in sizes.vocabularies:
         logits = 0.1 * _random(tokens, sizes.vocabulary, device=device, dtype=dtype)

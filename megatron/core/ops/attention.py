@@ -245,8 +245,8 @@ class _FusedAttention(Function):
     ) -> Tensor:
         qkv = qkv.detach()
         attended = attention.forward(AttentionInputs(*shape.split(qkv), documents))
-        # [s, b, n d]: a view, unless the kernel computed several rows one after the other in memory. The next layer
-        # saves the same tensor.
+        # [s, b, n d]: a view, unless the output of the kernel has several rows one after the other in memory. The next
+        # layer saves the same tensor.
         joined = attended.output.permute(2, 0, 1, 3).flatten(2).contiguous()
         tensors, ctx.restore = _take_tensors((attended.log_sum_exp, attended.kept))
         ctx.save_for_backward(qkv, joined, *tensors)

@@ -55,7 +55,7 @@ class QuantizedTensor:
 
     @property
     def kept(self) -> "QuantizedTensor":
-        """What the weight gradient reads: the transpose if there is one, otherwise the rows."""
+        """The operand of the weight gradient: the transpose if there is one, otherwise the rows."""
         return self if self.transposed is None else replace(self, data=self.data.new_empty(0))
 
     @property

@@ -170,7 +170,7 @@ class _Pass:
     """One pass over the forward actions of a stage, which keeps no autograd graph."""
 
     @property
-    def wants_losses(self) -> bool:
+    def chunk_returns_losses(self) -> bool:
         """Whether the last chunk of the model returns losses instead of logits."""
         return self.executor.chunks_loss
 
@@ -219,7 +219,7 @@ class _Pass:
             inputs = microbatch["tokens"] if received is None else self.enter(action, received)
             # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or at the end of the model logits [s/cp, b, v/tp] or
             # losses [b, s/cp].
-            labels = microbatch["labels"] if is_last and self.wants_losses else None
+            labels = microbatch["labels"] if is_last and self.chunk_returns_losses else None
             outputs = self.executor.chunks[action.chunk](inputs, documents, labels)
             if is_last:
                 self.finish(action, outputs, microbatch)
@@ -237,13 +237,13 @@ class _Pass:
         return outputs
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        """Compute what the pass wants of the logits, such as the loss; with ``wants_losses`` they are losses."""
+        """Use the logits, for example for the loss; with ``chunk_returns_losses`` they are the losses of tokens."""
         raise NotImplementedError
 
     def masked_loss(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         """The summed loss of the unmasked tokens, which it adds to the sums together with their number."""
         assert self.executor.token_losses is not None
-        losses = logits if self.wants_losses else self.executor.token_losses(logits, microbatch["labels"])
+        losses = logits if self.chunk_returns_losses else self.executor.token_losses(logits, microbatch["labels"])
         mask = microbatch["loss_mask"].to(losses.dtype)
         total = (losses * mask).sum()
         self.sums += torch.stack((total.detach(), mask.sum())).double()
@@ -257,7 +257,7 @@ class _Evaluation(_Pass):
 
 class _Logits(_Pass):
     logits: Tensor | None = None
-    wants_losses = False
+    chunk_returns_losses = False
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
         self.logits = logits

@@ -29,12 +29,12 @@ class ChunkedOutputLayer:
     weight_gradient: WeightGradientKernel
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Ranges of the tokens."""
+        """The range of tokens of every chunk."""
         for start in range(0, num_tokens, self.chunk_size):
             yield slice(start, start + self.chunk_size)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """``[s/(cp tp), b, h]`` of this rank to all ranks' tokens, ``[n, h]``."""
+        """All-gather ``[s/(cp tp), b, h]``, this rank's tokens, to ``[n, h]``, those of all tensor-parallel ranks."""
         return self.parallel.gather_input(QuantizedTensor(hidden)).wait().data.flatten(0, -2)
 
 
@@ -49,6 +49,7 @@ class _ChunkedGradients:
     weight: Tensor
     """``[v/tp, h]``."""
     log_sum_exp: Tensor
+    """``[n]``, over the whole vocabulary."""
     labels: ShardLabels
     gradient: Tensor
     """The gradient of the losses, ``[n]``."""
@@ -75,7 +76,7 @@ class _ChunkedGradients:
 
 
 class _ChunkedLoss(Function):
-    """Saves its input, and four bytes per token and tensor of numbers: log-sum-exp, and the labels' columns."""
+    """Saves its input, and for every token the log-sum-exp and the label's column."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer) -> Tensor:
@@ -106,8 +107,8 @@ class _ChunkedLoss(Function):
             grad_hidden,
         )
         grad_weight = accumulate_main_grad(ctx.weight, product)
-        whole = grad_hidden.view(-1, *hidden.shape[1:])  # [s/cp, b, h]
-        return output_layer.parallel.reduce_output(whole).wait(), grad_weight, None, None
+        grad_tokens = grad_hidden.view(-1, *hidden.shape[1:])  # [s/cp, b, h], to be summed over the ranks
+        return output_layer.parallel.reduce_output(grad_tokens).wait(), grad_weight, None, None
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer) -> Tensor:

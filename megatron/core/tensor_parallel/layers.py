@@ -73,7 +73,7 @@ class LinearFunction(Function):
         if isinstance(x, Layout):
             x = op.gemm.quantize_input(inputs, x)
         # The weight and a scale of the whole tensor are no activations, so hooks on saved tensors (CPU offload) must
-        # not see them.
+        # not receive them.
         ctx.save_for_backward(*x.kept_tensors)
         ctx.scaling, ctx.weight, ctx.op = x.scaling, weight, op
         if skip_output:
@@ -153,7 +153,7 @@ class LayerContext:
     weights_device: torch.device | None = field(default=None, kw_only=True)
     """Device of the weights if it is not ``device``; with ``meta``, data parallelism allocates them."""
     weight_gradient: WeightGradientKernel | None = field(default=None, kw_only=True)
-    """The weight-gradient GEMM; None: a product, then a sum."""
+    """The weight-gradient GEMM; None: a GEMM, then an addition."""
     fp8: Fp8Layers | None = field(default=None, kw_only=True)
     """The FP8 state of the linear layers; None if they multiply in ``dtype``."""
 
@@ -211,7 +211,7 @@ class _ParallelLinear(nn.Module):
 
     @property
     def input_quantization(self) -> DelayedQuantization | None:
-        """For an operation that quantises the input of the layer; None if the layer must see the input."""
+        """For an operation that quantises the input of the layer; None if the layer quantises its input itself."""
         return self.op.gemm.input_quantization(self.op.input_layout(self.skip_output))
 
     def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:

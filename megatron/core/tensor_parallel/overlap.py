@@ -60,7 +60,7 @@ class P2POverlap:
         self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor]:
         # This rank's rows are multiplied first, the others as they arrive. One exchange is under way at a time: with
-        # one hardware queue a second one would wait for the first and hold back the GEMM that is launched after it.
+        # one hardware queue a second one would wait for the first and block the GEMM that is launched after it.
         ranks = self._ranks
         own = rows.with_rows([tensor.contiguous() for tensor in rows.row_tensors])
         whole = rows.with_rows([_all_rows(tensor, ranks.size) for tensor in rows.row_tensors])

@@ -1,7 +1,7 @@
 """The FP8 weight-gradient GEMM that accumulates into the gradient buffer.
 
-torch's ``_scaled_mm`` overwrites its result, so that a product in fp32 and a sum would follow: 12 more bytes per weight
-and microbatch. Of unknown speed: Triton's GEMM may be slower than cuBLAS's by more than that.
+torch's ``_scaled_mm`` overwrites its result, so an addition to the gradient buffer follows: 12 more bytes per weight
+and microbatch. The speed is unmeasured: Triton's GEMM may be slower than cuBLAS's by more than the addition takes.
 """
 
 import triton

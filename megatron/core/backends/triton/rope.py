@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 ELEMENTS = 2048
-"""Elements of a program: 16 for each of its threads, which are two loads and two stores of 16 bytes in bf16."""
+"""Elements of a program: 16 for each thread, which in bf16 are two loads and two stores of 16 bytes."""
 
 
 def rotate(activations: Tensor, table: Tensor) -> Tensor:
