@@ -5,10 +5,10 @@
     python benchmarks/gpu_day.py --out DIR --only documents ranks     # these stages, into the same table
     python benchmarks/gpu_day.py --out DIR --device cpu --tiny        # a rehearsal in a minute or two, without a GPU
 
-Every stage runs in a process with a time limit. One line per check is appended to DIR/checks.jsonl as soon as it is over.
-DIR/STAGE.log is the output of a stage; DIR/table.txt has the checks and the goals, after every stage. A failure does not
-end the other stages. The command needs requirements-dev.txt (pytest; transformers for one row) and, for compiled kernels,
-a C compiler and Triton.
+Every stage runs in a process with a time limit. One line per check is appended to DIR/checks.jsonl as soon as it is
+over. DIR/STAGE.log is the output of a stage; DIR/table.txt has the checks and the goals, after every stage. A failure
+does not end the other stages. The command needs requirements-dev.txt (pytest; transformers for one row) and, for
+compiled kernels, a C compiler and Triton.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A transport on which results come as late as they may: only with ``wait``, as on a GPU whose streams nobody joins.
+"""A transport whose results exist as late as possible: only after ``wait``, as on a GPU whose streams are not joined.
 
 gloo hides a missing wait, because its collectives are often over when the next line runs; NCCL does not. Until its wait
 every output is NaN, and at its wait every input must be what it was. Collectives take the branch that NCCL takes.

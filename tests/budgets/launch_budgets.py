@@ -1,4 +1,4 @@
-"""What a layer and a step launch, counted on fake CUDA tensors, and the budgets of these counts.
+"""What a layer and a step launch, counted on tensors without memory, and the budgets of these counts.
 
     python -m tests.budgets.launch_budgets
 

@@ -1,4 +1,4 @@
-"""The kernels that runs get by their flags, and comparisons with fp64."""
+"""The kernels that runs choose by their flags, and comparisons with fp64."""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,4 @@
-"""The processes in which kernels are tested round as GPUs do, and tell what a kernel needs of one."""
+"""The processes in which kernels are tested round as GPUs do, and report the resources that a kernel needs."""
 
 import pytest
 import torch

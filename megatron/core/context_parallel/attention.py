@@ -62,7 +62,7 @@ class RingAttention(_AttentionOverRanks):
         self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         # The gradients of keys and values follow them around the ring, a step behind; each rank adds its part. Both are
-        # sent in one launch: with one hardware queue a second one would wait for the first and hold back the attention
+        # sent in one launch: with one hardware queue a second one would wait for the first and block the attention
         # that is launched after it.
         spans, length = self._whole(inputs)
         gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
