@@ -65,7 +65,7 @@ def actions_of(
 
 @dataclass(frozen=True)
 class Samples:
-    """What goes through a slice: ids where it has the head, else activations, with the gradient of what comes out."""
+    """The inputs of a slice: ids if it has the embedding, otherwise activations; and the gradient of its output."""
 
     tokens: Tensor
     """``[b, s]``."""

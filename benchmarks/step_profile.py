@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by groups of kernels, and how much memory it takes."""
+"""The time of a step by groups of kernels, and the memory that it allocates."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -80,7 +80,7 @@ class MainGrad:
         if not self.is_filled:
             self.buffer.zero_()
         if self.buffer.itemsize < 4:
-            # A bf16 sum of many small values stops growing, so a frequent row gets one sum.
+            # A bf16 sum of many small values stops growing, so the values of a row are summed in fp32 first.
             rows, values = _sum_by_row(rows, values)
         self.buffer.index_add_(0, rows, values.to(self.buffer.dtype))
         self._accumulated()

@@ -58,7 +58,7 @@ class Launch:
     kind: LaunchKind
     name: str
     num_bytes: int
-    """Bytes read and written; of a collective those of its largest tensor, of a host sync 0."""
+    """Bytes read and written; for a collective the bytes of its largest tensor, for a host sync 0."""
     during: str
     """The pass that ran."""
 
@@ -178,7 +178,7 @@ class LaunchRecorder(ShapeTracker):
 
 @dataclass(frozen=True)
 class _Operation:
-    """A call of an operator: its tensors, and those that it writes."""
+    """A call of an operator, with the tensors that it reads and writes."""
 
     operator: Any
     name: str

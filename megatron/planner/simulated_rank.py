@@ -93,7 +93,7 @@ def run_step(
     tracker: MemoryTracker,
     document_starts: Tensor | None = None,
 ) -> None:
-    """One training step; ``document_starts`` ``[b, s]`` are those of every microbatch, by default one document."""
+    """One training step. Every microbatch has ``document_starts`` ``[b, s]``, by default one document per sample."""
     tracker.during = "start of the step"
     train_step(
         module,

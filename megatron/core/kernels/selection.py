@@ -91,13 +91,13 @@ class Setting:
     masks_documents: bool = False
     """Whether attention is restricted to documents, whose lengths differ in every microbatch."""
     resets_positions: bool = False
-    """Whether positions restart at documents, so that every sequence has rotations of its own."""
+    """Whether positions restart at documents, so that each sequence of a microbatch has its own rotations."""
     attention_backend: str = "auto"
     engine: "TransformerEngine | None" = None
     fp8: bool = False
-    """Whether linear layers of this project multiply in FP8."""
+    """Whether linear layers of this project compute in FP8."""
     has_delayed_scales: bool = False
-    """Whether they quantise their inputs with scales that are known before the input."""
+    """Whether FP8 linear layers of this project quantise inputs with scales that are known before the inputs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -179,7 +179,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
         choices=tuple(choices),
     )
     if setting.can_try:
-        # A function that was compiled for the sizes of a trial would be compiled for any size at the first step.
+        # Otherwise the first step would be the second size of these functions, and compile them for any size.
         torch.compiler.reset()
     return kernels
 

@@ -263,7 +263,7 @@ def try_cross_entropy(kernel: CrossEntropyKernel, sizes: TrialSizes, device: tor
 def try_compiler(device: torch.device) -> str | None:
     """Why a small function does not compile, or gives a wrong result; None if it compiles."""
 
-    # A function of its own: one that is compiled for a second shape is compiled for all shapes.
+    # A function that nothing else compiles: called with a second shape, it would be compiled for all shapes.
     def gated(numbers: Tensor) -> Tensor:
         return numbers * torch.sigmoid(numbers)
 

@@ -148,7 +148,7 @@ class RankDevice:
 
 def choose_overlap(ranks: Communicator, control: ControlGroup, device: torch.device) -> TPOverlap:
     """The best overlap that all ``ranks`` support. Collective over all ranks of the run (``control``). Layers of
-    Transformer Engine bring their own."""
+    Transformer Engine have an overlap of that package."""
     obstacle = _obstacle_to_symmetric_memory(ranks, control, device)
     return SymmetricMemoryOverlap(ranks) if obstacle is None else P2POverlap(ranks, obstacle)
 

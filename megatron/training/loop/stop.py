@@ -69,7 +69,7 @@ class StopConditions:
         return None
 
     def agree(self, iteration: int, has_data: Callable[[], bool] = lambda: True) -> str | None:
-        """:meth:`reason`, by a collective of its own: where no step counts the flags together with its loss."""
+        """:meth:`reason`, by a separate collective: for use where no step counts the flags together with its loss."""
         flags = torch.tensor(self.local_flags(iteration, has_data), dtype=torch.float64).to(self.device)
         return self.reason(iteration, self.world.all_reduce(flags).tolist())
 

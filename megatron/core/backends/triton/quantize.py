@@ -16,7 +16,8 @@ BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 """Rows and columns of a tile: it reads and transposes lines of 128 bytes. Not tuned on a device."""
 
 _SCALARS = ["scale_ptr", "inverse_scale_ptr", "amax_ptr", "step_amax_ptr"]
-"""Pointers to an element of a larger tensor: with their alignment every layer would compile its own kernels."""
+"""Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
+layers: Triton would compile a kernel for each."""
 
 
 @triton.jit

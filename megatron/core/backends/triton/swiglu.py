@@ -18,12 +18,13 @@ from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.swiglu import CompiledSwiGLU
 
 _SCALARS = ["scale_ptr", "inverse_scale_ptr", "step_amax_ptr"]
-"""Elements of larger tensors: with their alignment every layer would compile its own kernels."""
+"""Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
+layers: Triton would compile a kernel for each."""
 
 
 class TritonSwiGLU(CompiledSwiGLU):
-    """Where a linear layer follows that quantises with a known scale, the output is not written in bf16: 6 bytes per
-    element for both layouts instead of 10. Otherwise :class:`CompiledSwiGLU`."""
+    """If the next linear layer quantises its input with a known scale, this kernel writes the output in FP8 alone: 6
+    bytes per element for both layouts instead of 10. Otherwise the same as :class:`CompiledSwiGLU`."""
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
         return quantized_swiglu(gate_and_up, quantization)
