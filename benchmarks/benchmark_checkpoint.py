@@ -76,7 +76,7 @@ class BenchmarkConfig:
     ranks: Literal[1, 2] = 1
     """Processes that save and load together."""
     directory: Path = Path(".")
-    """Where the files go, for a while: five times the size."""
+    """Directory for the files, which need five times the size and are removed at the end."""
     json: Path | None = None
     """File for the figures."""
 

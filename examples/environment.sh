@@ -18,7 +18,7 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 # These depend on your cluster. NCCL finds network interfaces itself, but may choose a wrong one if a machine has several:
 # set those that reach the other machines (`ip link`, `ibdev2netdev`).
 # export NCCL_SOCKET_IFNAME=eth0    # interface over which NCCL's ranks connect
-# export GLOO_SOCKET_IFNAME=eth0    # the same for gloo, which carries objects between all ranks
+# export GLOO_SOCKET_IFNAME=eth0    # the same for gloo, which sends objects between all ranks
 # export NCCL_IB_HCA=mlx5           # InfiniBand or RoCE adapters
 # export NCCL_DEBUG=WARN            # INFO logs the adapters and algorithms that NCCL chose
 

@@ -87,8 +87,8 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. --grad-reduce-in-bf16 and --main-grads-dtype choose bf16, also
     beside this flag."""
     disable_gloo_process_groups: bool = True
-    """Accepted for Megatron-LM compatibility; no effect. On GPUs tensors use NCCL; one gloo group of
-    all ranks carries objects."""
+    """Accepted for Megatron-LM compatibility; no effect. On GPUs NCCL sends tensors; one gloo group of
+    all ranks sends objects."""
     create_attention_mask_in_dataloader: bool = False
     """Accepted for Megatron-LM compatibility as --no-create-attention-mask-in-dataloader; no effect. Attention kernels
     build the causal mask."""

@@ -78,7 +78,7 @@ class ParallelConfig:
     """Backend of the process groups (default: nccl with GPUs, otherwise gloo)."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which an incomplete collective of training ends the run. Ranks that wait while one rank builds an
-    index or writes a checkpoint do so for up to 4 hours."""
+    index or writes a checkpoint wait for up to 4 hours."""
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
