@@ -154,7 +154,8 @@ class HuggingFaceExport:
         return block
 
     def _kept_like(self, section: Section) -> Section:
-        """The section whose stored dtype ``section`` gets; the weight of a norm may be stored in a wider one."""
+        """The section whose stored dtype is the dtype of ``section`` in the output. The weight of a norm may be stored in a
+        wider dtype."""
         return self._sections[EMBEDDING] if section.is_gain_minus_one else section
 
     def _stored(self, source: str, section: Section) -> torch.dtype:
@@ -195,7 +196,7 @@ def fill_from_hugging_face(
 
 
 def _weights_of(numbers: Tensor, tensor: GlobalTensor) -> Tensor:
-    """Hugging Face's ``numbers`` as numbers of ``tensor``."""
+    """The weights of ``tensor`` from Hugging Face's ``numbers``, for norms with ``is_gain_minus_one`` in fp64."""
     return numbers.double() - 1.0 if tensor.is_gain_minus_one else numbers
 
 

@@ -43,7 +43,7 @@ class Section:
     head_size: int | None = None
     """Set if the rows of every head are in rotary order."""
     is_gain_minus_one: bool = False
-    """Whether this code's numbers are Hugging Face's minus one."""
+    """Whether this code stores the weight of a norm as the gain minus one; Hugging Face stores the gain."""
 
     def runs(self) -> Iterator[_Run]:
         """All rows; rows of this code's tensor are counted in the whole tensor."""
@@ -75,7 +75,7 @@ class GlobalTensor:
 
     @property
     def is_gain_minus_one(self) -> bool:
-        """As of its sections."""
+        """Whether this code stores the tensor as a gain minus one; equal in all sections."""
         return self.sections[0].is_gain_minus_one
 
     def copies(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
