@@ -154,8 +154,8 @@ class HuggingFaceExport:
         return block
 
     def _kept_like(self, section: Section) -> Section:
-        """The section whose stored dtype is the dtype of ``section`` in the output. The weight of a norm may be stored in a
-        wider dtype."""
+        """The section whose stored dtype is the dtype of ``section`` in the output. The weight of a norm may be
+        stored in a wider dtype."""
         return self._sections[EMBEDDING] if section.is_gain_minus_one else section
 
     def _stored(self, source: str, section: Section) -> torch.dtype:
