@@ -8,7 +8,7 @@ from megatron.flags import changed_flags
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
-    "rms_norm": ("eager", "compiled", "apex", "te"),
+    "rms_norm": ("eager", "compiled", "triton", "apex", "te"),
     "swiglu": ("eager", "compiled", "triton"),
     "rope": ("eager", "compiled", "triton"),
     "cross_entropy": ("eager", "compiled"),
@@ -42,7 +42,7 @@ class KernelConfig:
 
     kernel: tuple[str, ...] = ()
     """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,flash,sdpa,cpu,
-    reference}, rms_norm={eager,compiled,apex,te}, swiglu and rope={eager,compiled,triton},
+    reference}, rms_norm={eager,compiled,triton,apex,te}, swiglu and rope={eager,compiled,triton},
     cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex}, fp8_quantization={eager,triton},
     fp8_weight_gradient={separate,triton} (triton is never chosen without this flag, because its speed is unmeasured),
     adam and l2_norm={torch,apex,te}. An unavailable one is an error."""

@@ -28,7 +28,7 @@ from megatron.core.ops.fp8 import (
     gemm_for,
 )
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
-from megatron.core.ops.norm import EagerRMSNorm
+from megatron.core.ops.norm import EagerRMSNorm, NormThenQuantization
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotate_, rotated
 from megatron.core.ops.swiglu import EagerSwiGLU
@@ -61,6 +61,49 @@ class _CompiledSwiGLU(_Fused):
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
         return quantization.quantize(self.forward(gate_and_up))
+
+
+class _TritonSwiGLU(_Fused):
+    """:class:`~megatron.core.backends.triton.swiglu.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        eagerly = replace(quantization, quantization=EagerQuantization())
+
+        def run(gate_and_up: Tensor) -> tuple[Tensor | None, ...]:
+            found = EagerSwiGLU().quantized(gate_and_up, eagerly)
+            return found.data, found.transposed
+
+        inverse_scale = quantization.scale.reciprocal()
+        data, transposed = self._tracker.fused(run, gate_and_up)
+        return QuantizedTensor(data, inverse_scale, transposed)
+
+
+class _CompiledRMSNorm(NormThenQuantization, _Fused):
+    """:class:`~megatron.core.ops.norm.CompiledRMSNorm`, whose output is quantised by other kernels."""
+
+
+class _TritonRMSNorm(_Fused):
+    """:class:`~megatron.core.backends.triton.rms_norm.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
+    inverse RMS and the rows, and one for the transpose."""
+
+    def quantized(
+        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        eagerly = replace(quantization, quantization=EagerQuantization(), layout=Layout.BOTH)
+
+        def rows(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            output, inverse_rms = EagerRMSNorm().quantized(inputs, weight, epsilon, eagerly)
+            return output.data if Layout.ROWS in quantization.layout else output.data.new_empty(0), inverse_rms
+
+        def transpose(inputs: Tensor, weight: Tensor, inverse_rms: Tensor) -> Tensor | None:
+            return eagerly.quantize(inputs * inverse_rms * weight).transposed
+
+        inverse_scale = quantization.scale.reciprocal()
+        data, inverse_rms = self._tracker.fused(rows, inputs, weight)
+        transposed = None
+        if Layout.TRANSPOSED in quantization.layout:
+            transposed = self._tracker.fused(transpose, inputs, weight, inverse_rms)
+        return QuantizedTensor(data, inverse_scale, transposed), inverse_rms
 
 
 class _CompiledRotation:
@@ -141,12 +184,14 @@ def simulated_kernels(
     fp8_weight_gradient: Any = SeparateFp8WeightGradient(gemm)
     if is_forced("fp8_weight_gradient", "triton"):
         fp8_weight_gradient = _Fused(fp8_weight_gradient, tracker)
-    swiglu = (_CompiledSwiGLU if is_forced("swiglu", "compiled") else _Fused)(EagerSwiGLU(), tracker)
+    swiglu = (_CompiledSwiGLU if is_forced("swiglu", "compiled") else _TritonSwiGLU)(EagerSwiGLU(), tracker)
+    writes_norms = any(is_forced("rms_norm", name) for name in ("compiled", "apex", "te"))
+    rms_norm = (_CompiledRMSNorm if writes_norms else _TritonRMSNorm)(EagerRMSNorm(), tracker)
     return Kernels(
         attention=attention,
         weight_gradient=SeparateWeightGradient() if separate_gradient else InPlaceWeightGradient(),
         layers=LayerKernels(
-            rms_norm=chosen("rms_norm", EagerRMSNorm(), _Fused(EagerRMSNorm(), tracker)),
+            rms_norm=chosen("rms_norm", EagerRMSNorm(), rms_norm),
             swiglu=chosen("swiglu", EagerSwiGLU(), swiglu),
             rotate=rotate,
             cross_entropy=chosen(

@@ -9,7 +9,6 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from megatron.core.ops.quantized import QuantizedTensor
 from megatron.torch_compat import FakeTensor, TorchDispatchMode, is_traceable_wrapper_subclass, storage_id
 
 Kind = Literal[
@@ -155,10 +154,8 @@ class MemoryTracker(TorchDispatchMode):
         with self.untracked():
             results = method(*arguments)
         for result in results if isinstance(results, tuple) else (results,):
-            is_quantized = isinstance(result, QuantizedTensor)
-            for tensor in (result.data, result.inverse_scale, result.transposed) if is_quantized else (result,):
-                if tensor is not None:
-                    self.track(tensor)
+            if result is not None:
+                self.track(result)
         return results
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
-from megatron.core.models.layer import NormLinear, SwiGLULinear
+from megatron.core.kernels.selection import LayerKernels
+from megatron.core.models.layer import BuildContext, NormLinear, RMSNorm, SwiGLULinear
+from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
@@ -31,6 +34,7 @@ from megatron.core.ops.fp8 import (
     scaled_gemm_reference,
     widened_gemm,
 )
+from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
 from megatron.core.recompute import Recomputed
@@ -327,6 +331,18 @@ def test_evaluations_and_repeated_forward_passes_leave_no_trace() -> None:
         assert (tensor > 0).all()
 
 
+class Segment(nn.Module):
+    """A linear layer alone, as a segment that is recomputed."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.last_linear = linear
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.last_linear(inputs)
+        return output
+
+
 @pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(config: PrecisionConfig, kind: str) -> None:
@@ -351,7 +367,7 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
         for factor in (1.0, 3.0, 0.5):
             inputs = (layer_inputs() * factor).requires_grad_()
             scaling.start_step()
-            output = Recomputed(NormLinear(nn.Identity(), linear))(inputs) if runs_again else linear(inputs)
+            output = Recomputed(Segment(linear))(inputs) if runs_again else linear(inputs)
             output.backward(torch.full_like(output, factor))
             scaling.finish_step()
             assert inputs.grad is not None
@@ -385,6 +401,54 @@ class SwiGLUThenLinear(SwiGLULinear):
         return output
 
 
+class CountingRMSNorm(EagerRMSNorm):
+    """Notes the layouts in which it wrote quantised outputs."""
+
+    def __init__(self) -> None:
+        self.layouts: list[Layout] = []
+
+    def quantized(
+        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        self.layouts.append(quantization.layout)
+        return super().quantized(inputs, weight, epsilon, quantization)
+
+
+class NormThenLinear(NormLinear):
+    """The definition: the output of the norm exists, and the linear layer quantises it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last_linear(self.norm(x))
+        return output
+
+
+def train_steps(
+    layer: SwiGLULinear | NormLinear, scaling: Fp8Scaling, inputs: Tensor, runs_again: bool
+) -> list[Tensor]:
+    """Of three steps the output of an evaluation, the output and the gradients; and the scales after them."""
+    module, found = Recomputed(layer) if runs_again else layer, []
+    for factor in (1.0, 3.0, 0.5):
+        scaled = (inputs * factor).bfloat16().requires_grad_()
+        layer.zero_grad()
+        scaling.start_step()
+        with torch.no_grad():
+            found.append(layer(scaled))
+        output = module(scaled)
+        output.backward(torch.full_like(output, factor))
+        scaling.finish_step()
+        found.append(output.detach())
+        for tensor in (scaled, *layer.parameters()):
+            assert tensor.grad is not None
+            found.append(tensor.grad)
+    return found + list(scaling.state().values())
+
+
+def layouts_of_steps(config: PrecisionConfig, runs_again: bool) -> list[Layout]:
+    """Of the evaluation and of the step, from the second step on."""
+    passes = [Layout.ROWS, *([Layout.ROWS, Layout.TRANSPOSED] if runs_again else [Layout.BOTH])]
+    return 2 * passes if config is HYBRID else []
+
+
 @pytest.mark.parametrize("runs_again", [False, True])
 @pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
 def test_swiglu_that_quantises_is_bit_equal_to_swiglu_and_a_quantisation(
@@ -392,30 +456,46 @@ def test_swiglu_that_quantises_is_bit_equal_to_swiglu_and_a_quantisation(
 ) -> None:
     def train(kind: type[SwiGLULinear]) -> tuple[list[Tensor], list[Layout]]:
         linear, scaling = row_layer(config)
-        kernel, found = CountingSwiGLU(), []
-        layer = kind(kernel, linear)
-        module = Recomputed(layer) if runs_again else layer
-        for factor in (1.0, 3.0, 0.5):
-            gate_up = torch.randn(16, 1, 96, generator=torch.Generator().manual_seed(8)).mul(factor).bfloat16()
-            gate_up.requires_grad_()
-            linear.weight.grad = None
-            scaling.start_step()
-            with torch.no_grad():
-                found.append(layer(gate_up))
-            output = module(gate_up)
-            output.backward(torch.full_like(output, factor))
-            scaling.finish_step()
-            assert gate_up.grad is not None
-            assert linear.weight.grad is not None
-            found += [output.detach(), gate_up.grad, linear.weight.grad]
-        return found + list(scaling.state().values()), kernel.layouts
+        kernel = CountingSwiGLU()
+        gate_up = torch.randn(16, 1, 96, generator=torch.Generator().manual_seed(8))
+        return train_steps(kind(kernel, linear), scaling, gate_up, runs_again), kernel.layouts
 
     (fused, layouts), (apart, none) = train(SwiGLULinear), train(SwiGLUThenLinear)
     for one, other in zip(fused, apart, strict=True):
         assert torch.equal(one, other)
-    # Of the evaluation and of the step, from the second step on.
-    passes = [Layout.ROWS, *([Layout.ROWS, Layout.TRANSPOSED] if runs_again else [Layout.BOTH])]
-    assert layouts == (2 * passes if config is HYBRID else [])
+    assert layouts == layouts_of_steps(config, runs_again)
+    assert none == []
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+@pytest.mark.parametrize("is_zero_centered", [False, True])
+@pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
+def test_a_norm_that_quantises_is_bit_equal_to_a_norm_and_a_quantisation(
+    config: PrecisionConfig, is_zero_centered: bool, runs_again: bool
+) -> None:
+    model = TransformerConfig(1, 48, 64, 2, 1, 16, 64, 64, 16, apply_layernorm_1p=is_zero_centered)
+
+    def train(kind: type[NormLinear]) -> tuple[list[Tensor], list[Layout]]:
+        scaling, kernel = Fp8Scaling(config, ALONE, CPU), CountingRMSNorm()
+        context = BuildContext(
+            TensorParallel(ALONE),
+            torch.bfloat16,
+            CPU,
+            ReferenceAttention(),
+            fp8=scaling,
+            kernels=LayerKernels(rms_norm=kernel),
+        )
+        linear = ColumnParallelLinear("linear", 48, (16, 16), context, init_std=1.0)
+        layer = kind(RMSNorm("norm", 48, model, context), linear)
+        for seed, weight in enumerate(layer.parameters()):
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(16, 1, 48, generator=torch.Generator().manual_seed(8))
+        return train_steps(layer, scaling, x, runs_again), kernel.layouts
+
+    (fused, layouts), (apart, none) = train(NormLinear), train(NormThenLinear)
+    for one, other in zip(fused, apart, strict=True):
+        assert torch.equal(one, other)
+    assert layouts == layouts_of_steps(config, runs_again)
     assert none == []
 
 

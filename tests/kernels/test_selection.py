@@ -27,6 +27,7 @@ from megatron.core.kernels.trials import TrialSizes, try_compiler
 from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
+from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.errors import ConfigError
@@ -87,8 +88,9 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
     monkeypatch.setattr(selection, "missing_for_triton", lambda: None)
     monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.rope", SimpleNamespace(rotate=rotate_))
-    quantising = SimpleNamespace(TritonSwiGLU=EagerSwiGLU)
-    monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.swiglu", quantising)
+    quantising = SimpleNamespace(TritonSwiGLU=EagerSwiGLU, TritonRMSNorm=EagerRMSNorm)
+    for module in ("swiglu", "rms_norm"):
+        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", quantising)
 
 
 def test_cpus_get_eager_kernels() -> None:
@@ -104,9 +106,9 @@ def test_gpus_get_compiled_kernels_and_products_in_place(triton: None) -> None:
     assert names(merged) == ON_A_GPU | {"attention": "flash"}
 
 
-def test_where_scales_are_known_before_swiglu_quantises(triton: None) -> None:
+def test_where_scales_are_known_before_norms_and_swiglu_quantise(triton: None) -> None:
     delayed = setting(GPU, has_delayed_scales=True)
-    assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"swiglu": "triton"}
+    assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}
     assert names(choose_kernels(KernelConfig(), setting(has_delayed_scales=True))) == ON_A_CPU
 
 
@@ -324,6 +326,8 @@ def test_a_flag_forces_one_kernel_and_no_other(
         ),
         ("swiglu=triton", setting(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
         ("swiglu=triton", setting(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
+        ("rms_norm=triton", setting(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
+        ("rms_norm=triton", setting(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
         ("rope=triton", setting(), "it needs a GPU; available: compiled, eager: use one of these"),
         ("weight_gradient=apex", setting(), "apex only accumulates half-precision products in fp32 on GPUs"),
         ("attention=flash3", setting(GPU), "FlashAttention 3 is not installed"),

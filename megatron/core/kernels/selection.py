@@ -20,6 +20,7 @@ from megatron.core.kernels.trials import (
     try_attention,
     try_compiler,
     try_cross_entropy,
+    try_quantized_rms_norm,
     try_quantized_swiglu,
     try_rms_norm,
     try_rotation,
@@ -133,12 +134,12 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     rms_norm: list[Candidate[RMSNormKernel]] = _elementwise(
         setting, EagerRMSNorm, CompiledRMSNorm, lambda kernel: try_rms_norm(kernel, sizes, device, dtype)
     )
+    rms_norm.insert(0, _quantising(setting, "rms_norm.TritonRMSNorm", try_quantized_rms_norm))
     rms_norm += _optional(setting, "RMSNorm")
     swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(
         setting, EagerSwiGLU, CompiledSwiGLU, lambda kernel: try_swiglu(kernel, sizes, device, dtype)
     )
-    with_scales = setting.on_gpu and setting.has_delayed_scales
-    swiglu.insert(0, Candidate("triton", partial(_triton_swiglu, setting), "compiled, and quantises", with_scales))
+    swiglu.insert(0, _quantising(setting, "swiglu.TritonSwiGLU", try_quantized_swiglu))
     rope: list[Candidate[Rotation]] = _elementwise(
         setting, lambda: rotate_, CompiledRotation, partial(_try_rotation, setting)
     )
@@ -348,19 +349,18 @@ def _tried(setting: Setting, kernel: T, trial: Callable[[T], None]) -> T:
     return kernel
 
 
-def _triton_swiglu(setting: Setting) -> SwiGLUKernel:
-    if not setting.has_delayed_scales:
-        raise Unavailable("it quantises for FP8 with delayed scaling, which this run does not use")
-    obstacle = compiler_obstacle(setting) if setting.on_gpu else "it needs a GPU"
-    if obstacle is not None:
-        raise Unavailable(obstacle)
-    kernel: SwiGLUKernel = load("megatron.core.backends.triton.swiglu", "Triton").TritonSwiGLU()
+def _quantising(setting: Setting, path: str, trial: Callable[[T, TrialSizes, Any, Any], None]) -> Candidate[T]:
+    def triton() -> T:
+        if not setting.has_delayed_scales:
+            raise Unavailable("it quantises for FP8 with delayed scaling, which this run does not use")
+        obstacle = compiler_obstacle(setting) if setting.on_gpu else "it needs a GPU"
+        if obstacle is not None:
+            raise Unavailable(obstacle)
+        module, name = path.split(".")
+        kernel: T = getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)()
+        return _tried(setting, kernel, lambda one: trial(one, setting.sizes, setting.device, setting.weight))
 
-    def trial(kernel: SwiGLUKernel) -> None:
-        try_swiglu(kernel, setting.sizes, setting.device, setting.weight)
-        try_quantized_swiglu(kernel, setting.device)
-
-    return _tried(setting, kernel, trial)
+    return Candidate("triton", triton, "compiled, and quantises", setting.on_gpu and setting.has_delayed_scales)
 
 
 def compiler_obstacle(setting: Setting) -> str | None:

@@ -6,7 +6,7 @@ the reason.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from megatron.core.ops.fp8 import (
     scaled_gemm_reference,
 )
 from megatron.core.ops.matmul import WeightGradientKernel
-from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
+from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
@@ -201,23 +201,47 @@ def try_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dt
         compare(one, other)
 
 
-def try_quantized_swiglu(kernel: SwiGLUKernel, device: torch.device) -> None:
-    """Compare the quantised outputs of a kernel in both layouts, and the amax, with SwiGLU in fp32 and a quantisation.
-    The sizes are no multiples of a tile."""
-    gate_up = torch.randn(40, 2, 416, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-    scale, *amaxes = torch.tensor([8.0, 0.0, 0.0], device=device)
-    found, expected = (
-        DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH) for step_amax in amaxes
-    )
-    output = kernel.quantized(gate_up, found)
-    rows = expected.quantize(swiglu_reference(gate_up.float())).data
-    # Exponentials that differ in the last bit decide a few ties.
+def try_quantized_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
+    """:func:`try_swiglu`, and quantised outputs in sizes that are no multiples of a tile."""
+    try_swiglu(kernel, sizes, device, dtype)
+    inputs, quantization = _random(40, 2, 416, device=device, dtype=dtype), _with_known_scale(device)
+    _compare_quantized(kernel.quantized(inputs, quantization), quantization, swiglu_reference(inputs.float()))
+
+
+def try_quantized_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
+    """:func:`try_rms_norm`, and quantised outputs and what backward computes after them, with gains also in fp32 as
+    under ``--apply-layernorm-1p``."""
+    try_rms_norm(kernel, sizes, device, dtype)
+    inputs, gradient = (_random(40, 2, sizes.hidden_size, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
+    for wide in (dtype, torch.float32):
+        gain, quantization = (
+            1 + _random(sizes.hidden_size, device=device, dtype=wide, seed=2),
+            _with_known_scale(device),
+        )
+        wanted, wanted_rms = normalise(inputs.float(), gain.float(), 1e-5)
+        output, inverse_rms = kernel.quantized(inputs, gain, 1e-5, quantization)
+        _compare_quantized(output, quantization, wanted)
+        results = kernel.backward(gradient, inputs, inverse_rms, gain)
+        for found, expected in zip(results, EagerRMSNorm().backward(gradient, inputs, wanted_rms, gain), strict=True):
+            compare(found, expected)
+
+
+def _with_known_scale(device: torch.device) -> DelayedQuantization:
+    scale, step_amax = torch.tensor([8.0, 0.0], device=device)
+    return DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH)
+
+
+def _compare_quantized(output: QuantizedTensor, quantization: DelayedQuantization, wanted: Tensor) -> None:
+    """Compare both layouts of ``output`` and the amax with the ``quantization`` of ``wanted`` in fp32."""
+    expected = replace(quantization, step_amax=torch.zeros_like(quantization.step_amax))
+    rows = expected.quantize(wanted).data
+    # Exponentials and sums that differ in the last bit decide a few ties.
     share = float((output.data.view(torch.uint8) != rows.view(torch.uint8)).double().mean())
     if not share < 0.01:
         raise Unavailable(f"a trial quantised {share:.0%} of the numbers to others")
     if output.transposed is None or not torch.equal(output.transposed.float(), output.data.flatten(0, 1).t().float()):
         raise Unavailable("a trial returned a transpose with other numbers than the rows")
-    compare(found.step_amax, expected.step_amax)
+    compare(quantization.step_amax, expected.step_amax)
 
 
 def try_rotation(

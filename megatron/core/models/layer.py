@@ -19,7 +19,8 @@ from megatron.core.ops.attention import Attention, AttentionShape, fused_attenti
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.ops.norm import rms_norm
+from megatron.core.ops.norm import linear_input_rms_norm
+from megatron.core.ops.quantized import QuantizedActivation
 from megatron.core.ops.rope import apply_rotary
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -79,8 +80,9 @@ class RMSNorm(nn.Module):
         info = context.gain(name, size, self.is_zero_centered, gradient_is_partial)
         self.weight = context.empty_parameter(info)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon, self.kernel, self.is_zero_centered)
+    def forward(self, x: Tensor, quantization: DelayedQuantization | None = None) -> Tensor | QuantizedActivation:
+        """The output, with a ``quantization`` quantised for the linear layer after it."""
+        return linear_input_rms_norm(x, self.weight, self.epsilon, self.kernel, self.is_zero_centered, quantization)
 
 
 class HeadNorm(nn.Module):
@@ -104,14 +106,15 @@ class HeadNorm(nn.Module):
 
 
 class NormLinear(nn.Module):
-    """RMSNorm and the column-parallel GEMM after it."""
+    """RMSNorm and the column-parallel GEMM after it; under delayed FP8 scaling RMSNorm writes quantised numbers."""
 
-    def __init__(self, norm: nn.Module, linear: nn.Module) -> None:
+    def __init__(self, norm: RMSNorm, linear: nn.Module) -> None:
         super().__init__()
         self.norm, self.last_linear = norm, linear
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
-        output: Tensor = self.last_linear(self.norm(x))  # [s/cp, b, out/tp]
+        quantization = cast(QuantizingLinear, self.last_linear).input_quantization
+        output: Tensor = self.last_linear(self.norm(x, quantization))  # [s/cp, b, out/tp]
         return output
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.gradient import accumulate_main_grad
+from megatron.core.ops.fp8 import DelayedQuantization
+from megatron.core.ops.quantized import QuantizedActivation, QuantizedTensor
 
 
 class RMSNormKernel(Protocol):
@@ -21,6 +23,11 @@ class RMSNormKernel(Protocol):
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """The output ``[..., h]`` in the inputs' dtype, and the inverse RMS of every token in any shape that
         ``backward`` accepts."""
+
+    def quantized(
+        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        """The output, quantised, and the inverse RMS."""
 
     def backward(self, gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the inputs ``[..., h]`` and of the weight ``[h]``, which may have a wider dtype. Must not change
@@ -52,7 +59,17 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class EagerRMSNorm:
+class NormThenQuantization:
+    """:meth:`RMSNormKernel.quantized` of kernels that write the output, which another kernel quantises."""
+
+    def quantized(
+        self: RMSNormKernel, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        output, inverse_rms = self.forward(inputs, weight, epsilon)
+        return quantization.quantize(output), inverse_rms
+
+
+class EagerRMSNorm(NormThenQuantization):
     """Few passes over the activations, in place where possible."""
 
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -71,7 +88,7 @@ class EagerRMSNorm:
         return grad_inputs.to(inputs.dtype), grad_weight
 
 
-class CompiledRMSNorm:
+class CompiledRMSNorm(NormThenQuantization):
     def __init__(self) -> None:
         self.forward = torch.compile(normalise, fullgraph=True)
         self.backward = torch.compile(normalise_backward, fullgraph=True)
@@ -82,22 +99,33 @@ class _RMSNorm(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, kernel: RMSNormKernel, is_zero_centered: bool
-    ) -> Tensor:
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        kernel: RMSNormKernel,
+        is_zero_centered: bool,
+        quantization: DelayedQuantization | None,
+    ) -> tuple[Tensor, QuantizedTensor | None]:
         # The sum is wider than a bf16 weight: rounded to bf16 it would lose the bits that the small weight has.
         gain = weight.to(_compute_dtype(weight)) + 1.0 if is_zero_centered else weight  # [h]
-        output, inverse_rms = kernel.forward(inputs.detach(), gain.detach(), epsilon)
+        quantized = None
+        if quantization is None:
+            output, inverse_rms = kernel.forward(inputs.detach(), gain.detach(), epsilon)
+        else:
+            quantized, inverse_rms = kernel.quantized(inputs.detach(), gain.detach(), epsilon, quantization)
+            output = inputs.new_empty(()).expand(inputs.shape)
         ctx.save_for_backward(inputs, inverse_rms)
         ctx.weight, ctx.gain, ctx.kernel = weight, gain, kernel
-        return output
+        return output, quantized
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         inputs, inverse_rms = ctx.saved_tensors
         kernel: RMSNormKernel = ctx.kernel
         # The gradient of the gain is the gradient of the weight, in both forms.
         grad_inputs, grad_gain = kernel.backward(gradients[0], inputs.detach(), inverse_rms, ctx.gain.detach())
-        return grad_inputs, accumulate_main_grad(ctx.weight, grad_gain), None, None, None
+        return grad_inputs, accumulate_main_grad(ctx.weight, grad_gain), None, None, None, None
 
 
 def rms_norm(
@@ -108,5 +136,18 @@ def rms_norm(
     is_zero_centered: bool = False,
 ) -> Tensor:
     """RMSNorm over the last dim ``[..., h]``; statistics, and a gain ``1 + weight``, in fp32 or wider."""
-    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered)
+    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered, None)[0]
     return output
+
+
+def linear_input_rms_norm(
+    inputs: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    kernel: RMSNormKernel,
+    is_zero_centered: bool,
+    quantization: DelayedQuantization | None,
+) -> Tensor | QuantizedActivation:
+    """:func:`rms_norm` as the input of a linear layer, which is quantised at once if it has a ``quantization``."""
+    output, quantized = _RMSNorm.apply(inputs, weight, epsilon, kernel, is_zero_centered, quantization)
+    return output if quantized is None else QuantizedActivation(output, quantized)

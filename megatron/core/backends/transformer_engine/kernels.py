@@ -7,10 +7,11 @@ from torch import Tensor
 
 from megatron.core.backends.multi_tensor import fused_adam, multi_tensor_norm
 from megatron.core.kernels.choice import load
+from megatron.core.ops.norm import NormThenQuantization
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 
 
-class RMSNorm:
+class RMSNorm(NormThenQuantization):
     """Transformer Engine's fused RMSNorm; the inverse RMS is ``[tokens]``. The gain is rounded to the inputs' dtype,
     which its gradient has."""
 
