@@ -26,6 +26,10 @@ def run_ranks(stage: StageRun) -> None:
     few = ["-k", "rehearsed"] if stage.is_tiny else ["--whole-matrix"]
     with stage.check("layouts on one device") as figures:
         figures |= run_pytest(stage, "layouts", [layouts, *few])
+    if not figures and stage.device.type == "cuda":
+        # Kernels one by one: what differs only without this is a missing order of streams.
+        with stage.check("layouts with CUDA_LAUNCH_BLOCKING=1") as figures:
+            figures |= run_pytest(stage, "blocking", [layouts, *few], {"CUDA_LAUNCH_BLOCKING": "1"})
     if stage.device.type == "cuda":
         with stage.check("layouts under the sanitizer of streams") as figures:
             figures |= run_pytest(stage, "sanitizer", [layouts, "-k", "rehearsed"], {"TORCH_CUDA_SANITIZER": "1"})

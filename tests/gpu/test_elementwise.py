@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
+from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, dequantize
 from megatron.core.ops.norm import EagerRMSNorm
+from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
 from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_with, on_cpu, random
@@ -13,12 +16,27 @@ from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_wit
 SHAPES = [(8192, 1, 4096), (1000, 2, 16384), (333, 2, 1003), on_cpu(9, 2, 24), on_cpu(5, 3, 13)]
 every_shape = pytest.mark.parametrize(("tokens", "rows", "width"), SHAPES)
 HALF = torch.bfloat16
+DELAYED = ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
+"""Kernels that quantise their output are chosen with known scales only."""
+
+
+def with_known_scale(device: torch.device) -> DelayedQuantization:
+    scale, step_amax = torch.tensor([16.0, 0.0], device=device)
+    return DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH)
+
+
+def assert_quantized(output: QuantizedTensor, quantization: DelayedQuantization, wanted: Tensor) -> None:
+    """Compare both layouts and the amax with ``wanted`` in fp64. E4M3 rounds to 2^-4, on average to 2.6 %."""
+    assert_close(dequantize(output), wanted, HALF, "rows", tolerance=4e-2)
+    assert output.transposed is not None
+    assert torch.equal(output.transposed.view(torch.uint8), output.data.flatten(0, 1).t().view(torch.uint8))
+    assert_close(quantization.step_amax, wanted.abs().max(), HALF, "amax")
 
 
 @every_shape
 @pytest.mark.parametrize("name", implementations("rms_norm"))
 def test_norm(device: torch.device, name: str, tokens: int, rows: int, width: int) -> None:
-    kernel = kernels_with(device, HALF, "--kernel", f"rms_norm={name}").layers.rms_norm
+    kernel = kernels_with(device, HALF, *DELAYED, "--kernel", f"rms_norm={name}").layers.rms_norm
     inputs, gradient = (random(tokens, rows, width, device=device, dtype=HALF, seed=seed) for seed in (0, 1))
     weight = random(width, device=device, dtype=HALF, seed=2)
     output, inverse_rms = kernel.forward(inputs, weight, 1e-5)
@@ -31,9 +49,36 @@ def test_norm(device: torch.device, name: str, tokens: int, rows: int, width: in
 
 
 @every_shape
+@pytest.mark.parametrize("gain_dtype", [HALF, torch.float32])
+@pytest.mark.parametrize("name", implementations("rms_norm"))
+def test_norm_that_quantises(
+    device: torch.device, name: str, gain_dtype: torch.dtype, tokens: int, rows: int, width: int
+) -> None:
+    kernel = kernels_with(device, HALF, *DELAYED, "--kernel", f"rms_norm={name}").layers.rms_norm
+    inputs, gain = (
+        random(tokens, rows, width, device=device, dtype=HALF),
+        random(width, device=device, dtype=gain_dtype),
+    )
+    quantization = with_known_scale(device)
+    output, inverse_rms = kernel.quantized(inputs, gain, 1e-5, quantization)
+    wanted, exact_rms = EagerRMSNorm().forward(inputs.double(), gain.double(), 1e-5)
+    assert_quantized(output, quantization, wanted)
+    assert_close(inverse_rms.view(exact_rms.shape), exact_rms, torch.float32, "inverse RMS")
+
+
+@every_shape
+@pytest.mark.parametrize("name", implementations("swiglu"))
+def test_swiglu_that_quantises(device: torch.device, name: str, tokens: int, rows: int, width: int) -> None:
+    kernel = kernels_with(device, HALF, *DELAYED, "--kernel", f"swiglu={name}").layers.swiglu
+    inputs, quantization = random(tokens, rows, 2 * width, device=device, dtype=HALF), with_known_scale(device)
+    output = kernel.quantized(inputs, quantization)
+    assert_quantized(output, quantization, EagerSwiGLU().forward(inputs.double()))
+
+
+@every_shape
 @pytest.mark.parametrize("name", implementations("swiglu"))
 def test_swiglu(device: torch.device, name: str, tokens: int, rows: int, width: int) -> None:
-    kernel, exact = kernels_with(device, HALF, "--kernel", f"swiglu={name}").layers.swiglu, EagerSwiGLU()
+    kernel, exact = kernels_with(device, HALF, *DELAYED, "--kernel", f"swiglu={name}").layers.swiglu, EagerSwiGLU()
     inputs = random(tokens, rows, 2 * width, device=device, dtype=HALF)
     gradient = random(tokens, rows, width, device=device, dtype=HALF, seed=1)
     wanted = exact.forward(inputs.double()), exact.backward(gradient.double(), inputs.double())
