@@ -101,7 +101,7 @@ class RankGrid:
 class Topology:
     """The coordinates, the device and the communicators of one rank.
 
-    ``timeout`` applies to each collective of a communicator, not to those of :attr:`control`.
+    ``timeout`` applies to each collective of a communicator, but not to :attr:`control`.
     """
 
     has_memory = True

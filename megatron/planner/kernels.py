@@ -31,7 +31,7 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import EagerRMSNorm, NormThenQuantization
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotate_, rotated
-from megatron.core.ops.swiglu import EagerSwiGLU
+from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUThenQuantization
 from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
@@ -56,11 +56,8 @@ class _Fused:
         return partial(self._tracker.fused, getattr(self._kernel, name))
 
 
-class _CompiledSwiGLU(_Fused):
-    """:class:`~megatron.core.ops.swiglu.CompiledSwiGLU`, whose output is quantised by other kernels."""
-
-    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        return quantization.quantize(self.forward(gate_and_up))
+class _CompiledSwiGLU(SwiGLUThenQuantization, _Fused):
+    """:class:`~megatron.core.ops.swiglu.CompiledSwiGLU`."""
 
 
 class _TritonSwiGLU(_Fused):

@@ -1,7 +1,7 @@
 """When the kernels of several GPUs run, by the order in which their hosts launch them.
 
 With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all streams of a GPU share one hardware queue: a kernel whose stream or event is
-not ready blocks every kernel launched after it, also those of other streams. So the order of launches decides
+not ready blocks every kernel launched after it, also in other streams. So the order of launches decides
 whether communication overlaps with computation, and whether two ranks wait for each other.
 """
 
@@ -42,7 +42,8 @@ class _Rank:
 def run_launches(programs: Sequence[Sequence[Launch]], one_queue: bool) -> list[Mapping[Hashable, float]]:
     """The end of every launch, by rank and name; the launches of a rank are in the order of its host.
 
-    A queue dispatches its first launch when the kernel before it in the stream, and those of its events, have ended.
+    A queue dispatches its first launch when the kernel before it in the stream and the launches
+    whose events it awaits have ended.
     Raises :class:`ScheduleError` if ranks wait for each other.
     """
     members: dict[Hashable, int] = {}

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import threading
 import time
@@ -273,12 +272,14 @@ def test_no_more_partitions_work_at_a_time_than_there_are_workers(
     inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[int] = []
+    started: list[SpawnProcess] = []
     start = SpawnProcess.start
 
     def counting(process: SpawnProcess) -> None:
         start(process)
-        # The ranks of other tests are children, too, from a fork server.
-        alive.append(sum(isinstance(child, SpawnProcess) for child in multiprocessing.active_children()))
+        # Only these: other tests may have left children that are still alive.
+        started.append(process)
+        alive.append(sum(child.is_alive() for child in started))
 
     monkeypatch.setattr(SpawnProcess, "start", counting)
     name = str(inputs / "in.jsonl")

@@ -191,10 +191,8 @@ class BufferedDataParallel(DataParallel):
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         reduction = GradientReduction(shards, replicas)
         for view in (view for buffer in self._buffers for view in buffer.buckets(shards.rank)):
-            gathered, names = (
-                WeightBucket(view.weights, shards),
-                [info.name for info, _, _ in view.gradients.main_grads],
-            )
+            gathered = WeightBucket(view.weights, shards)
+            names = [info.name for info, _, _ in view.gradients.main_grads]
             weights[min(places[name] for name in names)] = gathered
             holders |= dict.fromkeys(names, gathered)
             if shard_gradients:

@@ -37,6 +37,13 @@ def attempt(trial: Callable[[], None]) -> None:
         raise Unavailable(f"a trial failed ({first_line})") from error
 
 
+def tried(kernel: T, trial: Callable[[T], None], can_try: bool) -> T:
+    """``kernel``, after its trial if this process can run it."""
+    if can_try:
+        attempt(lambda: trial(kernel))
+    return kernel
+
+
 @dataclass(frozen=True)
 class Choice:
     """What was chosen, and why."""

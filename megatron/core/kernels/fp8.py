@@ -1,12 +1,12 @@
 """The implementations of FP8 quantisation and of the FP8 weight gradient, and their trials on a GPU."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.choice import Candidate, Unavailable, attempt, load
+from megatron.core.kernels.choice import Candidate, Unavailable, load, tried
 from megatron.core.kernels.toolchain import missing_for_triton
 from megatron.core.ops.fp8 import (
     E4M3,
@@ -24,13 +24,11 @@ from megatron.core.ops.quantized import Layout, QuantizedTensor
 if TYPE_CHECKING:
     from megatron.core.kernels.selection import Setting
 
-T = TypeVar("T")
-
 
 def quantization_candidates(setting: "Setting") -> Sequence[Candidate[Quantization]]:
     def triton() -> Quantization:
         kernel: Quantization = _triton_kernel(setting, "quantize", "TritonQuantization")
-        return _tried(setting, kernel, lambda: try_quantization(kernel, setting.device, setting.weight))
+        return tried(kernel, lambda one: try_quantization(one, setting.device, setting.weight), setting.can_try)
 
     return [
         Candidate("triton", triton, "one pass", is_automatic=setting.on_gpu),
@@ -41,7 +39,7 @@ def quantization_candidates(setting: "Setting") -> Sequence[Candidate[Quantizati
 def weight_gradient_candidates(setting: "Setting", gemm: ScaledGemm) -> Sequence[Candidate[Fp8WeightGradientKernel]]:
     def triton() -> Fp8WeightGradientKernel:
         kernel: Fp8WeightGradientKernel = _triton_kernel(setting, "fp8_weight_gradient", "TritonFp8WeightGradient")
-        return _tried(setting, kernel, lambda: try_weight_gradient(kernel, setting.device, setting.gradient))
+        return tried(kernel, lambda one: try_weight_gradient(one, setting.device, setting.gradient), setting.can_try)
 
     return [
         Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
@@ -55,12 +53,6 @@ def _triton_kernel(setting: "Setting", module: str, name: str) -> Any:
     if missing is not None:
         raise Unavailable(f"it needs {missing}")
     return getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)()
-
-
-def _tried(setting: "Setting", kernel: T, trial: Callable[[], None]) -> T:
-    if setting.can_try:
-        attempt(trial)
-    return kernel
 
 
 def try_quantization(kernel: Quantization, device: torch.device, dtype: torch.dtype) -> None:

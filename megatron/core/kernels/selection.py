@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from megatron.config.kernels import KernelConfig, Wanted
-from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load
+from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load, tried
 from megatron.core.kernels.fp8 import quantization_candidates, weight_gradient_candidates
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import (
@@ -277,13 +277,13 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
         if is_wider and not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             formats = f"{_short(setting.weight)} products and {_short(setting.gradient)} gradients"
             raise Unavailable(f"torch has no in-place kernel for {formats} on {setting.device.type}")
-        return _tried(setting, InPlaceWeightGradient(), partial(_try_weight_gradient, setting))
+        return tried(InPlaceWeightGradient(), partial(_try_weight_gradient, setting), setting.can_try)
 
     def apex() -> WeightGradientKernel:
         if not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             raise Unavailable("apex only accumulates half-precision products in fp32 on GPUs")
         kernel: WeightGradientKernel = _from_backend(setting, "apex", "WeightGradient")
-        return _tried(setting, kernel, partial(_try_weight_gradient, setting))
+        return tried(kernel, partial(_try_weight_gradient, setting), setting.can_try)
 
     return [
         Candidate(
@@ -322,7 +322,7 @@ def _elementwise(
         obstacle = compiler_obstacle(setting)
         if obstacle is not None:
             raise Unavailable(obstacle)
-        return _tried(setting, compiled(), trial)
+        return tried(compiled(), trial, setting.can_try)
 
     return [
         Candidate("compiled", compilable, "torch.compile fuses it", is_automatic=setting.on_gpu),
@@ -335,18 +335,11 @@ def _triton_rotation(setting: Setting) -> Rotation:
     if missing is not None:
         raise Unavailable(f"it needs {missing}")
     rotate: Rotation = load("megatron.core.backends.triton.rope", "Triton").rotate
-    return _tried(setting, rotate, partial(_try_rotation, setting))
+    return tried(rotate, partial(_try_rotation, setting), setting.can_try)
 
 
 def _try_rotation(setting: Setting, rotate: Rotation) -> None:
     try_rotation(rotate, setting.sizes, setting.device, setting.weight, setting.resets_positions)
-
-
-def _tried(setting: Setting, kernel: T, trial: Callable[[T], None]) -> T:
-    """``kernel``, on a GPU after its trial."""
-    if setting.can_try:
-        attempt(lambda: trial(kernel))
-    return kernel
 
 
 def _quantising(setting: Setting, path: str, trial: Callable[[T, TrialSizes, Any, Any], None]) -> Candidate[T]:
@@ -358,7 +351,7 @@ def _quantising(setting: Setting, path: str, trial: Callable[[T, TrialSizes, Any
             raise Unavailable(obstacle)
         module, name = path.split(".")
         kernel: T = getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)()
-        return _tried(setting, kernel, lambda one: trial(one, setting.sizes, setting.device, setting.weight))
+        return tried(kernel, lambda one: trial(one, setting.sizes, setting.device, setting.weight), setting.can_try)
 
     return Candidate("triton", triton, "compiled, and quantises", setting.on_gpu and setting.has_delayed_scales)
 

@@ -81,5 +81,5 @@ class QuantizedActivation:
     """A quantised tensor in autograd's graph."""
 
     edge: Tensor
-    """``[..., k]`` without memory, whose gradient is that of the tensor before its quantisation."""
+    """``[..., k]`` without memory; its gradient is the gradient of the unquantised tensor."""
     value: QuantizedTensor

@@ -39,15 +39,19 @@ def swiglu_backward(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
     return torch.cat((grad_gate, gradient * activated), dim=-1).to(gate_and_up.dtype)
 
 
-class EagerSwiGLU:
+class SwiGLUThenQuantization:
+    """:meth:`SwiGLUKernel.quantized` of kernels that write the output, which another kernel quantises."""
+
+    def quantized(self: SwiGLUKernel, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        return quantization.quantize(self.forward(gate_and_up))
+
+
+class EagerSwiGLU(SwiGLUThenQuantization):
     """In place where possible."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        return quantization.quantize(self.forward(gate_and_up))
 
     def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
         gate, up = gate_and_up.chunk(2, dim=-1)
@@ -60,13 +64,10 @@ class EagerSwiGLU:
         return grad_input
 
 
-class CompiledSwiGLU:
+class CompiledSwiGLU(SwiGLUThenQuantization):
     def __init__(self) -> None:
         self.forward = torch.compile(swiglu_reference, fullgraph=True)
         self.backward = torch.compile(swiglu_backward, fullgraph=True)
-
-    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        return quantization.quantize(self.forward(gate_and_up))
 
 
 class _SwiGLU(Function):

@@ -34,7 +34,7 @@ class ChunkedOutputLayer:
             yield slice(start, start + self.chunk_size)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """All-gather ``[s/(cp tp), b, h]``, this rank's tokens, to ``[n, h]``, those of all tensor-parallel ranks."""
+        """All-gather ``[s/(cp tp), b, h]``, this rank's tokens, to all tensor-parallel ranks' tokens ``[n, h]``."""
         return self.parallel.gather_input(QuantizedTensor(hidden)).wait().data.flatten(0, -2)
 
 

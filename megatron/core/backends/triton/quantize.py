@@ -1,6 +1,6 @@
 """FP8 quantisation in one pass: read a tensor once, write it in FP8 as rows, transposed, or both, and record its amax.
 
-3 bytes per bf16 element and layout, or 4 for both, instead of 29 and more. Results are bitwise those of
+3 bytes per bf16 element and layout, or 4 for both, instead of 29 and more. Results are bitwise equal to
 :class:`~megatron.core.ops.fp8.EagerQuantization`.
 """
 
