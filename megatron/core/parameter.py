@@ -42,7 +42,8 @@ class ParameterInfo:
     """Standard deviation of the initial weights; None means ones (a norm's gain), 0 zeros."""
     weight_decay: bool
     tensor_parallel_sharded: bool
-    """False: every tensor-parallel rank has the whole parameter, and only the first counts it in norms."""
+    """False: every tensor-parallel rank has the whole parameter, and only the first counts it in norms. An expert's
+    parameter is counted by every rank that has a shard of it."""
     gradient_is_partial: bool = False
     """True: each tensor-parallel rank computes the gradient of its part of the sequence (sequence parallelism) or of
     its heads, so the gradients must be summed over the tensor-parallel group."""
@@ -53,6 +54,9 @@ class ParameterInfo:
     tied_end: TiedEnd | None = None
     """If the first and the last stage each have a copy of this tied weight: the end of the model of this copy. Their
     gradients must be summed; only the embedding's copy is counted in norms and saved."""
+    is_expert: bool = False
+    """Whether it belongs to experts: then the ranks of the stage divide it by the axes ``etp`` and ``ep``, and the
+    ranks along ``edp`` share it. Other parameters are dense: the axes are ``tp``, and ``cp`` and ``dp``."""
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
