@@ -7,7 +7,8 @@ accumulated, or deferred, as without recomputation. Non-reentrant ``torch.utils.
 backward pass as new tensors, which have no main gradient.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,8 +28,9 @@ class SkippableLinear(Protocol):
 class Recomputed(nn.Module):
     """Runs ``segment``, saves its first argument alone, and runs it again in the backward pass.
 
-    A segment ends with a linear layer, ``segment.last_linear``, which does not multiply in the second run, since
-    nothing reads its output. ``shards`` are ranks with the same input; each saves an equal part, gathered in backward.
+    If a segment ends with a linear layer, this is ``segment.last_linear``, which does not multiply in the second run,
+    since nothing reads its output. ``shards`` are ranks with the same input; each saves an equal part, gathered in
+    backward.
     """
 
     def __init__(self, segment: nn.Module, shards: Communicator | None = None) -> None:
@@ -36,8 +38,8 @@ class Recomputed(nn.Module):
         self.segment, self.shards = segment, shards
 
     @property
-    def last_linear(self) -> SkippableLinear:
-        return cast(SkippableLinear, self.segment.last_linear)
+    def last_linear(self) -> SkippableLinear | None:
+        return cast(SkippableLinear | None, self.segment.last_linear)
 
     def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
         """The output of the segment; only ``inputs`` has a gradient."""
@@ -46,6 +48,19 @@ class Recomputed(nn.Module):
         assert inputs.requires_grad, "without a gradient of the input, autograd does not reach the segment"
         output: Tensor = _Recompute.apply(inputs, self, arguments)
         return output
+
+
+@contextmanager
+def skipping_output(linear: SkippableLinear | None) -> Iterator[None]:
+    """Let ``linear`` build its graph alone."""
+    if linear is None:
+        yield
+        return
+    linear.skip_output = True
+    try:
+        yield
+    finally:
+        linear.skip_output = False
 
 
 class _Recompute(Function):
@@ -66,31 +81,27 @@ class _Recompute(Function):
             inputs = module.shards.all_gather(inputs).view(ctx.shape)
         inputs = inputs.detach().requires_grad_()
         arguments, ctx.arguments = ctx.arguments, ()
-        module.last_linear.skip_output = True
-        try:
-            with torch.enable_grad():
-                root = get_gradient_edge(module.segment(inputs, *arguments))
-        finally:
-            module.last_linear.skip_output = False
+        with torch.enable_grad(), skipping_output(module.last_linear):
+            root = get_gradient_edge(module.segment(inputs, *arguments))
         torch.autograd.backward(root, gradients[0])
         return inputs.grad, None, None
 
 
-SEGMENTS = {
-    "layernorm": ("self_attention.norm_qkv", "mlp.norm_fc1"),
-    "core_attn": ("self_attention.attend_proj",),
-    "mlp_act": ("mlp.swiglu_fc2",),
-    "mlp": ("mlp",),
-}
-"""The submodules of a transformer layer that each choice of ``--recompute-modules`` recomputes."""
+class Recomputable(Protocol):
+    """A part of a transformer layer, attention or MLP."""
+
+    segments: Mapping[str, str]
+    """By choice of ``--recompute-modules`` the path of the submodule that it recomputes; empty: the whole part."""
 
 
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:
-    """Wrap the segments of ``layer`` that ``modules`` names."""
-    paths = {path for module in modules for path in SEGMENTS[module]}
-    for path in paths:
-        if not any(path.startswith(f"{outer}.") for outer in paths):
-            layer.set_submodule(path, Recomputed(layer.get_submodule(path)))
+    """Wrap the segments of the parts of ``layer`` that ``modules`` names."""
+    for name, part in list(layer.named_children()):
+        segments = cast(Recomputable, part).segments
+        paths = {segments[module] for module in modules if module in segments}
+        for path in {""} if "" in paths else paths:
+            whole = f"{name}.{path}" if path else name
+            layer.set_submodule(whole, Recomputed(layer.get_submodule(whole)))
 
 
 class LayerGroup(nn.Module):
@@ -101,8 +112,8 @@ class LayerGroup(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     @property
-    def last_linear(self) -> SkippableLinear:
-        return cast(SkippableLinear, self.layers[-1].last_linear)
+    def last_linear(self) -> SkippableLinear | None:
+        return cast(SkippableLinear | None, self.layers[-1].last_linear)
 
     def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
         for layer in self.layers:

@@ -7,7 +7,7 @@ without it read ``s/(cp tp)`` as ``s/cp``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,8 @@ class LocalProvider:
 class SelfAttention(nn.Module):
     """Causal grouped-query attention; the heads are divided over the tensor-parallel ranks."""
 
+    segments: ClassVar = {"layernorm": "norm_qkv", "core_attn": "attend_proj"}
+
     def __init__(self, layer: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
         name, tp = f"layers.{layer}.self_attention", context.parallel.size
@@ -175,6 +177,8 @@ class AttentionProjection(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU MLP; gate and up projections are one column-parallel weight."""
+
+    segments: ClassVar = {"layernorm": "norm_fc1", "mlp_act": "swiglu_fc2", "mlp": ""}
 
     def __init__(self, layer: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
