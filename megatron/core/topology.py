@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from itertools import product
 from math import prod
 
 import torch
@@ -17,64 +16,117 @@ from megatron.config.parallel import RANK_AXES
 from megatron.core.communication import Communicator
 from megatron.core.control import ControlGroup
 
+EXPERT_AXES = ("etp", "ep", "edp")
+_EXPERT_PARTS = ("edp_shard", "edp_replicate")
+
 
 @dataclass(frozen=True)
 class RankGrid:
-    """A grid of ranks with one size per axis. The axis ``dp`` consists of ``dp_shard`` (neighbouring ranks, a shard
-    group) and ``dp_replicate`` (``dp_replicas`` such groups)."""
+    """The axes of a run's ranks.
+
+    Dense layers: every rank of a stage has a position on ``tp``, ``cp`` and ``dp``. The axis ``dp`` consists of
+    ``dp_shard`` (neighbouring ranks, a shard group) and ``dp_replicate`` (``dp_replicas`` such groups).
+
+    Experts: the same ranks of the stage are folded into ``etp``, ``ep`` and ``edp``, from neighbouring ranks to distant
+    ones, whatever the ``order`` (parallel folding, arXiv 2504.14960; equal to Megatron-LM's groups for the order
+    tp-cp-ep-dp-pp). ``edp`` consists of ``edp_shard`` and ``edp_replicate``, again ``dp_replicas`` groups. So
+    tp x cp x dp = etp x ep x edp, and ``ep`` in ``order`` has no effect.
+    """
 
     tp: int = 1
     cp: int = 1
-    ep: int = 1
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    etp: int = 1
     dp_replicas: int = 1
     order: str = "-".join(RANK_AXES)
 
     def __post_init__(self) -> None:
         assert sorted(self.order.split("-")) == sorted(RANK_AXES), self.order
         assert self.dp % self.dp_replicas == 0, (self.dp, self.dp_replicas)
+        assert self.stage_size % (self.etp * self.ep) == 0, (self.stage_size, self.etp, self.ep)
 
     @property
     def world_size(self) -> int:
-        return prod(size for _, size in self._dimensions())
+        return self.stage_size * self.pp
 
-    def _dimensions(self) -> list[tuple[str, int]]:
-        """(axis, size) from the fastest-varying axis to the slowest."""
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def edp(self) -> int:
+        """Ranks with the same part of the experts."""
+        return self.stage_size // (self.etp * self.ep)
+
+    def _dense_dimensions(self) -> list[tuple[str, int]]:
+        """(axis, size) of a stage's ranks from the fastest-varying axis to the slowest."""
         dimensions = []
         for axis in self.order.split("-"):
             if axis == "dp":
                 dimensions += [("dp_shard", self.dp // self.dp_replicas), ("dp_replicate", self.dp_replicas)]
-            else:
+            elif axis not in ("pp", "ep"):
                 dimensions.append((axis, getattr(self, axis)))
         return dimensions
 
+    def _expert_dimensions(self, in_parts: bool = False) -> list[tuple[str, int]]:
+        """The same for experts; ``in_parts`` divides ``edp``."""
+        folded = [("etp", self.etp), ("ep", self.ep)]
+        if not in_parts:
+            return [*folded, ("edp", self.edp)]
+        assert self.edp % self.dp_replicas == 0, (self.edp, self.dp_replicas)
+        return [*folded, ("edp_shard", self.edp // self.dp_replicas), ("edp_replicate", self.dp_replicas)]
+
+    @cached_property
+    def _stage_stride(self) -> int:
+        """Distance of the ranks of neighbouring stages."""
+        faster = self.order.split("-")[: self.order.split("-").index("pp")]
+        return prod(getattr(self, axis) for axis in faster if axis != "ep")
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The stage of ``rank``, and its place among the sorted ranks of that stage."""
+        rest, low = divmod(rank, self._stage_stride)
+        high, stage = divmod(rest, self.pp)
+        return stage, high * self._stage_stride + low
+
+    def _rank_at(self, stage: int, place: int) -> int:
+        high, low = divmod(place, self._stage_stride)
+        return (high * self.pp + stage) * self._stage_stride + low
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of ``rank`` on every axis, including ``dp`` and its two parts."""
-        position = {}
-        rest = rank
-        for axis, size in self._dimensions():
-            rest, position[axis] = divmod(rest, size)
+        stage, place = self._place(rank)
+        position = {"pp": stage}
+        for dimensions in (self._dense_dimensions(), self._expert_dimensions()):
+            rest = place
+            for axis, size in dimensions:
+                rest, position[axis] = divmod(rest, size)
         position["dp"] = position["dp_replicate"] * (self.dp // self.dp_replicas) + position["dp_shard"]
         return position
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` on ``axes`` alone, ascending along them."""
+        """The ranks that differ from ``rank`` on ``axes`` alone, ascending. Axes of experts occur with ``pp`` only."""
         chosen: set[str] = set()
         for axis in axes:
-            assert axis in (*RANK_AXES, "dp_shard", "dp_replicate"), axis
             chosen.update(("dp_shard", "dp_replicate") if axis == "dp" else (axis,))
-        position = self.coordinates(rank)
-        offsets: list[range] = []
+        stage, place = self._place(rank)
+        stages = range(self.pp) if "pp" in chosen else (stage,)
+        chosen.discard("pp")
+        if chosen & {*EXPERT_AXES, *_EXPERT_PARTS}:
+            dimensions = self._expert_dimensions(bool(chosen & set(_EXPERT_PARTS)))
+        else:
+            dimensions = self._dense_dimensions()
+        assert chosen <= {axis for axis, _ in dimensions}, axes
+        places = [place]
         stride = 1
-        base = 0
-        for axis, size in self._dimensions():
+        for axis, size in dimensions:
             if axis in chosen:
-                offsets.append(range(0, stride * size, stride))
-            else:
-                base += position[axis] * stride
+                start = place // stride % size * stride
+                places = [one - start + step for one in places for step in range(0, stride * size, stride)]
             stride *= size
-        return tuple(base + sum(steps) for steps in product(*reversed(offsets)))
+        return tuple(sorted(self._rank_at(stage, place) for stage in stages for place in places))
 
     def levels(self, rank: int, axis: str, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The group of ``rank`` on each level of an axis: ``sizes[0]`` neighbours, then ``sizes[1]`` such groups."""
@@ -119,6 +171,15 @@ class Topology:
     def communicator(self, *axes: str) -> Communicator:
         """This rank's communicator along ``axes``; its process group is created on first use."""
         return self._communicator(axes, self.grid.group(self.rank, axes), "x".join(axes))
+
+    def open(self, *groups: Sequence[str]) -> None:
+        """Create the process groups of these communicators now, each given by its axes. Collective.
+
+        torch counts process groups (:attr:`Communicator.process_group`), and a stage without experts never uses those
+        of experts: so all ranks of the world call this at set-up with the same groups.
+        """
+        for axes in groups:
+            self.communicator(*axes).open()
 
     def _communicator(self, key: tuple[str | int, ...], ranks: tuple[int, ...], name: str) -> Communicator:
         if key not in self._communicators:
@@ -176,7 +237,7 @@ class Topology:
     @property
     def world(self) -> Communicator:
         """All ranks, for tensors."""
-        return self.communicator(*RANK_AXES)
+        return self.communicator("tp", "cp", "pp", "dp")
 
     @cached_property
     def control(self) -> ControlGroup:

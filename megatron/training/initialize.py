@@ -87,6 +87,7 @@ def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
         pp=parallel.pipeline_model_parallel_size,
         cp=parallel.context_parallel_size,
         dp=data_parallel_size,
+        ep=parallel.expert_model_parallel_size,
         dp_replicas=parallel.data_parallel_replicas(data_parallel_size),
         order=parallel.rank_order,
     )

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.parallel import RANK_AXES as AXES
-from megatron.core.topology import RankGrid, Topology, single_process
+from megatron.config.parallel import RANK_AXES
+from megatron.core.topology import EXPERT_AXES, RankGrid, Topology, single_process
 
 CPU = torch.device("cpu")
-PARTS = ("tp", "cp", "ep", "pp", "dp_shard", "dp_replicate")
+AXES = ("tp", "cp", "pp", "dp")
+PARTS = ("tp", "cp", "pp", "dp_shard", "dp_replicate")
 LLAMA_405B = RankGrid(tp=8, cp=16, pp=16, dp=8)
 
 
@@ -23,7 +24,7 @@ LLAMA_405B = RankGrid(tp=8, cp=16, pp=16, dp=8)
 def grids(draw: st.DrawFn) -> RankGrid:
     sizes = {axis: draw(st.integers(1, 3)) for axis in AXES}
     shards, replicas = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    order = "-".join(draw(st.permutations(AXES)))
+    order = "-".join(draw(st.permutations(RANK_AXES)))
     return RankGrid(**sizes | {"dp": shards * replicas}, dp_replicas=replicas, order=order)
 
 
@@ -33,7 +34,7 @@ chosen_axes = st.sets(st.sampled_from((*AXES, "dp_shard", "dp_replicate")))
 def part_sizes(grid: RankGrid) -> dict[str, int]:
     """Size of every indivisible axis, from the fastest to the slowest."""
     sizes: dict[str, int] = {}
-    for axis in grid.order.split("-"):
+    for axis in grid.order.replace("ep-", "").replace("-ep", "").split("-"):
         if axis == "dp":
             sizes |= {"dp_shard": grid.dp // grid.dp_replicas, "dp_replicate": grid.dp_replicas}
         else:
@@ -78,11 +79,11 @@ def test_groups_partition_the_ranks_and_every_member_finds_its_own(grid: RankGri
 @given(grids())
 def test_coordinates_and_ranks_are_one_to_one(grid: RankGrid) -> None:
     sizes = part_sizes(grid)
-    assert grid.world_size == prod(sizes.values()) == grid.tp * grid.cp * grid.ep * grid.pp * grid.dp
+    assert grid.world_size == prod(sizes.values()) == grid.tp * grid.cp * grid.pp * grid.dp
     seen = set()
     for rank in range(grid.world_size):
         position = grid.coordinates(rank)
-        assert position.keys() == {*AXES, *PARTS}
+        assert position.keys() == {*AXES, *PARTS, *EXPERT_AXES}
         assert all(0 <= position[part] < size for part, size in sizes.items())
         assert 0 <= position["dp"] < grid.dp
         # Back from the coordinates: the fastest axis counts single ranks.
@@ -209,7 +210,7 @@ def test_a_channel_serves_all_stages(made: list[tuple[int, ...]]) -> None:
 @settings(max_examples=30)
 @given(grids())
 def test_the_place_in_the_pipeline_is_the_stage(grid: RankGrid) -> None:
-    grid = replace(grid, cp=1, ep=1)
+    grid = replace(grid, cp=1)
     for rank in range(grid.world_size):
         topology = Topology(grid, rank, CPU)
         here = topology.coordinates
