@@ -24,6 +24,8 @@ ROOMS = (
 """From the top to the ground."""
 EXCEPTIONS = {("update_rules", "core")}
 """An update rule is one file: flags, which are read without torch, and the update, which imports when it is built."""
+ABOVE_EXPERTS, EXPERTS = {"models", "pipeline_parallel", "optimizer"}, "moe"
+"""Rooms of ``core``: nothing below the layers of experts imports them, and they import nothing above."""
 FLOORS = {room: -floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 
@@ -49,6 +51,18 @@ def test_imports_point_downwards() -> None:
     assert len(found) > 100
     upwards = [(file, room, to) for file, room, to in found if FLOORS[to] >= FLOORS[room]]
     assert not [(file, to) for file, room, to in upwards if (room, to) not in EXCEPTIONS]
+
+
+def test_experts_are_between_models_and_tensor_parallel_layers() -> None:
+    edges = set()
+    for path in sorted((REPOSITORY / "megatron" / "core").rglob("*.py")):
+        room = path.relative_to(REPOSITORY / "megatron" / "core").with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            edges |= {(room, module.split(".")[2]) for module in modules if module.startswith("megatron.core.")}
+    assert {room for room, to in edges if to == EXPERTS} <= ABOVE_EXPERTS | {EXPERTS}
+    assert not {to for room, to in edges if room == EXPERTS} & ABOVE_EXPERTS
 
 
 @pytest.mark.processes

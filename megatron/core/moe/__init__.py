@@ -1,0 +1,1 @@
+"""Mixture of experts: routers, their balance, dispatchers and experts."""

@@ -1,0 +1,182 @@
+"""From the logits of a router to experts and weights, and the losses of routers: functions of tensors, without ranks.
+
+Tokens ``[s, b]`` are flattened to n = s * b rows, E is the number of experts, k the experts of a token. No function
+makes a tensor of n * k * E elements. Logits are fp32 or fp64: with bf16 logits many tokens have ties.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+_SMALL = 1e-20
+"""Added to the sum of sigmoid scores (DeepSeek-V3), which may be zero."""
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a router chooses experts and weighs them. The fields are the flags ``--moe-router-*``."""
+
+    num_experts: int
+    topk: int
+    score_function: ScoreFunction = "softmax"
+    pre_softmax: bool = False
+    """Softmax over all experts, before the choice; otherwise over the chosen experts."""
+    scaling_factor: float | None = None
+    """Multiplies the weights."""
+    num_groups: int | None = None
+    """Equal groups of neighbouring experts, of which ``group_topk`` are chosen first."""
+    group_topk: int | None = None
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.topk <= self.num_experts, self
+        assert (self.num_groups is None) == (self.group_topk is None), self
+        if self.num_groups is not None and self.group_topk is not None:
+            assert self.num_experts % self.num_groups == 0 and self.group_topk <= self.num_groups, self
+            # At least one score of every group counts, and the chosen groups have enough experts.
+            group_size = self.num_experts // self.num_groups
+            assert self.group_topk <= self.topk <= self.group_topk * group_size, self
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of every token."""
+
+    experts: Tensor
+    """``[n, k]`` int64, the best first; of equal scores the lowest id."""
+    weights: Tensor
+    """``[n, k]`` in the dtype of the logits; differentiable."""
+
+
+def route(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None = None) -> Routing:
+    """Choose ``k`` experts for every row of ``logits`` ``[n, E]``.
+
+    ``expert_bias`` ``[E]`` is added to the scores for the choice, not in the weights (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2).
+    """
+    with torch.no_grad():
+        scores = _selection_scores(logits, rule, expert_bias)
+        experts = _best(_exclude_groups(scores, rule), rule.topk)
+    return Routing(experts, _weights(logits, experts, rule))
+
+
+def balanced_routing(logits: Tensor, rule: RoutingRule) -> Routing:
+    """Experts in turn, whatever the logits are: every expert gets the same number of rows if E divides n * k. The
+    weights are those of ``logits`` ``[n, E]`` at these experts. Only for measurements of speed: the experts of a token
+    depend on its row."""
+    num_choices = logits.shape[0] * rule.topk
+    experts = (torch.arange(num_choices, device=logits.device) % rule.num_experts).view(-1, rule.topk)
+    return Routing(experts, _weights(logits, experts, rule))
+
+
+def selection_margin(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None = None) -> Tensor:
+    """The smallest difference between the scores of a chosen and of another expert or group, over all rows of
+    ``logits`` ``[n, E]``: a scalar, infinite if nothing can be chosen otherwise. Noise below half of it changes no set
+    of chosen experts. It may change their order."""
+    scores = _selection_scores(logits.detach(), rule, expert_bias)
+    margins = [scores.new_full((1,), inf), _margins(_exclude_groups(scores, rule), rule.topk)]
+    if rule.group_topk is not None:
+        margins.append(_margins(_group_scores(scores, rule), rule.group_topk))
+    return torch.cat(margins).min()
+
+
+def _selection_scores(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None) -> Tensor:
+    """The scores by which experts are chosen, ``[n, E]``."""
+    assert logits.dtype in (torch.float32, torch.float64), logits.dtype
+    if rule.score_function == "sigmoid":
+        scores = logits.sigmoid()
+    else:
+        scores = logits.softmax(dim=1) if rule.pre_softmax else logits
+    return scores if expert_bias is None else scores + expert_bias
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The indices of the ``count`` highest scores of every row, of equal scores the lowest: ``[n, count]``."""
+    # topk may return any of equal scores, and its choice depends on the device.
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _margins(scores: Tensor, count: int) -> Tensor:
+    """The difference of the ``count``-th highest score of every row and the next: ``[n]``; empty if there is none."""
+    if count == scores.shape[1]:
+        return scores.new_empty(0)
+    best = scores.topk(count + 1, dim=1).values
+    return best[:, -2] - best[:, -1]
+
+
+def _group_scores(scores: Tensor, rule: RoutingRule) -> Tensor:
+    """The sum of the best k / group_topk scores of every group: ``[n, groups]``."""
+    assert rule.num_groups is not None and rule.group_topk is not None
+    groups = scores.unflatten(1, (rule.num_groups, -1))  # [n, groups, E / groups]
+    return groups.topk(rule.topk // rule.group_topk, dim=2).values.sum(dim=2)
+
+
+def _exclude_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
+    """``scores`` ``[n, E]`` with minus infinity for all experts of groups that are not chosen."""
+    if rule.num_groups is None or rule.group_topk is None:
+        return scores
+    group_scores = _group_scores(scores, rule)
+    excluded = torch.ones_like(group_scores, dtype=torch.bool)
+    excluded.scatter_(1, _best(group_scores, rule.group_topk), False)
+    return scores.unflatten(1, (rule.num_groups, -1)).masked_fill(excluded.unsqueeze(2), -inf).flatten(1)
+
+
+def _weights(logits: Tensor, experts: Tensor, rule: RoutingRule) -> Tensor:
+    """The weights ``[n, k]`` of the chosen ``experts`` ``[n, k]``."""
+    chosen = logits.gather(1, experts)
+    if rule.score_function == "sigmoid":
+        weights = chosen.sigmoid()
+        if rule.topk > 1:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + _SMALL)
+    elif rule.pre_softmax:
+        weights = (chosen - logits.logsumexp(dim=1, keepdim=True)).exp()
+    else:
+        weights = chosen.softmax(dim=1)
+    return weights if rule.scaling_factor is None else weights * rule.scaling_factor
+
+
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """How many times each expert occurs in ``experts``, of any shape: ``[E]`` int64."""
+    return _count(experts.flatten(), num_experts)
+
+
+def count_choices_by_sequence(experts: Tensor, num_experts: int, num_sequences: int) -> Tensor:
+    """How many tokens of each sequence chose each expert: ``[b, E]`` int64. ``experts`` ``[n, k]`` are those of tokens
+    ``[s, b]``."""
+    sequences = torch.arange(num_sequences, device=experts.device).view(1, -1, 1)  # [1, b, 1]
+    cells = experts.view(-1, num_sequences, experts.shape[1]) + sequences * num_experts  # [s, b, k]
+    return _count(cells.flatten(), num_sequences * num_experts).view(num_sequences, num_experts)
+
+
+def _count(indices: Tensor, size: int) -> Tensor:
+    # Not bincount: the dry run has no values, on which the shape of its output depends.
+    counts = torch.zeros(size, dtype=torch.int64, device=indices.device)
+    return counts.scatter_add_(0, indices, torch.ones_like(indices))
+
+
+def balancing_probabilities(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """The probabilities of the load balancing loss, ``[n, E]``: every row sums to 1."""
+    if score_function == "softmax":
+        return logits.softmax(dim=1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(dim=1, keepdim=True) + _SMALL)
+
+
+def load_balancing_loss(counts: Tensor, probability_sums: Tensor, topk: int, num_tokens: int) -> Tensor:
+    """``E * sum_i c_i P_i / (k T^2)`` of sets of ``num_tokens`` tokens, 1 if they are balanced: ``[...]``.
+
+    ``counts`` ``[..., E]`` are the tokens that chose each expert, ``probability_sums`` ``[..., E]`` the sums of their
+    :func:`balancing_probabilities`. Sums of a part of the tokens, with the counts of all, give the part's addend. See
+    Switch Transformer (arXiv 2101.03961), equations 4 to 6, divided by k.
+    """
+    products = (counts.to(probability_sums.dtype) * probability_sums).sum(dim=-1)
+    return products * (counts.shape[-1] / (topk * num_tokens**2))
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """The sum over tokens of ``logsumexp(logits)^2``, a scalar (ST-MoE, arXiv 2202.08906, equation 5)."""
+    return logits.logsumexp(dim=1).square().sum()
