@@ -55,7 +55,8 @@ class UpdateContext:
     shard_ranks: "Communicator"
     """The shard group of ``splits``."""
     splits: "Sequence[ParameterSplit]"
-    """Every parameter of this rank's model chunks, with the elements of each rank."""
+    """Every dense parameter of this rank's model chunks, with the elements of each rank. A rule that needs whole
+    matrices does not support experts."""
     empty: "Tensor"
     """A tensor without elements, with the shards' dtype and device."""
 

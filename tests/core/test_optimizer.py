@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, Sharing
+from megatron.core.data_parallel.sharing import ModelSharing
+from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
 from megatron.core.gradient import main_grad_of
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels, torch_adam, torch_squared_norm
@@ -395,7 +396,7 @@ def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
         Nothing(
             NumberFormats.uniform(torch.float32),
             single_process(),
-            Sharing.of(ParallelConfig(), single_process()),
+            ModelSharing.of(ParallelConfig(), single_process(), has_experts=False),
             (),
             (),
             (),

@@ -16,7 +16,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
-from megatron.core.data_parallel.strategy import Sharing
+from megatron.core.data_parallel.sharing import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model

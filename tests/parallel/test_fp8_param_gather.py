@@ -46,7 +46,7 @@ def weights_of_a_rank() -> tuple[list[LocalTensor], dict[str, tuple[Tensor, floa
     executor, data_parallel, optimizer = build(TASK, LAYOUT, topology)
     make_steps(TASK, LAYOUT, topology, executor, data_parallel, optimizer, range(2))
     records: list[CollectiveRecord] = []
-    communicator = data_parallel.shard_ranks
+    communicator = data_parallel.sharing.dense.shards
     communicator.observer = records.append
     optimizer.publish()
     data_parallel.finish_param_all_gather()

@@ -21,7 +21,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.data_parallel.buffer import ParameterBuffer
-from megatron.core.data_parallel.strategy import Sharing
+from megatron.core.data_parallel.sharing import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.gradient import compute_deferred
 from megatron.core.models.parallelize import build_executor, build_model

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, cast
 
@@ -24,7 +24,9 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard
-from megatron.core.data_parallel.strategy import DataParallel, LocalParam, Sharing
+from megatron.core.data_parallel.sharing import ModelSharing
+from megatron.core.data_parallel.strategy import DataParallel, LocalParam
+from megatron.core.data_parallel.units import expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, attach_info, info_of
 from megatron.core.precision import NumberFormats
@@ -60,7 +62,7 @@ class RowPart:
 
 
 class _Unit:
-    """A module whose weights are gathered at once; ``infos`` are by the weights' names in the chunk."""
+    """A module whose weights are gathered at once; ``infos``, of one kind, are by the weights' names in the chunk."""
 
     def __init__(self, chunk: nn.Module, module: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
         self._chunk, self._names = chunk, list(infos)
@@ -88,8 +90,9 @@ class _Unit:
 class FullyShardedDataParallel(DataParallel):
     """Shards weights, gradients and optimizer state over a group of ranks, and replicates them over the groups.
 
-    ``chunk_units`` are the chunks, each with its modules that are gathered one at a time. The sharded weights are the
-    master weights; gathered weights have the model's dtype.
+    ``chunk_units`` are the chunks, each with its modules that are gathered one at a time. The experts in a module are
+    gathered apart from it, over their own ranks. The sharded weights are the master weights; gathered weights have the
+    model's dtype.
     """
 
     needs_master_weights = False
@@ -100,29 +103,34 @@ class FullyShardedDataParallel(DataParallel):
         formats: NumberFormats,
         topology: Topology,
         config: ParallelConfig,
+        has_experts: bool = False,
     ) -> None:
-        sharing = Sharing.of(config, topology)
-        shards, replicas = sharing.shards, sharing.replicas
+        sharing = ModelSharing.of(config, topology, has_experts)
+        sharing.open()
         self._units: list[_Unit] = []
         for chunk, modules in chunk_units:
-            self._units += _shard_chunk(chunk, modules, formats, shards, topology.device, config)
+            self._units += _shard_chunk(chunk, modules, formats, sharing, topology.device, config)
         share_comm_ctx([cast(FSDPModule, chunk) for chunk, _ in chunk_units])
-        parts = [[RowPart.of(info, shards.rank, shards.size) for info in unit.infos] for unit in self._units]
+        groups = [sharing.of_parameter(unit.infos[0]) for unit in self._units]
+        parts = [
+            [RowPart.of(info, group.shards.rank, group.shards.size) for info in unit.infos]
+            for unit, group in zip(self._units, groups)
+        ]
         sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in parts]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        reduction = GradientReduction(shards, replicas)
         param_shards: list[ParamShard] = []
         buckets: list[RowShardedGradientBucket] = []
-        for unit, unit_parts, gradients in zip(self._units, parts, self._gradients.split(sizes)):
+        for unit, group, unit_parts, gradients in zip(self._units, groups, parts, self._gradients.split(sizes)):
             unit.attach_main_grads()
             param_shards += _param_shards(unit, unit_parts, gradients)
             part_sizes = [part.padded_size for part in unit_parts]
-            view = _gradient_view(unit, part_sizes, gradients, shards.size)
+            view = _gradient_view(unit, part_sizes, gradients, group.shards.size)
+            reduction = GradientReduction(group.shards, group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
         self.local_params = [LocalParam(shard.info, shard.start, shard.weight) for shard in param_shards]
         # The backward pass runs the last unit first.
-        splits = [_split(info, shards.size) for unit in self._units for info in unit.infos]
+        splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.infos]
         super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)
 
     def start_param_all_gather(self) -> None:
@@ -145,7 +153,7 @@ def _shard_chunk(
     chunk: nn.Module,
     modules: Sequence[nn.Module],
     formats: NumberFormats,
-    shards: Communicator,
+    sharing: ModelSharing,
     device: torch.device,
     config: ParallelConfig,
 ) -> list[_Unit]:
@@ -160,16 +168,25 @@ def _shard_chunk(
     uses = Counter(parameter for module in modules for parameter in module.parameters())
     # Modules that share a weight are gathered with the chunk.
     alone = [module for module in modules if all(uses[parameter] == 1 for parameter in module.parameters())]
-    mesh = shards.device_mesh(device.type, "dp_shard")
-    for module in (*alone, chunk):
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=formats.weight if formats.weight != formats.master else None, cast_forward_inputs=False
-            ),
-        )
+    nested = {module: list(expert_modules(module)) for module in alone}
+    # An inner module first: FSDP2 leaves its weights out of the outer one.
+    for group, kind_modules, axis in (
+        (sharing.experts, [experts for inner in nested.values() for experts in inner], "edp_shard"),
+        (sharing.dense, [*alone, chunk], "dp_shard"),
+    ):
+        if group is None:
+            continue
+        mesh = group.shards.device_mesh(device.type, axis)
+        for module in kind_modules:
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=formats.weight if formats.weight != formats.master else None, cast_forward_inputs=False
+                ),
+            )
+            cast(FSDPModule, module).set_custom_all_gather(cast(Any, _AllGather(group.shards)))
     root = cast(FSDPModule, chunk)
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_backward(config.torch_fsdp2_reshard_after_forward)
@@ -177,27 +194,49 @@ def _shard_chunk(
         chunk.to_empty(device=device)
     paths = {module: f"{path}." for path, module in chunk.named_modules()}
     units = []
-    for module in alone:
-        mine = [name for name in infos if name.startswith(paths[module])]
-        units.append(_Unit(chunk, module, {name: infos.pop(name) for name in mine}))
+    for outer, inner in nested.items():
+        # The weights of the experts first, the others are left for the outer module.
+        gathered = []
+        for module in (*inner, outer):
+            mine = [name for name in infos if name.startswith(paths[module])]
+            gathered.append(_Unit(chunk, module, {name: infos.pop(name) for name in mine}))
+        units += [gathered[-1], *gathered[:-1]]
     if infos:
         units.append(_Unit(chunk, chunk, infos))
-    _plan_gathers([cast(FSDPModule, module) for module in alone], root, shards, config.overlap_param_gather)
+    _plan_gathers(
+        [(cast(FSDPModule, outer), [cast(FSDPModule, one) for one in inner]) for outer, inner in nested.items()],
+        root,
+        config.overlap_param_gather,
+    )
     return units
 
 
-def _plan_gathers(units: Sequence[FSDPModule], root: FSDPModule, shards: Communicator, ahead: bool) -> None:
-    """Set when each unit is gathered: when it is used, or ``ahead``, while the unit before it runs."""
-    for unit in (*units, root):
-        unit.set_custom_all_gather(cast(Any, _AllGather(shards)))
+def _plan_gathers(units: Sequence[tuple[FSDPModule, Sequence[FSDPModule]]], root: FSDPModule, ahead: bool) -> None:
+    """Set when each unit, given with the experts in it, is gathered: when it is used, or ``ahead``, while the unit
+    before it runs.
+
+    A unit prefetches its first experts and the next unit. Experts prefetch only experts of the same unit, because a
+    recomputed unit runs them in the backward pass, when the next unit is not needed any more.
+    """
+    for unit in (*(one for outer, inner in units for one in (outer, *inner)), root):
         unit.set_unshard_in_backward(getattr(unit, "backward_reads_weights", True))
-    for number, unit in enumerate(units):
-        if ahead and number + 1 < len(units):
-            unit.set_modules_to_forward_prefetch([units[number + 1]])
-    for unit, before in zip((*units, root), (None, *units)):
         # Prefetching the unit itself is a no-op. It disables FSDP2's default, which follows the order of all forward
         # passes so far and is useless with several microbatches in flight.
-        unit.set_modules_to_backward_prefetch([before if ahead and before is not None else unit])
+        unit.set_modules_to_backward_prefetch([unit])
+    if not ahead:
+        return
+    for number, (outer, inner) in enumerate(units):
+        following = [units[number + 1][0]] if number + 1 < len(units) else []
+        before = [units[number - 1][0]] if number > 0 else []
+        if inner or following:
+            outer.set_modules_to_forward_prefetch([*inner[:1], *following])
+        if inner or before:
+            outer.set_modules_to_backward_prefetch([*inner[-1:], *before])
+        for one, other in pairwise(inner):
+            one.set_modules_to_forward_prefetch([other])
+            other.set_modules_to_backward_prefetch([one])
+    if units:
+        root.set_modules_to_backward_prefetch([units[-1][0]])
 
 
 class _AllGather:

@@ -24,6 +24,8 @@ from megatron.core.data_parallel.bucket import (
     WholeGradientBucket,
 )
 from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, ParamShard
+from megatron.core.data_parallel.sharing import ModelSharing
+from megatron.core.data_parallel.units import weight_units
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, info_of
@@ -46,29 +48,6 @@ def whole_params(parameters: Iterable[nn.Parameter]) -> list[LocalParam]:
     return [LocalParam(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """The groups of data parallelism. Context-parallel ranks are part of them: their parts of a sample add to the
-    gradient like other samples."""
-
-    shards: Communicator
-    """Ranks that divide weights, gradients or optimizer state; one without sharding."""
-    replicas: Communicator
-    """Ranks with the same shard."""
-    model_group: Communicator
-    """Ranks that together hold every shard of the model once."""
-
-    @classmethod
-    def of(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
-        """The groups of ``config``'s strategy."""
-        shards: tuple[str, ...] = ("cp", "dp_shard")
-        replicas: tuple[str, ...] = ("dp_replicate",)
-        if config.sharding_strategy == "no_shard":
-            shards, replicas = (), ("cp", "dp")
-        communicators = (topology.communicator(*axes) for axes in (shards, replicas, ("tp", "pp", *shards)))
-        return cls(*communicators)
-
-
 class DataParallel(ABC):
     """A sharding strategy, as the loop, the optimizer and checkpoints see it."""
 
@@ -76,25 +55,22 @@ class DataParallel(ABC):
     param_shards: Sequence[ParamShard]
     """The parts of parameters that this rank updates."""
     splits: Sequence[ParameterSplit]
-    """How ``shard_ranks`` divide every local parameter."""
+    """How its shard group divides every local parameter."""
     local_params: Sequence[LocalParam]
     """The weights that this rank stores, in the precision that checkpoints need."""
-    shard_ranks: Communicator
-    """Ranks that divide the update; one without sharding."""
-    model_group: Communicator
-    """Ranks whose parameter shards together are the model; norms are summed over them."""
+    sharing: ModelSharing
 
     def __init__(
         self,
         formats: NumberFormats,
         topology: Topology,
-        sharing: Sharing,
+        sharing: ModelSharing,
         param_shards: Sequence[ParamShard],
         buckets: Sequence[GradientBucket],
         splits: Sequence[ParameterSplit],
     ) -> None:
-        self.formats, self.param_shards, self.model_group = formats, param_shards, sharing.model_group
-        self.shard_ranks, self.splits = sharing.shards, splits
+        self.formats, self.param_shards = formats, param_shards
+        self.sharing, self.splits = sharing, splits
         self._topology, self._buckets = topology, buckets
         self._partial_gradients = [shard.gradient for shard in param_shards if shard.info.gradient_is_partial]
         self._tied_shards = [shard for shard in param_shards if shard.info.tied_end is not None]
@@ -157,8 +133,9 @@ class BufferedDataParallel(DataParallel):
     """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2), in contiguous buffers.
 
     Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
-    ``modules`` are run as a whole, each. Parameters of each dtype have buffers of their own. A rank keeps its shards of
-    FP8 parameters in the master weights' dtype; ``fp8`` quantises them before every all-gather.
+    ``units`` are run as a whole, each. Parameters of each dtype, and those of experts, have buffers of their own. A
+    rank keeps its shards of FP8 parameters in the master weights' dtype; ``fp8`` quantises them before every
+    all-gather.
     """
 
     def __init__(
@@ -167,39 +144,40 @@ class BufferedDataParallel(DataParallel):
         formats: NumberFormats,
         topology: Topology,
         config: ParallelConfig,
-        modules: Sequence[nn.Module] = (),
+        units: Sequence[nn.Module] = (),
         fp8: Fp8Scaling | None = None,
+        has_experts: bool = False,
     ) -> None:
-        sharing = Sharing.of(config, topology)
-        shards, replicas = sharing.shards, sharing.replicas
-        shard_gradients = config.sharding_strategy == "optim_grads"
-        bucket_size = config.bucket_size(
-            shards.size * replicas.size, sum(parameter.numel() for parameter in parameters)
-        )
+        sharing = ModelSharing.of(config, topology, has_experts)
+        sharing.open()
         self._parameters, self._fp8 = parameters, fp8
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self._buffers = [
-            ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
-            for group in by_dtype.values()
-        ]
         places = {info_of(parameter).name: place for place, parameter in enumerate(parameters)}
-        weights: dict[int, WeightBucket] = {}
-        buckets: list[GradientBucket] = []
+        num_elements = sum(parameter.numel() for parameter in parameters)
+        self._buffers: list[ParameterBuffer] = []
+        gathered: dict[int, WeightBucket] = {}
+        """By the place of the bucket's first parameter in the forward pass."""
         holders: dict[str, WeightBucket] = {}
+        buckets: list[GradientBucket] = []
+        param_shards: list[ParamShard] = []
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        reduction = GradientReduction(shards, replicas)
-        for view in (view for buffer in self._buffers for view in buffer.buckets(shards.rank)):
-            gathered = WeightBucket(view.weights, shards)
-            names = [info.name for info, _, _ in view.gradients.main_grads]
-            weights[min(places[name] for name in names)] = gathered
-            holders |= dict.fromkeys(names, gathered)
-            if shard_gradients:
-                buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
-            else:
-                buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
-        param_shards = [shard for buffer in self._buffers for shard in buffer.param_shards(shards.rank)]
+        for group in _by_kind_and_dtype(parameters):
+            kind = sharing.of_parameter(info_of(group[0]))
+            shards, reduction = kind.shards, GradientReduction(kind.shards, kind.replicas)
+            shard_gradients = config.sharding_strategy == "optim_grads" and shards.size > 1
+            bucket_size = config.bucket_size(kind.size, num_elements)
+            buffer = ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
+            self._buffers.append(buffer)
+            param_shards += buffer.param_shards(shards.rank)
+            for view in buffer.buckets(shards.rank):
+                if shards.size > 1:
+                    weights = WeightBucket(view.weights, shards)
+                    names = [info.name for info, _, _ in view.gradients.main_grads]
+                    gathered[min(places[name] for name in names)] = weights
+                    holders |= dict.fromkeys(names, weights)
+                if shard_gradients:
+                    buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
+                else:
+                    buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
         self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
         """By the name of the FP8 layer: this rank's shard of the weight as master weight, and in FP8."""
         for number, shard in enumerate(param_shards):
@@ -215,10 +193,9 @@ class BufferedDataParallel(DataParallel):
             for shard in param_shards
             if shard.info.name.removesuffix(".weight") in self._fp8_shards
         ]
-        in_forward_order = [weights[place] for place in sorted(weights)]
-        self._gathers = ParamGathers(in_forward_order if shards.size > 1 else (), config.overlap_param_gather)
-        if config.overlap_param_gather and shards.size > 1:
-            _wait_before_use(modules, holders, self._gathers)
+        self._gathers = ParamGathers([gathered[place] for place in sorted(gathered)], config.overlap_param_gather)
+        if config.overlap_param_gather:
+            _wait_before_use(units, holders, self._gathers)
 
     @property
     def needs_master_weights(self) -> bool:
@@ -231,7 +208,7 @@ class BufferedDataParallel(DataParallel):
 
     def start_param_all_gather(self) -> None:
         if self._fp8 is not None:
-            self._fp8.quantize_weights(self._fp8_shards, self.shard_ranks)
+            self._fp8.quantize_weights(self._fp8_shards, self.sharing.dense.shards)
         self._gathers.start()
 
     def finish_skipped_step(self) -> None:
@@ -249,15 +226,26 @@ class BufferedDataParallel(DataParallel):
         }
 
 
-def _wait_before_use(modules: Sequence[nn.Module], holders: Mapping[str, WeightBucket], gathers: ParamGathers) -> None:
-    """Let each of ``modules`` wait, before its forward pass, for the buckets with its weights."""
-    for module in modules:
-        mine = tuple({holders[info_of(parameter).name]: None for parameter in module.parameters()})
+def _by_kind_and_dtype(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """The parameters of each buffer."""
+    groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault((info_of(parameter).is_expert, parameter.dtype), []).append(parameter)
+    return groups.values()
+
+
+def _wait_before_use(units: Sequence[nn.Module], holders: Mapping[str, WeightBucket], gathers: ParamGathers) -> None:
+    """Let each unit wait, before its forward pass, for the buckets with its weights."""
+    for unit in weight_units(units):
+        names = [info_of(parameter).name for parameter in unit.parameters]
+        mine = tuple({holders[name]: None for name in names if name in holders})
+        if not mine:
+            continue
 
         def wait(*_: object, mine: Sequence[WeightBucket] = mine) -> None:
             gathers.finish(mine)
 
-        module.register_forward_pre_hook(wait)
+        unit.module.register_forward_pre_hook(wait)
 
 
 def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None:

@@ -13,7 +13,7 @@ from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
-from megatron.core.parameter import TiedEnd
+from megatron.core.parameter import TiedEnd, info_of
 from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
@@ -198,6 +198,11 @@ class TransformerModel(nn.Module):
     def chunk_units(self) -> list[tuple[nn.Module, list[nn.Module]]]:
         """Every chunk with its units."""
         return [(chunk, chunk.units) for chunk in self.transformer_chunks]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the whole model has experts."""
+        return any(info_of(parameter).is_expert for parameter in self.parameters())
 
     @property
     def output_layer(self) -> OutputLayer | None:

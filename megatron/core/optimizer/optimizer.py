@@ -62,20 +62,15 @@ class Optimizer:
         self._squared_norm = kernels.squared_norm
         self._clip_grad = config.clip_grad
         self._data_parallel = data_parallel
-        self._ranks = data_parallel.model_group
+        sharing = data_parallel.sharing
+        self._ranks = sharing.norm_ranks
         self._param_shards = data_parallel.param_shards
         self.has_master_weights = data_parallel.needs_master_weights
         """Whether master weights differ from the model's weights."""
         master_dtype = data_parallel.formats.master
         # The same tensor if it has that dtype already.
         self._masters = [shard.weight.to(master_dtype) for shard in self._param_shards]
-        # Norms count a parameter once if several ranks hold it.
-        is_first = topology.tensor_parallel.rank == 0
-        counted = [
-            number
-            for number, shard in enumerate(self._param_shards)
-            if (shard.info.tensor_parallel_sharded or is_first) and shard.info.tied_end != "output_layer"
-        ]
+        counted = [number for number, shard in enumerate(self._param_shards) if sharing.is_counted(shard.info)]
         self._counted_shards = [self._param_shards[number] for number in counted]
         self._counted = [shard.gradient for shard in self._counted_shards]
         self._counted_weights = [self._masters[number] for number in counted]
@@ -90,8 +85,8 @@ class Optimizer:
         context = UpdateContext(
             kernels.adam,
             topology.tensor_parallel,
-            data_parallel.shard_ranks,
-            data_parallel.splits,
+            sharing.dense.shards,
+            [split for split in data_parallel.splits if not split.info.is_expert],
             torch.empty(0, dtype=master_dtype, device=topology.device),
         )
         self._groups = self._grouped(config.weight_decay)

@@ -1,0 +1,94 @@
+"""Which ranks share parameters: the groups of data parallelism, for dense parameters and for those of experts.
+
+Experts are folded over the ranks of a stage (arXiv 2504.14960): what one rank divides with others, and with how many,
+differs between the two kinds. Their gradients are sums over the tokens of all ranks of the group, without a factor: a
+rank with experts has already received the tokens of the other expert-parallel ranks.
+"""
+
+from dataclasses import dataclass
+
+from megatron.config.parallel import ParallelConfig
+from megatron.core.communication import Communicator
+from megatron.core.parameter import ParameterInfo
+from megatron.core.topology import Topology
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The groups of the parameters of one kind."""
+
+    shards: Communicator
+    """Ranks that divide weights, gradients or optimizer state; one without sharding."""
+    replicas: Communicator
+    """Ranks with the same shard."""
+
+    @classmethod
+    def of(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
+        """The groups of dense parameters. Context-parallel ranks are part of them: their parts of a sample add to the
+        gradient like other samples."""
+        if config.sharding_strategy == "no_shard":
+            return cls(topology.communicator(), topology.communicator("cp", "dp"))
+        return cls(topology.communicator("cp", "dp_shard"), topology.communicator("dp_replicate"))
+
+    @classmethod
+    def of_experts(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
+        """The groups of the parameters of experts."""
+        if config.sharding_strategy == "no_shard":
+            return cls(topology.communicator(), topology.communicator("edp"))
+        return cls(topology.communicator("edp_shard"), topology.communicator("edp_replicate"))
+
+    @property
+    def size(self) -> int:
+        """Ranks over which gradients are summed."""
+        return self.shards.size * self.replicas.size
+
+
+@dataclass(frozen=True)
+class ModelSharing:
+    """The groups of both kinds of parameters."""
+
+    dense: Sharing
+    experts: Sharing | None
+    """None in a model without experts."""
+    norm_ranks: Communicator
+    """Ranks over which norms are summed."""
+    tensor_parallel: Communicator
+
+    @classmethod
+    def of(cls, config: ParallelConfig, topology: Topology, has_experts: bool) -> "ModelSharing":
+        """The groups of ``config``'s strategy. ``has_experts`` is equal on all stages."""
+        dense = Sharing.of(config, topology)
+        tensor_parallel = topology.tensor_parallel
+        if not has_experts:
+            # Ranks that together hold every shard once.
+            axes = ("tp", "pp") if config.sharding_strategy == "no_shard" else ("tp", "pp", "cp", "dp_shard")
+            return cls(dense, None, topology.communicator(*axes), tensor_parallel)
+        return cls(dense, Sharing.of_experts(config, topology), topology.world, tensor_parallel)
+
+    def open(self) -> None:
+        """Create the groups of both kinds. A stage without experts does not use theirs, but all ranks must create
+        process groups in one order."""
+        if self.experts is not None:
+            for ranks in (self.dense.shards, self.dense.replicas, self.experts.shards, self.experts.replicas):
+                ranks.open()
+
+    @property
+    def shards_any(self) -> bool:
+        """Whether several ranks divide parameters of a kind."""
+        return any(kind.shards.size > 1 for kind in (self.dense, self.experts) if kind is not None)
+
+    def of_parameter(self, info: ParameterInfo) -> Sharing:
+        """The groups of a parameter."""
+        if not info.is_expert:
+            return self.dense
+        assert self.experts is not None, f"{info.name} in a model without experts"
+        return self.experts
+
+    def is_counted(self, info: ParameterInfo) -> bool:
+        """Whether this rank adds its shard of a parameter to norms: one of the ranks that hold it does."""
+        if info.tied_end == "output_layer":
+            return False
+        if not info.is_expert and not info.tensor_parallel_sharded and self.tensor_parallel.rank > 0:
+            return False
+        # With experts the ranks of norms are all ranks, as the two kinds have different replicas.
+        return self.experts is None or self.of_parameter(info).replicas.rank == 0
