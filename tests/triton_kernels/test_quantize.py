@@ -1,6 +1,7 @@
 """The Triton kernels of FP8 quantisation compute the bits of the definition, and fit into a Hopper's registers."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Literal
 
@@ -265,7 +266,8 @@ def test_a_thread_has_64_registers_and_spills_none(
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "st.global.b8" not in ptx
-    assert ("red.global.gpu.relaxed.max.s32" in ptx) is records
+    # Triton 3.6 writes ``atom`` with a result that nothing reads, which ptxas assembles to the same ``RED``.
+    assert bool(re.search(r"(red|atom)\.global\.gpu\.relaxed\.max\.s32", ptx)) is records
 
 
 def test_sizes_that_are_no_multiples_of_16_spill_no_registers(compiler: TritonProcess) -> None:

@@ -3,9 +3,9 @@
 ``TRITON_INTERPRET`` is read when Triton and the module of a kernel are imported, so each mode has a process:
 
 * With it, kernels run on CPU tensors. The interpreter's own conversions round wrongly and are replaced by torch's
-  (:mod:`tests.triton_kernels.rounding`), so a kernel can convert to FP8 by ``.to``, which is one instruction on a GPU,
-  and needs no integer arithmetic for the tests. The interpreter adds and multiplies the bits of bf16 numbers as if they
-  were integers, so a kernel converts them to fp32 first, as its precision requires anyway.
+  (:mod:`tests.triton_kernels.interpreter`), so a kernel can convert to FP8 by ``.to``, which is one instruction on a
+  GPU, and needs no integer arithmetic for the tests. The interpreter adds and multiplies the bits of bf16 numbers as if
+  they were integers, so a kernel converts them to fp32 first, as its precision requires anyway.
 * Without it, kernels are compiled for Hopper and not run (:mod:`tests.triton_kernels.compiled`).
 """
 
@@ -75,9 +75,9 @@ def _serve(interprets: bool, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     if interprets:
-        from tests.triton_kernels.rounding import round_as_gpus_do
+        from tests.triton_kernels.interpreter import repair_interpreter
 
-        round_as_gpus_do()
+        repair_interpreter()
     while True:
         try:
             case, arguments = pipe.recv()  # imports the module of the case

@@ -1,4 +1,5 @@
-"""Conversions between the formats of numbers in Triton's interpreter, rounded as GPUs round them."""
+"""Repairs of Triton's interpreter: conversions between formats of numbers are rounded as GPUs round them, and loops
+have bounds that are arguments of the kernel."""
 
 from typing import Any
 
@@ -20,10 +21,20 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes."""
 
 
-def round_as_gpus_do() -> None:
-    """Replace the interpreter's conversions in this process. Triton 3.9.0's own lose the carry into the exponent, and
-    do not round ties to even."""
+def repair_interpreter() -> None:
+    """Replace functions of the interpreter in this process.
+
+    Its conversions lose the carry into the exponent, and do not round ties to even (Triton 3.6.0 and 3.9.0). Its
+    scalars are arrays of one element, which Triton 3.6.0 converts to an index by ``int``; NumPy 2.4 refuses that.
+    """
     interpreter._convert_float = _convert
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: int(scalar.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 def _convert(numbers: Any, from_format: Any, to_format: Any, rounding: Any) -> Any:
