@@ -4,7 +4,7 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig
 from megatron.core.backends.flash_attention import FlashAttention3
-from megatron.core.kernels import selection
+from megatron.core.kernels import attention, grouped, selection
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, table
 from megatron.core.kernels.selection import (
     Kernels,
@@ -50,6 +50,12 @@ def names(kernels: Kernels) -> dict[str, str]:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one, trials of kernels, and whether it is a Hopper, would decide."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def trials() -> Iterator[tuple[ModuleType, str]]:
+    """The trials that each module calls."""
+    for module in (attention, grouped, selection):
+        yield from ((module, name) for name in vars(module) if name.startswith("try_"))
 
 
 @pytest.fixture
@@ -195,9 +201,9 @@ def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pyt
 
         return trial
 
-    names_of_trials = [name for name in vars(selection) if name.startswith("try_") and name != "try_compiler"]
-    for name in names_of_trials:
-        monkeypatch.setattr(selection, name, note(name))
+    for module, name in trials():
+        if name != "try_compiler":
+            monkeypatch.setattr(module, name, note(name))
     monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
     monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
     monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))
@@ -222,8 +228,8 @@ def test_fp8_gemms_that_fail_are_an_error_with_the_flag(monkeypatch: pytest.Monk
     def failing(*arguments: Any) -> None:
         raise Unavailable("a trial had a relative error of 50%")
 
-    for name in [name for name in vars(selection) if name.startswith("try_")]:
-        monkeypatch.setattr(selection, name, failing if name == "try_scaled_gemm" else lambda *arguments: None)
+    for module, name in trials():
+        monkeypatch.setattr(module, name, failing if name == "try_scaled_gemm" else lambda *arguments: None)
     monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
     monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
     monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))

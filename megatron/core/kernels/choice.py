@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from megatron.config.kernels import Wanted
 from megatron.errors import ConfigError
 
@@ -111,6 +113,11 @@ def _is_available(candidate: Candidate[S]) -> bool:
     except Unavailable:
         return False
     return True
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def table(choices: Sequence[Choice]) -> list[str]:

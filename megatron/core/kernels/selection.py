@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from megatron.config.kernels import KernelConfig, Wanted
-from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load, tried
+from megatron.config.kernels import KernelConfig
+from megatron.core.kernels.attention import attention_candidates
+from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load, short_name, tried
 from megatron.core.kernels.fp8 import quantization_candidates, weight_gradient_candidates
+from megatron.core.kernels.grouped import ExpertSizes, grouped_gemm_candidates
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import (
     TrialSizes,
-    try_attention,
     try_compiler,
     try_cross_entropy,
     try_quantized_rms_norm,
@@ -29,16 +30,9 @@ from megatron.core.kernels.trials import (
     try_weight_gradient,
 )
 from megatron.core.ops.attention_interface import AttentionKernel
-from megatron.core.ops.attention_kernels import (
-    CpuFlashAttention,
-    CudaFlashAttention,
-    CudnnAttention,
-    ReferenceAttention,
-    TorchAttention,
-    attention_kernels,
-)
 from megatron.core.ops.cross_entropy import CompiledCrossEntropy, CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.fp8 import Fp8Kernels, ScaledGemm, gemm_for, supports_fp8
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
@@ -54,12 +48,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The elementwise kernels of a layer, and the loss."""
+    """The elementwise kernels of a layer, the GEMMs of its experts, and the loss."""
 
     rms_norm: RMSNormKernel = field(default_factory=EagerRMSNorm)
     swiglu: SwiGLUKernel = field(default_factory=EagerSwiGLU)
     rotate: Rotation = rotate_
     cross_entropy: CrossEntropyKernel = field(default_factory=EagerCrossEntropy)
+    grouped_gemm: GroupedGemm = field(default_factory=LoopGroupedGemm)
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,8 @@ class Setting:
     """Whether linear layers of this project compute in FP8."""
     has_delayed_scales: bool = False
     """Whether FP8 linear layers of this project quantise inputs with scales that are known before the inputs."""
+    experts: ExpertSizes | None = None
+    """The experts of a layer on this rank; None: the model has no experts."""
 
     @property
     def on_gpu(self) -> bool:
@@ -165,14 +162,20 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
             chosen("fp8_quantization", quantization_candidates(setting)),
             chosen("fp8_weight_gradient", weight_gradient_candidates(setting, fp8.gemm)),
         )
+    attention = chosen("attention", attention_candidates(setting, config.wanted("attention")))
+    weight_gradient = chosen("weight_gradient", _weight_gradient(setting))
+    grouped_gemm: GroupedGemm = LoopGroupedGemm(weight_gradient)
+    if setting.experts is not None:
+        grouped_gemm = chosen("grouped_gemm", grouped_gemm_candidates(setting, weight_gradient))
     kernels = Kernels(
-        attention=chosen("attention", _attention(setting, config.wanted("attention"))),
-        weight_gradient=chosen("weight_gradient", _weight_gradient(setting)),
+        attention=attention,
+        weight_gradient=weight_gradient,
         layers=LayerKernels(
             rms_norm=chosen("rms_norm", rms_norm),
             swiglu=chosen("swiglu", swiglu),
             rotate=chosen("rope", rope),
             cross_entropy=chosen("cross_entropy", cross_entropy),
+            grouped_gemm=grouped_gemm,
         ),
         optimizer=OptimizerKernels(adam=chosen("adam", adam), squared_norm=chosen("l2_norm", l2_norm)),
         fp8=fp8,
@@ -193,81 +196,6 @@ def _linear(setting: Setting) -> Choice:
     return Choice("linear", "transformer_engine", asked)
 
 
-# Attention
-
-_ATTENTION: dict[str, Callable[[], AttentionKernel]] = {
-    "flash3": lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
-    "cudnn": CudnnAttention,
-    "flash": CudaFlashAttention,
-    "sdpa": TorchAttention,
-    "cpu": CpuFlashAttention,
-    "reference": ReferenceAttention,
-}
-_MERITS = {
-    "flash3": "made for Hopper",
-    "cudnn": "cuDNN's kernel for Hopper",
-    "flash": "torch's FlashAttention 2",
-    "sdpa": "torch chooses the kernel",
-    "cpu": "torch's flash attention for CPUs",
-    "reference": "the definition; stores all scores",
-}
-
-
-_PLANS = "one call per document, and cuDNN builds a plan for every new length while the step waits"
-_COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "sdpa": f"if it picks cuDNN: {_PLANS}"}
-"""What kernels without a varlen call cost where documents mask attention."""
-
-
-def _attention(setting: Setting, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
-    makers: dict[str, Callable[[], AttentionKernel]] = {
-        "te": partial(_transformer_engine_attention, setting),
-        **_ATTENTION,
-    }
-    merits = {"te": "Transformer Engine chooses the kernel", **_MERITS}
-    costs = _COSTS_OF_DOCUMENTS if setting.masks_documents and setting.on_gpu else {}
-    return [
-        Candidate(name, partial(_usable_attention, makers[name], setting), merits[name], cost=costs.get(name, ""))
-        for name in (_preferred_attention(setting) if wanted is None else makers)
-    ]
-
-
-def _preferred_attention(setting: Setting) -> list[str]:
-    """Names in order of preference. With documents, kernels with a varlen call come before those that build a plan for
-    every length; under context parallelism, too, because documents cut the tiles."""
-    name_of = {kernel: name for name, kernel in _ATTENTION.items()}
-    backend, in_documents = setting.attention_backend, setting.masks_documents
-    names = [name_of[type(kernel)] for kernel in attention_kernels(backend, in_documents)]
-    if backend == "auto" and setting.is_hopper:
-        names.insert(names.index("reference") if in_documents else 0, "cudnn")
-    if backend in ("auto", "flash") and setting.is_hopper:
-        names.insert(0, "flash3")
-    if backend == "auto" and setting.engine is not None:
-        names.insert(names.index("sdpa") if in_documents else 0, "te")
-    return list(dict.fromkeys(names))
-
-
-def _transformer_engine_attention(setting: Setting) -> AttentionKernel:
-    if setting.engine is None:
-        raise Unavailable("it needs --transformer-impl transformer_engine")
-    from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
-
-    return TransformerEngineAttention(setting.engine)
-
-
-def _usable_attention(make: Callable[[], AttentionKernel], setting: Setting) -> AttentionKernel:
-    kernel = make()
-    if not kernel.supports(setting.device, setting.weight):
-        raise Unavailable(f"it does not support {_short(setting.weight)} on {setting.device.type}")
-    if setting.needs_log_sum_exp and not kernel.returns_log_sum_exp:
-        raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
-    if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
-        # The operator itself does not refuse that.
-        raise Unavailable("its backward pass is not deterministic")
-    if setting.can_try and not isinstance(kernel, ReferenceAttention):
-        attempt(lambda: try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_documents))
-    return kernel
-
-
 # GEMMs and elementwise kernels
 
 
@@ -275,7 +203,7 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
     def in_place() -> WeightGradientKernel:
         is_wider = setting.gradient != setting.weight
         if is_wider and not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
-            formats = f"{_short(setting.weight)} products and {_short(setting.gradient)} gradients"
+            formats = f"{short_name(setting.weight)} products and {short_name(setting.gradient)} gradients"
             raise Unavailable(f"torch has no in-place kernel for {formats} on {setting.device.type}")
         return tried(InPlaceWeightGradient(), partial(_try_weight_gradient, setting), setting.can_try)
 
@@ -385,7 +313,3 @@ def _from_backend(setting: Setting, backend: str, kernel: str) -> Any:
     if setting.weight == torch.float64:
         raise Unavailable("it does not support fp64")
     return getattr(load(*_BACKENDS[backend]), kernel)()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -41,6 +41,17 @@ def linear(inputs: Tensor, weight: Tensor) -> Tensor:
     return F.linear(inputs, weight)
 
 
+def write_linear(output: Tensor, inputs: Tensor, weight: Tensor) -> None:
+    """:func:`linear` of ``inputs [m, k]`` into ``output [m, n]``."""
+    if not inputs.shape[0]:
+        return
+    if _is_widened(inputs) or _uses_onednn(inputs):
+        # These GEMMs write new tensors only.
+        output.copy_(linear(inputs, weight))
+    else:
+        torch.mm(inputs, weight.t(), out=output)
+
+
 def weight_gradient(grad_outputs: Tensor, inputs: Tensor) -> Tensor:
     """``grad_outputs [..., n]^T @ inputs [..., k]``, summed over all other dims: ``[n, k]``, possibly a view."""
     if _is_widened(inputs):

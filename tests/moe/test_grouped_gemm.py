@@ -1,0 +1,94 @@
+"""Grouped GEMMs are those of each group."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, RowCounts
+from megatron.core.ops.matmul import InPlaceWeightGradient
+
+STALE = 1e6
+"""What the last step left in a gradient buffer."""
+
+COUNTS = {
+    "uneven": (5, 1, 33, 16),
+    "empty first and last": (0, 7, 40, 0),
+    "empty in between": (3, 0, 0, 24),
+    "all in one": (0, 0, 50, 0),
+    "no rows": (0, 0, 0, 0),
+}
+OUT, IN = 24, 40
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def operands(counts: RowCounts, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, weight and output gradient."""
+    groups, rows = len(counts.host), counts.total
+    return random(rows, IN, dtype=dtype), random(groups * OUT, IN, dtype=dtype, seed=1), random(rows, OUT, dtype=dtype)
+
+
+def definition(x: Tensor, weight: Tensor, dy: Tensor, counts: RowCounts) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, input gradient and weight gradient in fp64, row by row."""
+    matrices, x, dy = weight.double().view(-1, OUT, IN), x.double(), dy.double()
+    of_row = torch.repeat_interleave(torch.arange(len(counts.host)), counts.device)  # [m]
+    output = torch.einsum("rnk,rk->rn", matrices[of_row], x)
+    input_gradient = torch.einsum("rnk,rn->rk", matrices[of_row], dy)
+    outer = torch.einsum("rn,rk->rnk", dy, x)
+    return output, input_gradient, torch.zeros_like(matrices).index_add_(0, of_row, outer).flatten(0, 1)
+
+
+GEMMS = {"loop": LoopGroupedGemm(), "loop in place": LoopGroupedGemm(InPlaceWeightGradient())}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
+
+
+def dtypes_of(gemm: str) -> tuple[torch.dtype, ...]:
+    return tuple(TOLERANCE) if gemm != "loop in place" else (torch.float64,)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(("gemm", "dtype"), [(gemm, dtype) for gemm in GEMMS for dtype in dtypes_of(gemm)])
+def test_all_three_gemms_are_those_of_each_group(gemm: str, dtype: torch.dtype, name: str) -> None:
+    kernel: GroupedGemm = GEMMS[gemm]
+    counts = RowCounts.of(COUNTS[name])
+    x, weight, dy = operands(counts, dtype)
+    expected = definition(x, weight, dy, counts)
+    product = kernel.weight_gradient(dy, x, counts)
+    found = (kernel.output(x, weight, counts), kernel.input_gradient(dy, weight, counts), product.value())
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=0.0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_weight_gradients_overwrite_then_add_also_for_groups_without_rows(gemm: str, name: str) -> None:
+    counts = RowCounts.of(COUNTS[name])
+    x, weight, dy = operands(counts, torch.float64)
+    expected = definition(x, weight, dy, counts)[2]
+    buffer = torch.full_like(weight, STALE)
+    product = GEMMS[gemm].weight_gradient(dy, x, counts)
+    product.write_to(buffer, accumulate=False)
+    torch.testing.assert_close(buffer, expected, rtol=0.0, atol=1e-12)
+    product.write_to(buffer, accumulate=True)
+    torch.testing.assert_close(buffer, 2 * expected, rtol=0.0, atol=1e-12)
+
+
+def test_a_wide_buffer_sums_half_precision_products_in_fp32() -> None:
+    counts = RowCounts.of((4, 0, 9))
+    x, weight, dy = operands(counts, torch.bfloat16)
+    buffer = torch.full(weight.shape, 1e-3)
+    LoopGroupedGemm().weight_gradient(dy, x, counts).write_to(buffer, accumulate=True)
+    assert torch.equal(buffer[OUT : 2 * OUT], torch.full((OUT, IN), 1e-3))
+    product = LoopGroupedGemm().weight_gradient(dy, x, counts).value()
+    assert torch.equal(buffer, product.float() + 1e-3)
+
+
+def test_counts_on_the_device_are_those_on_the_host() -> None:
+    counts = RowCounts.of((3, 0, 2))
+    assert counts.total == 5
+    assert counts.ends.tolist() == [3, 3, 5]
+    assert counts.ends.dtype == torch.int32
+    assert [list(range(10)[rows]) for rows in counts.slices()] == [[0, 1, 2], [], [3, 4]]
