@@ -17,7 +17,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.core.communication import CollectiveRecord, Communicator, Reduction, Work
+from megatron.core.communication import CollectiveRecord, Communicator, Work
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.kernels.selection import Kernels
@@ -27,6 +27,7 @@ from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid, Topology
+from megatron.core.transport import Reduction
 from megatron.ranges import require_at_least
 
 

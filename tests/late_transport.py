@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Message, Reduction, Transport
+from megatron.core.communication import Communicator
 from megatron.core.offload import HostCopies, TensorPair
 from megatron.core.topology import Topology
+from megatron.core.transport import Message, Reduction, Transport
 
 
 def poison(tensor: Tensor) -> None:
@@ -97,6 +98,11 @@ class LateTransport(Transport):
     def all_to_all(self, output: Tensor, tensor: Tensor) -> LateWork:
         result = torch.empty_like(output)
         return LateWork([super().all_to_all(result, tensor.clone())], [tensor], [(output, result)])
+
+    def exchange_rows(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> LateWork:
+        result = torch.empty_like(output)
+        work = super().exchange_rows(result, tensor.clone(), received, sent)
+        return LateWork([work], [tensor], [(output, result)])
 
     def exchange(self, messages: Sequence[Message]) -> Sequence[LateWork]:
         sent = [tensor for kind, tensor, _ in messages if kind == "send"]

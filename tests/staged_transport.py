@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Message, Reduction, Transport
+from megatron.core.communication import Communicator
 from megatron.core.offload import HostCopies, TensorPair
 from megatron.core.topology import Topology
+from megatron.core.transport import Message, Reduction, Transport
 
 
 class StagedWork:
@@ -78,6 +79,11 @@ class StagedTransport(Transport):
     def all_to_all(self, output: Tensor, tensor: Tensor) -> StagedWork:
         buffer = self._buffer(output)
         return self._start(super().all_to_all(buffer, self._staged(tensor)), output, buffer)
+
+    def exchange_rows(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> StagedWork:
+        buffer = self._buffer(output)
+        work = super().exchange_rows(buffer, self._staged(tensor), received, sent)
+        return self._start(work, output, buffer)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         buffer = self._staged(tensor)

@@ -13,23 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.torch_compat import all_gather_single, reduce_scatter_single, storage_id
+from megatron.core.transport import GlooSend, Message, Reduction, Transport, is_fp8, run_sends, sendable
+from megatron.torch_compat import storage_id
 
 T = TypeVar("T")
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
-
-Reduction = Literal["sum", "max"]
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-Message = tuple[Literal["send", "receive"], Tensor, int]
-"""A tensor to send or receive, and the global rank of the peer."""
 
 
 @dataclass(frozen=True)
@@ -77,46 +72,6 @@ class Work(Generic[T_co]):
         return Work(works, lambda: combine([part._finish() for part in parts]))
 
 
-class _GlooSend:
-    """A send that a thread waits for, because gloo does not report whether it is complete."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._error: Exception | None = None
-        self._done = threading.Event()
-
-    def run(self) -> None:
-        """Wait for the send, in the thread."""
-        try:
-            self._work.wait()
-        except Exception as error:
-            self._error = error
-        self._work = None  # frees the tensor
-        self._done.set()
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-
-
-def _run_all(sends: "queue.SimpleQueue[_GlooSend | None]") -> None:
-    while (send := sends.get()) is not None:
-        send.run()
-
-
-def _is_fp8(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.itemsize == 1
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    """``tensor`` in a dtype that every backend supports: FP8 is sent as bytes."""
-    return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
-
-
 def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tensor:
     """The sum of two or more ``parts`` from first to last, in ``output`` if given, which may be one of them."""
     if len(parts) == 2:
@@ -125,46 +80,6 @@ def add_in_order(parts: Sequence[Tensor], output: Tensor | None = None) -> Tenso
     for part in parts[2:]:
         total += part
     return total if output is None else output.copy_(total)
-
-
-class Transport:
-    """The operations of one process group. They are asynchronous unless they return None; ranks are global."""
-
-    def __init__(self, process_group: Any) -> None:
-        self._group = process_group
-        is_gloo = bool(dist.get_backend(process_group) == "gloo")
-        self.prefers_messages = is_gloo
-        """Whether messages between all pairs of ranks are faster than collectives."""
-        self.hides_completion = is_gloo
-        """Whether ``is_completed`` of a send is unreliable."""
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
-        return dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self._group, async_op=True)
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
-        return all_gather_single(output, tensor, group=self._group, async_op=True)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
-        return reduce_scatter_single(output, tensor, group=self._group, async_op=True)
-
-    def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
-        return dist.all_to_all_single(output, tensor, group=self._group, async_op=True)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, source, group=self._group)
-
-    def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
-        """Start all ``messages`` together."""
-        operations = {"send": dist.isend, "receive": dist.irecv}
-        return dist.batch_isend_irecv(
-            [dist.P2POp(operations[kind], tensor, peer, self._group) for kind, tensor, peer in messages]
-        )
-
-    def send(self, tensor: Tensor, target: int) -> Any:
-        return dist.isend(tensor, target, self._group)
-
-    def receive(self, tensor: Tensor, source: int) -> Any:
-        return dist.irecv(tensor, source, self._group)
 
 
 class Communicator:
@@ -224,10 +139,10 @@ class Communicator:
         return Transport(self.process_group)
 
     @cached_property
-    def _gloo_sends(self) -> "queue.SimpleQueue[_GlooSend | None]":
+    def _gloo_sends(self) -> "queue.SimpleQueue[GlooSend | None]":
         """Sends for which a thread waits. A daemon: a send without a receiver must not keep the process alive."""
-        sends: queue.SimpleQueue[_GlooSend | None] = queue.SimpleQueue()
-        threading.Thread(target=_run_all, args=(sends,), daemon=True, name=f"sends {self.name}").start()
+        sends: queue.SimpleQueue[GlooSend | None] = queue.SimpleQueue()
+        threading.Thread(target=run_sends, args=(sends,), daemon=True, name=f"sends {self.name}").start()
         weakref.finalize(self, sends.put, None)
         return sends
 
@@ -256,10 +171,10 @@ class Communicator:
         """
         if self.size == 1:
             return Work((), lambda: tensor if output is None else output.copy_(tensor))
-        if _is_fp8(tensor):
+        if is_fp8(tensor):
             assert output is None
             dtype = tensor.dtype
-            return self.start_all_gather(_sendable(tensor)).then(lambda gathered: gathered.view(dtype))
+            return self.start_all_gather(sendable(tensor)).then(lambda gathered: gathered.view(dtype))
         if output is None:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self._record("all_gather", output)
@@ -324,7 +239,7 @@ class Communicator:
         messages: list[Message] = []
         for tensor, place in zip(tensors, received):
             self._record("shift", tensor, target)
-            messages += [("send", _sendable(tensor), target), ("receive", _sendable(place), source)]
+            messages += [("send", sendable(tensor), target), ("receive", sendable(place), source)]
         return Work(self.transport.exchange(messages), lambda: received)
 
     def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
@@ -333,8 +248,8 @@ class Communicator:
         self._record("exchange", tensor, self.ranks[target])
         works = self.transport.exchange(
             [
-                ("send", _sendable(tensor), self.ranks[target]),
-                ("receive", _sendable(received), self.ranks[source]),
+                ("send", sendable(tensor), self.ranks[target]),
+                ("receive", sendable(received), self.ranks[source]),
             ]
         )
         return Work(works, lambda: received)
@@ -356,20 +271,42 @@ class Communicator:
             work.wait()
         return output
 
-    def exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def start_exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work[Tensor]:
+        """Send ``sent[i]`` of ``rows`` along dim 0, in order, to rank i; returns the ``received[i]`` rows of rank i, in
+        rank order. Ranks may send and receive any numbers of rows."""
+        if self.size == 1:
+            return Work((), lambda: rows)
+        rows = rows.contiguous()
+        output = rows.new_empty((sum(received), *rows.shape[1:]))
+        parts = rows.split(list(sent))
+        if self.transport.prefers_messages:
+            return self.start_exchange_parts(parts, output.split(list(received))).then(lambda _: output)
+        self._record_exchange(parts)
+        work = self.transport.exchange_rows(sendable(output), sendable(rows), received, sent)
+        return Work((work,), lambda: output)
+
+    def start_exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Work[Sequence[Tensor]]:
         """Send ``sent[i]`` to rank i and receive from it into ``received[i]``. Sizes may differ between pairs of ranks;
         empty parts are not sent."""
-        received[self.rank].copy_(sent[self.rank])
+        self._record_exchange(sent)
+        works = self._start_pairwise([sendable(part) for part in sent], [sendable(part) for part in received])
+        if not _is_same_memory(sent[self.rank], received[self.rank]):
+            received[self.rank].copy_(sent[self.rank])
+        return Work(works, lambda: received)
+
+    def exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """:meth:`start_exchange_parts`, complete."""
+        self.start_exchange_parts(sent, received).wait()
+
+    def _record_exchange(self, sent: Sequence[Tensor]) -> None:
         self.record("exchange", sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank))
-        for work in self._start_pairwise(sent, received):
-            work.wait()
 
     def start_send(self, tensor: Tensor, target: int) -> Work[Tensor]:
         """Send ``tensor``, which must not change until then, to the group's rank ``target``."""
         self._record("send", tensor, self.ranks[target])
         work = self.transport.send(tensor, self.ranks[target])
         if self.transport.hides_completion:
-            work = _GlooSend(work)
+            work = GlooSend(work)
             self._gloo_sends.put(work)
         return Work((work,), lambda: tensor)
 

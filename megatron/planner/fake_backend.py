@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Message, Observer, Reduction, Transport
+from megatron.core.communication import Communicator, Observer
 from megatron.core.topology import RankGrid, Topology
+from megatron.core.transport import Message, Reduction, Transport
 from megatron.planner.memory import MemoryTracker
 from megatron.torch_compat import disable_dispatch_modes, local_scalar
 
@@ -62,6 +63,9 @@ class FakeTransport(Transport):
         return _CompletedWork()
 
     reduce_scatter = all_to_all = all_gather
+
+    def exchange_rows(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Any:
+        return self.all_gather(output, tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         pass

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import CollectiveRecord, Communicator, Reduction, Work
+from megatron.core.communication import CollectiveRecord, Communicator, Work
 from megatron.core.topology import RankGrid, Topology
+from megatron.core.transport import Reduction
 from tests.rank_pool import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -136,6 +137,31 @@ def run_observed() -> list[CollectiveRecord]:
     ranks.start_receive(mine.bfloat16(), neighbours[1]).wait()
     sending.wait()
     return records
+
+
+def rows_between(sender: int, receiver: int) -> int:
+    """Some pairs of ranks exchange nothing, and the last rank receives nothing at all."""
+    return 0 if receiver == 3 else (sender * 2 + receiver * 3) % 4
+
+
+def row_block(sender: int, receiver: int) -> Tensor:
+    """The rows of ``sender`` for ``receiver``: no two are alike."""
+    return torch.arange(rows_between(sender, receiver) * 2).view(-1, 2) + 1000 * sender + 100 * receiver
+
+
+def run_exchange_rows() -> tuple[Tensor, Tensor, list[CollectiveRecord]]:
+    """What arrives; the same rows sent back; the records."""
+    ranks = everyone()
+    records: list[CollectiveRecord] = []
+    ranks.observer = records.append
+    sent = [rows_between(ranks.rank, other) for other in range(ranks.size)]
+    received = [rows_between(other, ranks.rank) for other in range(ranks.size)]
+    rows = torch.cat([row_block(ranks.rank, other) for other in range(ranks.size)])
+    first = ranks.start_exchange_rows(rows, sent, received)
+    second = ranks.start_exchange_rows(rows.t().contiguous().t(), sent, received)
+    arrived = first.wait()
+    assert torch.equal(second.wait(), arrived)
+    return arrived, ranks.start_exchange_rows(arrived, received, sent).wait(), records
 
 
 def message(sender: int, number: int) -> Tensor:
@@ -323,6 +349,21 @@ def test_messages_arrive_in_the_order_of_sending(four_ranks: RankPool, receive_f
         ]
 
 
+def test_rows_arrive_in_rank_order_and_return(four_ranks: RankPool) -> None:
+    everybody = range(4)
+    for rank, (arrived, returned, records) in enumerate(four_ranks.run(run_exchange_rows, world_size=4)):
+        assert torch.equal(arrived, torch.cat([row_block(other, rank) for other in everybody]))
+        assert torch.equal(returned, torch.cat([row_block(rank, other) for other in everybody]))
+        sent = sum(rows_between(rank, other) for other in everybody if other != rank)
+        received = sum(rows_between(other, rank) for other in everybody if other != rank)
+        row = 2 * 8
+        assert [(record.kind, record.num_bytes) for record in records] == [
+            ("exchange", sent * row),
+            ("exchange", sent * row),
+            ("exchange", received * row),
+        ], "only what goes to other ranks"
+
+
 def test_messages_go_to_places_in_the_group(four_ranks: RankPool) -> None:
     """Between the two even and the two odd ranks, whose places are not their global ranks."""
     for rank, received in enumerate(four_ranks.run(run_messages, True, evens_or_odds, world_size=4)):
@@ -360,6 +401,7 @@ def test_a_single_rank_communicates_nothing() -> None:
         alone.all_gather(tensor),
         alone.reduce_scatter(tensor),
         alone.broadcast(tensor),
+        alone.start_exchange_rows(tensor, [12], [12]).wait(),
     ):
         assert result is tensor
     assert torch.equal(tensor, part_of(0, torch.float32))

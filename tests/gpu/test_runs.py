@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.communication import Transport
 from megatron.core.offload import OffloadedTensors
+from megatron.core.transport import Transport
 from tests.parallel.layout_run import Layout, assemble, train
 from tests.parallel.test_layouts import (
     ADAM_CLIPPED_HARD,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.training import TrainingConfig
-from megatron.core.communication import Communicator, Reduction
+from megatron.core.communication import Communicator
+from megatron.core.transport import Reduction
 from megatron.errors import DataError
 from megatron.training.loop.data_check import DataCheck
 from megatron.training.loop.stop import NO_DATA, StopConditions
