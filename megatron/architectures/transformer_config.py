@@ -1,7 +1,11 @@
 """The sizes of a decoder-only transformer."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
+
+from megatron.architectures.layer_pattern import parse_layer_pattern
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,28 @@ class TransformerConfig:
     """Bias of the query, key and value projections."""
     apply_layernorm_1p: bool = False
     """The gain of a norm is one plus its weight, which starts at zero."""
+    num_experts: int | None = None
+    """Experts of every MoE layer; None for a dense model."""
+    moe_layer_freq: str = "1"
+    """Which layers are MoE layers, in the grammar of :mod:`megatron.architectures.layer_pattern`."""
+    moe_ffn_hidden_size: int | None = None
+    """Hidden size of one expert; None only for a dense model. ``ffn_hidden_size`` is the one of dense layers."""
+    moe_router_topk: int = 2
+    """Experts of a token."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, not over the chosen ones."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor of the weights of the chosen experts."""
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    """Number of groups from which a token's experts are chosen."""
+    moe_router_enable_expert_bias: bool = False
+    """A bias in the choice of experts, which balances their load and is no parameter."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Hidden size of the expert of all tokens; None for none."""
+    moe_apply_probs_on_input: bool = False
+    """The weight of a chosen expert multiplies its input, not its output."""
 
     @property
     def query_size(self) -> int:
@@ -52,25 +78,57 @@ class TransformerConfig:
         """Initial deviation of projections into the residual stream: scaled by ``1 / sqrt(2 layers)`` (GPT-2)."""
         return self.init_method_std / math.sqrt(2 * self.num_layers)
 
-    def layer_gemm_parameters(self) -> int:
-        """Number of weights of one layer that are GEMM operands."""
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For every layer whether it is an MoE layer."""
+        if self.num_experts is None:
+            return (False,) * self.num_layers
+        return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
+
+    def layer_gemm_parameters(self, experts: int | None = None) -> int:
+        """Number of weights of one layer that are GEMM operands: of a dense layer, or of an MoE layer with its router,
+        its shared expert and ``experts`` of its experts."""
         attention = self.hidden_size * (self.qkv_size + self.query_size)
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size
+        if experts is None:
+            return attention + 3 * self.hidden_size * self.ffn_hidden_size
+        assert self.num_experts is not None
+        assert self.moe_ffn_hidden_size is not None
+        width = experts * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
+        return attention + self.hidden_size * (self.num_experts + 3 * width)
 
     def num_parameters(self) -> int:
         """Parameters of the whole model, without the vocabulary's padding."""
+        return self._num_parameters(self.num_experts)
+
+    def num_active_parameters(self) -> int:
+        """Parameters that compute one token: of every MoE layer the shared expert and the chosen ones."""
+        return self._num_parameters(self.moe_router_topk)
+
+    def _num_parameters(self, experts: int | None) -> int:
+        """Parameters of the model, with ``experts`` in every MoE layer."""
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        layer = self.layer_gemm_parameters() + norms + (self.qkv_size if self.add_qkv_bias else 0)
+        rest = self.num_layers * (norms + (self.qkv_size if self.add_qkv_bias else 0)) + self.hidden_size
         tables = 2 if self.untie_embeddings_and_output_weights else 1
-        return self.num_layers * layer + tables * self.vocab_size * self.hidden_size + self.hidden_size
+        layers = sum(self.layer_gemm_parameters(experts if is_moe else None) for is_moe in self.moe_layers())
+        return layers + rest + tables * self.vocab_size * self.hidden_size
 
     def flops_per_token(self, seq_length: int) -> float:
-        """Model FLOPs of forward and backward per token of a sequence of ``seq_length``.
+        """Model FLOPs of forward and backward per token of a sequence; see :meth:`flops_of_layers`."""
+        return self.flops_of_layers(range(self.num_layers), seq_length, has_output_layer=True)
 
-        Six per GEMM parameter (two forward, four backward), counting the output layer but neither the embedding lookup
-        nor norms and biases, plus ``6 L q s`` for causal attention, where q is the total query width: scores and values
-        take ``2 * 2 q s`` forward over the full square, half of it under the causal mask, three times that with
-        backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the causal half.
+    def flops_of_layers(self, layers: Iterable[int], seq_length: int, *, has_output_layer: bool) -> float:
+        """Model FLOPs of forward and backward per token of a sequence of ``seq_length``, of some layers.
+
+        Six per active GEMM parameter (two forward, four backward), counting the router and the output layer but neither
+        the embedding lookup nor norms and biases, plus ``6 q s`` for the causal attention of a layer, where q is the
+        total query width: scores and values take ``2 * 2 q s`` forward over the full square, half of it under the
+        causal mask, three times that with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the
+        causal half. An MoE layer counts the shared expert and the chosen experts.
         """
-        gemm_parameters = self.num_layers * self.layer_gemm_parameters() + self.hidden_size * self.vocab_size
-        return 6.0 * gemm_parameters + 6.0 * self.num_layers * self.query_size * seq_length
+        is_moe = self.moe_layers()
+        numbers = list(layers)
+        gemm_parameters = sum(
+            self.layer_gemm_parameters(self.moe_router_topk if is_moe[number] else None) for number in numbers
+        )
+        if has_output_layer:
+            gemm_parameters += self.hidden_size * self.vocab_size
+        return 6.0 * gemm_parameters + 6.0 * len(numbers) * self.query_size * seq_length

@@ -19,7 +19,7 @@ _BY_REMEDY = {
         "--fine-grained-activation-offloading"
     ),
     "use tensor, sequence, context, pipeline and data parallelism instead.": (
-        "--expert-tensor-parallel-size --overlap-param-gather-with-optimizer-step"
+        "--overlap-param-gather-with-optimizer-step"
     ),
     "gradients are summed over all ranks and divided by the number of tokens once: remove it.": (
         "--ddp-average-in-collective"
@@ -34,10 +34,8 @@ _BY_REMEDY = {
     "delay weight gradients with --pipeline-schedule zb-h1 or zb-v instead.": (
         "--delay-wgrad-compute --defer-embedding-wgrad-compute"
     ),
-    "the model is dense: remove it.": (
-        "--num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-router-topk --moe-router-load-balancing-type "
-        "--moe-aux-loss-coeff --moe-z-loss-coeff --moe-grouped-gemm --moe-token-dispatcher-type "
-        "--moe-shared-expert-intermediate-size --moe-expert-capacity-factor"
+    "no token is dropped, because dropping by rank would make the result depend on the layout: remove it.": (
+        "--moe-expert-capacity-factor"
     ),
     "the cached sample order is always memory-mapped: remove it.": (
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"

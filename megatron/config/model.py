@@ -1,8 +1,9 @@
 """Flags for the architecture, and the concrete architecture they resolve to."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
+from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
 from megatron.architectures.registry import PRESET_VOCABULARIES, PRESETS, ModelName
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.errors import ConfigError
@@ -21,7 +22,8 @@ class ModelConfig:
     hidden_size: int | None = None
     """Hidden size (required without --model)."""
     ffn_hidden_size: int | None = None
-    """Hidden size of the MLP (default: 8/3 of --hidden-size, rounded down to a multiple of 64)."""
+    """Hidden size of the MLP, also of dense layers beside MoE layers (default: 8/3 of --hidden-size, rounded down to a
+    multiple of 64)."""
     num_attention_heads: int | None = None
     """Number of query heads (required without --model)."""
     group_query_attention: bool = True
@@ -52,6 +54,36 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = True
     """Separate weights for the output layer; --no-untie-embeddings-and-output-weights shares the embedding's weights,
     as the small Llama 3.2 and Qwen3 models do."""
+    num_experts: int | None = None
+    """Number of experts of every MoE layer; 0 is a dense model, as without the flag."""
+    moe_layer_freq: str = "1"
+    """MoE layers: N makes every N-th layer an MoE layer, beginning with the first (1 all of them). Or a list with 1 for
+    an MoE layer and 0 for a dense one, such as "([0]*1+[1]*3)*2" for 8 layers; + appends and * repeats."""
+    moe_ffn_hidden_size: int | None = None
+    """Hidden size of one expert (default: --ffn-hidden-size)."""
+    moe_router_topk: int = 2
+    """Number of experts that the router chooses for a token."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of an expert: softmax of the router's logits (Mixtral, Qwen3), or sigmoid of its logit (DeepSeek-V3,
+    Llama 4). The weights of the chosen experts are the softmax of their logits, or their sigmoids divided by the sum;
+    with --moe-router-topk 1 the sigmoid itself."""
+    moe_router_pre_softmax: bool = False
+    """Compute the softmax over all experts before the choice: the weights of the chosen experts do not sum to 1."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Multiply the weights of the chosen experts by this (DeepSeek-V3: 2.5)."""
+    moe_router_num_groups: int | None = None
+    """Divide the experts into this many groups, and choose the experts of a token only from its best
+    --moe-router-group-topk groups, as DeepSeek-V3 does."""
+    moe_router_group_topk: int | None = None
+    """Number of groups from which the experts of a token are chosen."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance the load of the experts by a bias of their scores in the choice, as DeepSeek-V3 does without an auxiliary
+    loss. Each step moves the bias by --moe-router-bias-update-rate. It needs --moe-router-score-function sigmoid."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Hidden size of the shared expert, which every token uses in addition to its chosen experts (default: no shared
+    expert)."""
+    moe_apply_probs_on_input: bool = False
+    """Multiply the input of an expert by its weight, not its output, as Llama 4 does. It needs --moe-router-topk 1."""
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times --tensor-model-parallel-size."""
     init_method_std: float = 0.02
@@ -69,8 +101,10 @@ class ModelConfig:
         require_at_least(1, values_of(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"))
         require_at_least(1, values_of(self, "num_query_groups", "kv_channels", "max_position_embeddings"))
         require_at_least(1, values_of(self, "rope_scaling_original_length", "make_vocab_size_divisible_by"))
-        require_positive(values_of(self, "rotary_base", "rope_scaling_factor"))
-        require_at_least(0, values_of(self, "norm_epsilon", "init_method_std"))
+        require_at_least(1, values_of(self, "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
+        require_at_least(1, values_of(self, "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"))
+        require_positive(values_of(self, "rotary_base", "rope_scaling_factor", "moe_router_topk_scaling_factor"))
+        require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
 
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> TransformerConfig:
         """The architecture for a vocabulary of ``vocab_size`` ids.
@@ -109,16 +143,35 @@ class ModelConfig:
                 "the latter."
             )
         unit = self.make_vocab_size_divisible_by * tensor_parallel_size
-        resolved = {
-            "ffn_hidden_size": self.ffn_hidden_size or int(hidden * 8 / 3) // 64 * 64 or 64,
+        ffn = self.ffn_hidden_size or int(hidden * 8 / 3) // 64 * 64 or 64
+        resolved: dict[str, Any] = {
+            "ffn_hidden_size": ffn,
             "num_query_groups": groups,
             "kv_channels": self.kv_channels or hidden // heads,
             "vocab_size": vocab_size,
             "padded_vocab_size": -(-vocab_size // unit) * unit,
             "max_position_embeddings": positions,
+            "num_experts": self.num_experts or None,
         }
+        if self.num_experts:
+            resolved |= {
+                "moe_ffn_hidden_size": self.moe_ffn_hidden_size or ffn,
+                "moe_layer_freq": self.canonical_layer_pattern,
+            }
         known = {field.name for field in fields(TransformerConfig)}
         return TransformerConfig(**{name: value for name, value in vars(self).items() if name in known} | resolved)
+
+    @property
+    def canonical_layer_pattern(self) -> str:
+        """``--moe-layer-freq``, equal for equal layers; raises :class:`ConfigError` for a text that is no pattern."""
+        assert self.num_layers is not None
+        try:
+            return describe_layers(parse_layer_pattern(self.moe_layer_freq, self.num_layers))
+        except PatternError as error:
+            raise ConfigError(
+                f"--moe-layer-freq {self.moe_layer_freq} {error}: give a number, or a list with 1 for every MoE layer "
+                'and 0 for every dense layer, such as "([0]*1+[1]*3)*2" for 8 layers.'
+            ) from None
 
     @property
     def preset_vocab_size(self) -> int | None:

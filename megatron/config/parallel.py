@@ -41,7 +41,11 @@ class ParallelConfig:
     """Sizes of the levels of --cp-comm-type a2a+p2p: ranks per all-to-all group, then number of groups (ranks of a
     ring). Their product is --context-parallel-size."""
     expert_model_parallel_size: int = 1
-    """Expert-parallel size; only 1 for now."""
+    """Expert-parallel size: ranks among which the experts of a layer are divided. They are ranks of the same stage, so
+    the size multiplies neither the number of ranks nor divides the batch."""
+    expert_tensor_parallel_size: int | None = None
+    """Tensor-parallel size of the experts: ranks that share every expert (default: --tensor-model-parallel-size). 1 is
+    usually faster with small experts."""
     rank_order: str = "-".join(RANK_AXES)
     """Axes of the rank grid, from the fastest-varying rank to the slowest."""
     use_tp_pp_dp_mapping: bool = False
@@ -88,6 +92,11 @@ class ParallelConfig:
             return "optim_grads_params"
         return "optim" if self.use_distributed_optimizer else "no_shard"
 
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor-parallel size of the experts."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
     def data_parallel_replicas(self, data_parallel_size: int) -> int:
         """Number of shard groups."""
         return data_parallel_size if self.sharding_strategy == "no_shard" else self.num_distributed_optimizer_instances
@@ -122,6 +131,7 @@ class ParallelConfig:
     def check(self) -> None:
         require_at_least(1, values_of(self, "tensor_model_parallel_size", "pipeline_model_parallel_size"))
         require_at_least(1, values_of(self, "context_parallel_size", "expert_model_parallel_size"))
+        require_at_least(1, values_of(self, "expert_tensor_parallel_size"))
         require_at_least(
             1, values_of(self, "num_distributed_optimizer_instances", "ddp_bucket_size", "ddp_num_buckets")
         )
@@ -133,11 +143,6 @@ class ParallelConfig:
             )
         if self.use_tp_pp_dp_mapping and self.rank_order != "-".join(RANK_AXES):
             raise ConfigError(f"--use-tp-pp-dp-mapping contradicts --rank-order {self.rank_order}: remove one.")
-        if self.expert_model_parallel_size > 1:
-            raise ConfigError(
-                f"--expert-model-parallel-size {self.expert_model_parallel_size} is not supported: use tensor, "
-                "context, pipeline and data parallelism."
-            )
         if self.overlap_param_gather and self.sharding_strategy == "no_shard":
             raise ConfigError(
                 "--overlap-param-gather needs a sharded strategy: add --use-distributed-optimizer, or remove "

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field, fields
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import backends, layout, length, precision
+from megatron.config.checks import backends, experts, layout, length, precision
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig
 from megatron.config.kernels import KernelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.operation import OperationConfig
 from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -26,6 +27,8 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model architecture."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Parallel layout."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -121,6 +124,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
+    experts.check_expert_layout,
     layout.check_context_parallel,
     layout.check_pipeline,
     layout.check_activations,

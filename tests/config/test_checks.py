@@ -13,6 +13,7 @@ from megatron.config.command_line import flag_names, parse_command_line
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import ConfigError
 from megatron.schedules.registry import SCHEDULES
+from tests.config import expert_flags
 from tests.messages import assert_helpful, assert_names
 
 GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
@@ -44,6 +45,12 @@ AT_LEAST_ONE = [
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
     "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--moe-ffn-hidden-size",
+    "--moe-router-topk",
+    "--moe-router-num-groups",
+    "--moe-router-group-topk",
+    "--moe-shared-expert-intermediate-size",
     "--num-distributed-optimizer-instances",
     "--ddp-bucket-size",
     "--num-dataset-builder-threads",
@@ -97,6 +104,9 @@ NOT_NEGATIVE = [
     "--lr-warmup-init",
     "--lr-warmup-iters",
     "--lr-warmup-samples",
+    "--num-experts",
+    "--moe-aux-loss-coeff",
+    "--moe-z-loss-coeff",
     "--norm-epsilon",
     "--init-method-std",
     "--seed",
@@ -111,6 +121,8 @@ NOT_NEGATIVE = [
 POSITIVE = [
     "--rotary-base",
     "--rope-scaling-factor",
+    "--moe-router-topk-scaling-factor",
+    "--moe-router-bias-update-rate",
     "--peak-tflops",
     "--gpu-memory-gb",
     "--exit-duration-in-mins",
@@ -267,7 +279,6 @@ BAD: list[Row] = [
     (f"{GOOD} --no-group-query-attention", 1, "--no-group-query-attention, --num-query-groups 4"),
     (f"{GOOD} --max-position-embeddings 32", 1, "--max-position-embeddings 32, --seq-length 64"),
     # The parallel layout.
-    (f"{GOOD} --expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2"),
     (f"{GOOD} --context-parallel-size 2", 3, "3, --context-parallel-size 2"),
     (f"{GOOD} --context-parallel-size 3", 3, "--seq-length 64, 6, --context-parallel-size 3"),
     (
@@ -813,6 +824,7 @@ BAD: list[Row] = [
     (f"{GOOD} --wandb-entity team", 1, "--wandb-entity, --wandb-project"),
     (f"{GOOD} --wandb-save-dir there", 1, "--wandb-save-dir, --wandb-project"),
     (f"{GOOD} --wandb-exp-name run", 1, "--wandb-exp-name, --wandb-project"),
+    *expert_flags.REFUSED,
 ]
 
 

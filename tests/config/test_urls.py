@@ -26,6 +26,7 @@ TAKES_A_URL = {
 }
 NAMES_NO_PLACE = {
     "pipeline_model_parallel_layout",
+    "moe_layer_freq",
     "new_data_stage",
     "rank_order",
     "save_interval",

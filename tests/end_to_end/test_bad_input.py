@@ -180,7 +180,10 @@ def nothing_to_load(scene: Scene) -> Changes:
 
 MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
     "unknown flag": (flags(tensor_model_paralel_size=2), ("--tensor-model-parallel-size",)),
-    "flag of Megatron-LM that is not supported": (flags(num_experts=8), ("--num-experts", "remove it")),
+    "flag of Megatron-LM that is not supported": (
+        flags(moe_expert_capacity_factor=1.25),
+        ("--moe-expert-capacity-factor", "remove it"),
+    ),
     "required flag missing": (flags(seq_length=None), ("--seq-length",)),
     "processes do not divide": (flags(tensor_model_parallel_size=2), ("1 processes", "--tensor-model-parallel-size")),
     "heads do not divide": (flags(num_attention_heads=3), ("--num-attention-heads 3", "--hidden-size 32")),
