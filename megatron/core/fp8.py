@@ -8,6 +8,7 @@ the end of the step the amaxes of all ranks with the same layers set the next sc
 Amaxes of a step are recorded as maxima, so a recomputed forward pass does not change them.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ from megatron.core.ops.fp8 import (
     gemm_for,
     largest_value,
     push_amax,
-    quantize,
     scale_from_amax,
     scaled_gemm,
 )
@@ -183,8 +183,9 @@ class Fp8Scaling(Fp8Layers):
         self.weight_state.inverse_scale.copy_(scale.reciprocal() + (amax - amax))
         for number, layer in enumerate(self._layers):
             if layer.name in shards:
-                master, numbers = shards[layer.name]
-                numbers.copy_(quantize(master, scale[number], amax[number], E4M3).data)
+                # As rows of 64, because kernels quantise matrices and a narrow one would leave threads idle.
+                master, numbers = (one.view(-1, math.gcd(one.numel(), 64)) for one in shards[layer.name])
+                self.kernels.quantization.quantize(master, scale[number], amax[number], E4M3, Layout.ROWS, out=numbers)
 
     @cached_property
     def _largest(self) -> Tensor:

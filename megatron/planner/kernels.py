@@ -124,13 +124,19 @@ class _FusedQuantization:
         self._tracker, self._eager = tracker, EagerQuantization()
 
     def quantize(
-        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
     ) -> QuantizedTensor:
-        def run(tensor: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
-            found = self._eager.quantize(tensor, scale, amax, dtype, layout)
+        def run(tensor: Tensor, scale: Tensor, out: Tensor | None) -> tuple[Tensor | None, ...]:
+            found = self._eager.quantize(tensor, scale, amax, dtype, layout, out)
             return found.data, found.inverse_scale, found.transposed
 
-        return QuantizedTensor(*self._tracker.fused(run, tensor, scale))
+        return QuantizedTensor(*self._tracker.fused(run, tensor, scale, out))
 
     def quantize_and_record(
         self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout

@@ -28,6 +28,8 @@ PRECISIONS = {
     "FP8 delayed": "--fp8-format hybrid --fp8-recipe delayed",
     "FP8 tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
 }
+GATHERED = {"FP8 delayed, gathered": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather"}
+"""Of 8B alone: weights are quantised before they are all-gathered."""
 DOCUMENT_LENGTH = 1024
 """Eight documents in a sequence, in the rows with documents."""
 _COMMON = (
@@ -54,8 +56,9 @@ class Row:
         """One layer per stage, two microbatches."""
         # torch's flash attention takes all documents in one call.
         documents = "--reset-attention-mask --kernel attention=flash" if self.has_documents else _WITHOUT_DOCUMENTS
+        precision = (PRECISIONS | GATHERED)[self.precision]
         flags = (
-            f"{_COMMON} {MODELS[self.model]} {PRECISIONS[self.precision]} {documents} --num-layers {num_stages} "
+            f"{_COMMON} {MODELS[self.model]} {precision} {documents} --num-layers {num_stages} "
             f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
         )
         config = parse_command_line(flags.split())
@@ -83,7 +86,11 @@ class Row:
             yield f"| {self.name} | {self.precision} | {part} | {numbers} |"
 
 
-ROWS = (*(Row(model, precision) for model in MODELS for precision in PRECISIONS), Row("8B", "bf16", True))
+ROWS = (
+    *(Row(model, precision) for model in MODELS for precision in PRECISIONS),
+    *(Row("8B", precision) for precision in GATHERED),
+    Row("8B", "bf16", True),
+)
 
 
 def write_budgets() -> None:

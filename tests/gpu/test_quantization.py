@@ -48,3 +48,18 @@ def test_transpose(device: torch.device, name: str, shape: tuple[int, int, int])
     found = kernel.transpose(data)
     assert found.is_contiguous()
     assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("numel", [4096 * 14336 // 8, 16384 * 16384 // 64, 64 * 333, on_cpu(64 * 33)])
+@pytest.mark.parametrize("name", implementations("fp8_quantization"))
+def test_a_shard_of_master_weights_in_its_memory(device: torch.device, name: str, numel: int) -> None:
+    flags = ("--fp8-format", "hybrid", "--kernel", f"fp8_quantization={name}")
+    kernel, definition = kernels_with(device, torch.bfloat16, *flags).fp8.quantization, EagerQuantization()
+    shard = random(numel // 64, 64, device=device, dtype=torch.float32)
+    amax = amax_of(shard)
+    scale = scale_from_amax(amax, largest_value(E4M3), 1.0)
+    out = torch.zeros(shard.shape, dtype=torch.uint8, device=device).view(E4M3)
+    found = kernel.quantize(shard, scale, amax, E4M3, Layout.ROWS, out)
+    expected = definition.quantize(shard, scale, amax, E4M3, Layout.ROWS)
+    assert found.data.data_ptr() == out.data_ptr()
+    assert torch.equal(out.view(torch.uint8), expected.data.view(torch.uint8))

@@ -106,9 +106,15 @@ class Wrong(EagerQuantization):
         self._change, self._amax_factor = change, amax_factor
 
     def quantize(
-        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
     ) -> QuantizedTensor:
-        return self._change(super().quantize(tensor, scale, amax, dtype, layout))
+        return self._change(super().quantize(tensor, scale, amax, dtype, layout, out))
 
     def quantize_and_record(
         self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout

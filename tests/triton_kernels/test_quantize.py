@@ -235,6 +235,25 @@ def test_a_layer_trains_as_with_the_definition(
     interpreter.run(check_layers, PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe))
 
 
+def check_shards() -> None:
+    config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
+    alone, eager = Communicator((0,), 0), Fp8Kernels.eager(widened_gemm)
+    for numel in (64, 200 * 64, 77):
+        master, found = numbers(numel, dtype=torch.float32), []
+        for kernels in (eager, replace(eager, quantization=triton_quantization())):
+            scaling = Fp8Scaling(config, alone, torch.device("cpu"), kernels=kernels)
+            scaling.gemm("linear", torch.bfloat16, alone, ())
+            buffer = torch.full((numel + 32,), 0x55, dtype=torch.uint8)
+            scaling.quantize_weights({"linear": (master, buffer[16 : 16 + numel].view(E4M3))}, alone)
+            found.append(buffer)
+        assert torch.equal(*found)
+        assert not torch.equal(found[0][16 : 16 + numel], torch.full((numel,), 0x55, dtype=torch.uint8))
+
+
+def test_shards_of_weights_are_quantised_in_their_memory(interpreter: TritonProcess) -> None:
+    interpreter.run(check_shards)
+
+
 # Compiled
 
 
@@ -273,6 +292,24 @@ def test_a_thread_has_64_registers_and_spills_none(
 def test_sizes_that_are_no_multiples_of_16_spill_no_registers(compiler: TritonProcess) -> None:
     ((_, spilled, _),) = compiler.run(compile_quantization, E4M3, Layout.BOTH, True, (1023, 4095))
     assert spilled == 0
+
+
+def compile_shard() -> list[tuple[int, int, str]]:
+    from tests.triton_kernels.compiled import compile_launches
+
+    shard, amaxes = torch.zeros(1040, 64), torch.zeros(2)
+    out = torch.zeros(1040, 64, dtype=torch.uint8).view(E4M3)
+    quantize = triton_quantization().quantize
+    launches = compile_launches(quantize, shard, amaxes[1], amaxes[0], E4M3, Layout.ROWS, out)
+    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+
+
+def test_a_shard_of_master_weights_is_read_and_written_once(compiler: TritonProcess) -> None:
+    ((registers, spilled, ptx),) = compiler.run(compile_shard)
+    assert registers <= 64
+    assert spilled == 0
+    assert "ld.global.v4.b32" in ptx
+    assert re.search(r"st\.global\.v[24]\.b32", ptx)
 
 
 def compile_transpose() -> list[tuple[int, int, str]]:

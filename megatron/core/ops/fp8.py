@@ -50,14 +50,19 @@ def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
     return history[..., 0] if algorithm == "most_recent" else history.amax(dim=-1)
 
 
-def quantize(tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> QuantizedTensor:
-    """``tensor`` times ``scale`` in the FP8 format ``dtype``, saturated. If ``amax``, the amax of ``tensor``, is not
-    finite, every GEMM with the result is NaN, so that an overflow is visible as without FP8."""
+def quantize(
+    tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> QuantizedTensor:
+    """``tensor`` times ``scale`` in the FP8 format ``dtype``, saturated; in ``out`` of the same shape and this format,
+    if given. If ``amax``, the amax of ``tensor``, is not finite, every GEMM with the result is NaN, so that an overflow
+    is visible as without FP8."""
     largest = largest_value(dtype)
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if out is None:
+        out = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
     # torch's conversion saturates in some versions only.
-    data = (wide * scale).clamp_(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
-    return QuantizedTensor(data, scale.reciprocal() + (amax - amax))
+    out.copy_((wide * scale).clamp_(-largest, largest))
+    return QuantizedTensor(out, scale.reciprocal() + (amax - amax))
 
 
 class Quantization(Protocol):
@@ -65,9 +70,16 @@ class Quantization(Protocol):
     both layouts."""
 
     def quantize(
-        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
     ) -> QuantizedTensor:
-        """:func:`quantize` with the amax of ``tensor``, which current scaling computes before."""
+        """:func:`quantize` with the amax of ``tensor``, which current scaling computes before. ``out``, a contiguous
+        tensor, is the memory of the rows."""
 
     def quantize_and_record(
         self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
@@ -85,9 +97,15 @@ class EagerQuantization:
     """One torch operation after the other: the definition, 29 bytes per bf16 element and layout."""
 
     def quantize(
-        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
     ) -> QuantizedTensor:
-        rows = quantize(tensor, scale, amax, dtype)
+        rows = quantize(tensor, scale, amax, dtype, out)
         if Layout.TRANSPOSED not in layout:
             return rows
         data = rows.data if Layout.ROWS in layout else rows.data.new_empty(0)

@@ -117,9 +117,15 @@ class TritonQuantization:
     """A :class:`~megatron.core.ops.fp8.Quantization` of bf16, fp16 and fp32 tensors that are not empty."""
 
     def quantize(
-        self, tensor: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype, layout: Layout
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
     ) -> QuantizedTensor:
-        return self._launch(tensor, scale, torch.empty_like(scale), amax, None, dtype, layout)
+        return self._launch(tensor, scale, torch.empty_like(scale), amax, None, dtype, layout, out)
 
     def quantize_and_record(
         self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
@@ -157,6 +163,7 @@ class TritonQuantization:
         step_amax: Tensor | None,
         dtype: torch.dtype,
         layout: Layout,
+        out: Tensor | None = None,
     ) -> QuantizedTensor:
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"The Triton kernel does not quantise {tensor.dtype}: use --kernel fp8_quantization=eager.")
@@ -164,7 +171,8 @@ class TritonQuantization:
         m, k = matrix.shape
         assert m * k > 0, "an empty tensor has no amax"
         writes_rows, writes_transposed = Layout.ROWS in layout, Layout.TRANSPOSED in layout
-        data = tensor.new_empty(tensor.shape if writes_rows else 0, dtype=dtype)
+        data = tensor.new_empty(tensor.shape if writes_rows else 0, dtype=dtype) if out is None else out
+        assert data.is_contiguous() and data.dtype == dtype
         transposed = tensor.new_empty(k, m, dtype=dtype) if writes_transposed else None
         quantize_tile[(_tiles(m, k),)](
             matrix,
