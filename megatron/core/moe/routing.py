@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.architectures.transformer_config import TransformerConfig
+
 ScoreFunction = Literal["softmax", "sigmoid"]
 
 _SMALL = 1e-20
@@ -40,6 +42,20 @@ class RoutingRule:
             # At least one score of every group counts, and the chosen groups have enough experts.
             group_size = self.num_experts // self.num_groups
             assert self.group_topk <= self.topk <= self.group_topk * group_size, self
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> "RoutingRule":
+        """The rule of a model with experts."""
+        assert config.num_experts is not None
+        return cls(
+            num_experts=config.num_experts,
+            topk=config.moe_router_topk,
+            score_function=config.moe_router_score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+        )
 
 
 @dataclass(frozen=True)

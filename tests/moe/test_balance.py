@@ -1,0 +1,507 @@
+"""The balance of routers: auxiliary losses that do not depend on the layout, exact counts and biases, metrics."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.communication import Communicator
+from megatron.core.moe.balance import BalanceRule, BalancingLoss, ExpertBalance, RouterBalance
+from megatron.core.moe.routing import RoutingRule, balancing_probabilities, count_choices, route
+from megatron.core.recompute import Recomputed
+from megatron.core.topology import RankGrid, Topology
+from tests.late_transport import LateTopology
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+ALONE = Communicator((0,), 0)
+SOFTMAX = RoutingRule(num_experts=8, topk=2)
+SIGMOID = RoutingRule(8, 3, score_function="sigmoid", scaling_factor=2.5, num_groups=4, group_topk=2)
+SEQUENCE: tuple[BalancingLoss, float] = ("seq_aux_loss", 0.25)
+MICROBATCH: tuple[BalancingLoss, float] = ("aux_loss", 0.5)
+LENGTH, SEQUENCES = 12, 4
+RULES = (
+    BalanceRule((SEQUENCE,)),
+    BalanceRule((MICROBATCH,)),
+    BalanceRule((MICROBATCH, SEQUENCE)),
+    BalanceRule(z_loss_coeff=0.125),
+    BalanceRule((SEQUENCE,), z_loss_coeff=0.125),
+)
+
+
+def logits_of(routing_rule: RoutingRule, length: int = LENGTH, sequences: int = SEQUENCES, seed: int = 0) -> Tensor:
+    """Random logits ``[s, b, E]`` whose sequences prefer different experts."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = length, sequences, routing_rule.num_experts
+    preferences = torch.randn(shape[1:], dtype=torch.float64, generator=generator)
+    return torch.randn(shape, dtype=torch.float64, generator=generator) + preferences
+
+
+def balance_of(
+    rule: BalanceRule, routing_rule: RoutingRule = SOFTMAX, layers: Sequence[int] = (0,), ranks: Communicator = ALONE
+) -> ExpertBalance:
+    return ExpertBalance(routing_rule, rule, layers, ranks, ranks, CPU)
+
+
+def observe(router: RouterBalance, logits: Tensor, routing_rule: RoutingRule) -> Tensor | None:
+    """The loss of ``logits`` ``[s, b, E]``."""
+    rows = logits.flatten(0, 1)
+    return router.observe(rows, route(rows, routing_rule, router.expert_bias).experts, logits.shape[1])
+
+
+def loss_and_gradient(rule: BalanceRule, routing_rule: RoutingRule, logits: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.detach().requires_grad_()
+    loss = observe(balance_of(rule, routing_rule).add_router(0), logits, routing_rule)
+    assert loss is not None
+    loss.backward()
+    assert logits.grad is not None
+    return loss.detach(), logits.grad
+
+
+def defined_loss(kind: BalancingLoss, logits: Tensor, routing_rule: RoutingRule) -> Tensor:
+    """T times the load balancing loss of every set of T tokens of ``logits`` ``[s, b, E]``, token by token."""
+    total = logits.new_zeros(())
+    sets = logits.unbind(dim=1) if kind == "seq_aux_loss" else [logits.flatten(0, 1)]
+    for tokens in sets:
+        size, num_experts = tokens.shape
+        counts, sums = [0] * num_experts, [logits.new_zeros(())] * num_experts
+        for row in tokens:
+            for expert in route(row[None], routing_rule).experts[0].tolist():
+                counts[expert] += 1
+            probabilities = balancing_probabilities(row[None], routing_rule.score_function)[0]
+            sums = [total + probability for total, probability in zip(sums, probabilities)]
+        products = sum(count * total for count, total in zip(counts, sums))
+        total = total + size * num_experts * products / (routing_rule.topk * size**2)
+    return total
+
+
+@pytest.mark.parametrize("routing_rule", (SOFTMAX, SIGMOID), ids=("softmax", "sigmoid"))
+def test_losses_and_gradients_are_those_of_the_definition(routing_rule: RoutingRule) -> None:
+    rule = BalanceRule((SEQUENCE, MICROBATCH), z_loss_coeff=0.125)
+    logits = logits_of(routing_rule).requires_grad_()
+    expected = sum(coeff * defined_loss(kind, logits, routing_rule) for kind, coeff in rule.balancing_losses)
+    expected = expected + 0.125 * sum(row.exp().sum().log() ** 2 for row in logits.flatten(0, 1))
+    (wanted,) = torch.autograd.grad(expected, logits)
+    loss, gradient = loss_and_gradient(rule, routing_rule, logits)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
+
+
+def test_rules_of_flags() -> None:
+    model = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        num_attention_heads=1,
+        num_query_groups=1,
+        kv_channels=8,
+        vocab_size=8,
+        padded_vocab_size=8,
+        max_position_embeddings=8,
+        num_experts=8,
+        moe_ffn_hidden_size=8,
+        moe_router_topk=3,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+    )
+    assert RoutingRule.of(model) == SIGMOID
+    pre_softmax = replace(model, moe_router_score_function="softmax", moe_router_pre_softmax=True)
+    assert RoutingRule.of(pre_softmax) == replace(SIGMOID, score_function="softmax", pre_softmax=True)
+    # Megatron-LM's defaults: a type without a coefficient.
+    assert BalanceRule.of(MoEConfig(), model) == BalanceRule()
+    flags = MoEConfig(
+        moe_router_load_balancing_type=("aux_loss", "none", "seq_aux_loss"),
+        moe_aux_loss_coeff=(0.5, 1.0, 0.25),
+        moe_z_loss_coeff=0.125,
+        moe_router_bias_update_rate=0.01,
+        moe_per_layer_logging=True,
+    )
+    biased = replace(model, moe_router_enable_expert_bias=True)
+    assert BalanceRule.of(flags, biased) == BalanceRule((MICROBATCH, SEQUENCE), 0.125, 0.01, logs_layers=True)
+    assert BalanceRule.of(flags, model).bias_update_rate is None
+
+
+def test_without_a_loss_tokens_are_counted_alone() -> None:
+    router = balance_of(BalanceRule()).add_router(0)
+    logits = logits_of(SOFTMAX)
+    assert observe(router, logits, SOFTMAX) is None
+    assert torch.equal(router.counts, count_choices(route(logits.flatten(0, 1), SOFTMAX).experts, 8))
+
+
+def test_only_the_loss_of_a_microbatch_depends_on_the_microbatch_size() -> None:
+    logits = logits_of(SOFTMAX)
+
+    def gradient_in_microbatches(rule: BalanceRule, size: int) -> Tensor:
+        parts = [loss_and_gradient(rule, SOFTMAX, part)[1] for part in logits.split(size, dim=1)]
+        return torch.cat(parts, dim=1)
+
+    for rule in (BalanceRule((SEQUENCE,)), BalanceRule(z_loss_coeff=0.125)):
+        for size in (1, 2):
+            torch.testing.assert_close(
+                gradient_in_microbatches(rule, size), gradient_in_microbatches(rule, SEQUENCES), rtol=1e-12, atol=1e-15
+            )
+    alone, together = (gradient_in_microbatches(BalanceRule((MICROBATCH,)), size) for size in (1, SEQUENCES))
+    assert (alone - together).norm() > 0.1 * together.norm()
+
+
+def case_of_a_divided_sequence(
+    topology_class: type[Topology], grid: RankGrid, rank: int, rule: BalanceRule, routing_rule: RoutingRule
+) -> tuple[Tensor, Tensor, dict[str, float], Tensor]:
+    """The loss of this rank, its gradient, the metrics and the expert bias after a step of two microbatches."""
+    topology = topology_class(grid, rank, CPU)
+    balance = ExpertBalance(routing_rule, rule, (3,), topology.communicator("tp", "cp"), topology.world, CPU)
+    router = balance.add_router(3)
+    balance.start_step(1.0)
+    parts, losses = [], []
+    for seed in (0, 1):
+        logits = logits_of(routing_rule, seed=seed).chunk(topology.communicator("tp", "cp").size)
+        part = logits[topology.communicator("tp", "cp").rank].clone().requires_grad_()
+        loss = observe(router, part, routing_rule)
+        assert loss is not None
+        parts.append(torch.autograd.grad(loss, part)[0])
+        losses.append(loss.detach())
+    metrics = balance.finish_step(balance.start_sum().wait(), updates=True)
+    assert router.expert_bias is not None
+    return torch.stack(losses), torch.stack(parts), metrics, router.expert_bias
+
+
+def run_on_ranks(topology_name: str, grid: RankGrid, rule: BalanceRule, routing_rule: RoutingRule) -> object:
+    topology_class = {"late": LateTopology, "plain": Topology}[topology_name]
+    return case_of_a_divided_sequence(topology_class, grid, torch.distributed.get_rank(), rule, routing_rule)
+
+
+@pytest.mark.parametrize("grid", (RankGrid(tp=2), RankGrid(cp=2), RankGrid(tp=2, cp=2)), ids=("tp2", "cp2", "tp2 cp2"))
+@pytest.mark.parametrize("transport", ("plain", "late"))
+def test_losses_do_not_depend_on_how_a_sequence_is_divided(
+    four_ranks: RankPool, grid: RankGrid, transport: str
+) -> None:
+    for rule in RULES:
+        for routing_rule in (SOFTMAX, SIGMOID):
+            biased = replace(rule, bias_update_rate=0.01, logs_layers=True)
+            losses, gradients, metrics, bias = case_of_a_divided_sequence(Topology, RankGrid(), 0, biased, routing_rule)
+            results = four_ranks.run(run_on_ranks, transport, grid, biased, routing_rule, world_size=grid.world_size)
+            torch.testing.assert_close(sum(result[0] for result in results), losses, rtol=1e-13, atol=0.0)
+            divided = torch.cat([result[1] for result in results], dim=1)
+            torch.testing.assert_close(divided, gradients, rtol=1e-11, atol=1e-15)
+            for result in results:
+                assert result[2] == pytest.approx(metrics, rel=1e-12)
+                assert torch.equal(result[3], bias)
+
+
+def case_of_stages(rule: BalanceRule) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and biases of three layers with experts, of which two stages have one and two."""
+    topology = Topology(RankGrid(pp=2), torch.distributed.get_rank(), CPU)
+    layers = ((1,), (3, 5))[topology.rank]
+    balance = ExpertBalance(SOFTMAX, rule, (1, 3, 5), topology.communicator("tp", "cp"), topology.world, CPU)
+    for layer in layers:
+        observe(balance.add_router(layer), logits_of(SOFTMAX, seed=layer), SOFTMAX)
+    return balance.finish_step(balance.start_sum().wait(), updates=True), balance.state()
+
+
+def test_every_stage_has_the_metrics_of_all_layers_and_the_biases_of_its_own(four_ranks: RankPool) -> None:
+    rule = BalanceRule((SEQUENCE,), z_loss_coeff=0.125, bias_update_rate=0.01, logs_layers=True)
+    balance = balance_of(rule, layers=(1, 3, 5))
+    for layer in (1, 3, 5):
+        observe(balance.add_router(layer), logits_of(SOFTMAX, seed=layer), SOFTMAX)
+    metrics = balance.finish_step(balance.start_sum().wait(), updates=True)
+    (first, first_biases), (second, second_biases) = four_ranks.run(case_of_stages, rule, world_size=2)
+    assert first == second == metrics
+    name = "layers.{}.mlp.router.expert_bias"
+    assert list(first_biases) == [name.format(1)] and list(second_biases) == [name.format(3), name.format(5)]
+    for one, bias in (first_biases | second_biases).items():
+        assert torch.equal(bias, balance.state()[one])
+
+
+def test_metrics() -> None:
+    rule = BalanceRule((SEQUENCE, MICROBATCH), z_loss_coeff=0.125, logs_layers=True)
+    balance = balance_of(rule, layers=(0, 2))
+    routers = {layer: balance.add_router(layer) for layer in (0, 2)}
+    expected: dict[str, float] = {}
+    tokens = 2 * LENGTH * SEQUENCES
+    for layer, router in routers.items():
+        lbl = squares = 0.0
+        counts = torch.zeros(8, dtype=torch.int64)
+        for seed in (0, 1):  # microbatches
+            logits = logits_of(SOFTMAX, seed=10 * layer + seed)
+            observe(router, logits, SOFTMAX)
+            shares = {kind: coeff / 0.75 for kind, coeff in rule.balancing_losses}
+            lbl += sum(share * defined_loss(kind, logits, SOFTMAX).item() for kind, share in shares.items())
+            squares += logits.logsumexp(dim=2).square().sum().item()
+            counts += count_choices(route(logits.flatten(0, 1), SOFTMAX).experts, 8)
+        expected |= {
+            f"load_balancing_loss_layer_{layer}": lbl / tokens,
+            f"z_loss_layer_{layer}": squares / tokens,
+            f"expert_load_max_layer_{layer}": counts.max().item() / (2 * tokens / 8),
+        }
+    for name in ("load_balancing_loss", "z_loss"):
+        expected[name] = (expected[f"{name}_layer_0"] + expected[f"{name}_layer_2"]) / 2
+    expected["expert_load_max"] = max(expected["expert_load_max_layer_0"], expected["expert_load_max_layer_2"])
+    metrics = balance.finish_step(balance.start_sum().wait(), updates=True)
+    assert metrics == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    (
+        (BalanceRule(), {"expert_load_max"}),
+        (BalanceRule((SEQUENCE,)), {"expert_load_max", "load_balancing_loss"}),
+        (BalanceRule(z_loss_coeff=0.125), {"expert_load_max", "z_loss"}),
+    ),
+)
+def test_losses_that_are_off_have_no_metric(rule: BalanceRule, names: set[str]) -> None:
+    balance = balance_of(rule)
+    observe(balance.add_router(0), logits_of(SOFTMAX), SOFTMAX)
+    assert balance.finish_step(balance.start_sum().wait(), updates=True).keys() == names
+
+
+def test_balanced_experts_have_the_smallest_values() -> None:
+    balance = balance_of(BalanceRule((SEQUENCE,)))
+    router = balance.add_router(0)
+    turns = torch.arange(LENGTH * SEQUENCES * 2).view(LENGTH * SEQUENCES, 2) % 8
+    router.observe(torch.zeros(LENGTH * SEQUENCES, 8), turns, SEQUENCES)
+    metrics = balance.finish_step(balance.start_sum().wait(), updates=True)
+    assert metrics == pytest.approx({"load_balancing_loss": 1.0, "expert_load_max": 1.0})
+
+
+def test_a_step_starts_with_no_counts_and_no_losses() -> None:
+    balance = balance_of(BalanceRule((SEQUENCE,), z_loss_coeff=1.0))
+    router = balance.add_router(0)
+    metrics = []
+    for _ in range(2):
+        balance.start_step(1.0)
+        observe(router, logits_of(SOFTMAX), SOFTMAX)
+        metrics.append(balance.finish_step(balance.start_sum().wait(), updates=True))
+        assert router.counts.sum() == LENGTH * SEQUENCES * 2
+    assert metrics[0] == metrics[1]
+
+
+# --- the bias ---------------------------------------------------------------------------------------------------------
+
+
+def biased_router(counts: Sequence[int]) -> tuple[ExpertBalance, RouterBalance]:
+    """A router that has counted ``counts``."""
+    rule = RoutingRule(len(counts), 1, score_function="sigmoid")
+    balance = ExpertBalance(rule, BalanceRule(bias_update_rate=1e-3), (0,), ALONE, ALONE, CPU)
+    router = balance.add_router(0)
+    router.counts += torch.tensor(counts)
+    return balance, router
+
+
+@pytest.mark.parametrize(
+    ("counts", "signs"),
+    (
+        ((4, 4, 4, 4), (0, 0, 0, 0)),
+        ((3, 5, 4, 4), (1, -1, 0, 0)),
+        ((3, 3, 4), (1, 1, -1)),  # a mean that no number has: 10/3
+        ((0, 0, 0, 7), (1, 1, 1, -1)),
+        # Differences that neither fp32 nor bf16 counts have.
+        ((2**30, 2**30 + 1, 2**30 - 1), (0, -1, 1)),
+        ((257, 256, 258), (0, 1, -1)),
+    ),
+)
+def test_the_bias_moves_by_the_sign_of_exact_counts(counts: Sequence[int], signs: Sequence[int]) -> None:
+    balance, router = biased_router(counts)
+    assert router.expert_bias is not None
+    expected = torch.zeros(len(counts))
+    for _ in range(3):
+        balance.finish_step(balance.start_sum().wait(), updates=True)
+        expected += 1e-3 * torch.tensor(signs, dtype=torch.float32)
+    assert router.expert_bias.dtype == torch.float32
+    assert torch.equal(router.expert_bias, expected)
+
+
+def test_a_skipped_step_changes_no_bias() -> None:
+    balance, router = biased_router((0, 0, 9))
+    metrics = balance.finish_step(balance.start_sum().wait(), updates=False)
+    assert router.expert_bias is not None and not router.expert_bias.any()
+    assert metrics == {"expert_load_max": 3.0}
+
+
+def test_the_bias_is_fp32_when_the_model_is_bf16() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        balance, router = biased_router((300, 301, 299))  # equal counts in bf16
+        for _ in range(1000):
+            balance.finish_step(balance.start_sum().wait(), updates=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert router.expert_bias is not None and router.expert_bias.dtype == torch.float32
+    assert router.expert_bias.tolist() == pytest.approx([0.0, -1.0, 1.0], abs=1e-4)
+
+
+def test_biases_are_saved_and_loaded_by_name() -> None:
+    balance, router = biased_router((0, 5, 1))
+    balance.finish_step(balance.start_sum().wait(), updates=True)
+    state = {name: tensor.clone() for name, tensor in balance.state().items()}
+    assert list(state) == ["layers.0.mlp.router.expert_bias"]
+    other, other_router = biased_router((0, 0, 0))
+    bias = other_router.expert_bias
+    other.load(state)
+    assert bias is not None and router.expert_bias is not None
+    # In place: the router keeps its tensor.
+    assert bias is other_router.expert_bias and torch.equal(bias, router.expert_bias)
+    assert balance_of(BalanceRule((SEQUENCE,))).state() == {}
+    with pytest.raises(KeyError):
+        other.load({})
+
+
+def test_the_bias_alone_balances_fixed_logits() -> None:
+    rule = RoutingRule(8, 2, score_function="sigmoid")
+    balance = ExpertBalance(rule, BalanceRule(bias_update_rate=1e-2), (0,), ALONE, ALONE, CPU)
+    router = balance.add_router(0)
+    logits = logits_of(rule, length=256, sequences=1)
+    loads = []
+    for _ in range(200):
+        balance.start_step(1.0)
+        observe(router, logits, rule)
+        loads.append(balance.finish_step(balance.start_sum().wait(), updates=True)["expert_load_max"])
+    assert loads[0] > 1.5 and loads[-1] < 1.2
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    """A router and a stand-in for its experts: output e of a token is expert e's part."""
+
+    last_linear = None
+
+    def __init__(self, balance: ExpertBalance, layer: int, rule: RoutingRule) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(layer)
+        self.weight = nn.Parameter(torch.randn(rule.num_experts, 6, dtype=torch.float64, generator=generator))
+        self.rule, self.balance, self.router = rule, balance, balance.add_router(layer)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[s, b, 6]`` to ``[s, b, 6]``."""
+        rows = inputs.flatten(0, 1)
+        logits = rows @ self.weight.t()
+        routing = route(logits, self.rule, self.router.expert_bias)
+        weights = routing.weights
+        if torch.is_grad_enabled():
+            loss = self.router.observe(logits, routing.experts, inputs.shape[1])
+            if loss is not None:
+                weights = self.balance.with_loss(weights, loss)
+        factors = weights * (1 + routing.experts)
+        return (rows * factors.sum(dim=1, keepdim=True)).view_as(inputs)
+
+
+def test_the_identity_adds_the_scaled_gradient_of_the_loss() -> None:
+    balance = balance_of(BalanceRule())
+    balance.start_step(0.25)
+    weights = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    value = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    result = balance.with_loss(weights, value**2)
+    assert torch.equal(result, weights)
+    result.backward(torch.full_like(result, 5.0))
+    assert weights.grad is not None and (weights.grad == 5.0).all()
+    assert value.grad is not None and value.grad.item() == 0.25 * 2 * 3.0
+
+
+def test_every_stage_computes_the_gradient_of_its_own_loss() -> None:
+    """Two stages, of which the first one receives the gradient of its output alone, against one graph."""
+    rule = BalanceRule((SEQUENCE,), z_loss_coeff=0.125)
+    inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    scale = 1 / 64
+
+    def stages() -> tuple[ExpertBalance, Router, Router]:
+        balance = balance_of(rule, layers=(0, 1))
+        balance.start_step(scale)
+        return balance, Router(balance, 0, SOFTMAX), Router(balance, 1, SOFTMAX)
+
+    _, first, second = stages()
+    output = first(inputs.clone().requires_grad_())
+    received = output.detach().requires_grad_()
+    second(received).square().sum().mul(scale).backward()
+    output.backward(received.grad)
+
+    balance, whole_first, whole_second = stages()
+    losses: list[Tensor] = []
+
+    def keep(weights: Tensor, loss: Tensor) -> Tensor:
+        losses.append(loss)
+        return weights
+
+    balance.with_loss = keep  # type: ignore[method-assign]
+    tokens = whole_second(whole_first(inputs.clone().requires_grad_())).square().sum()
+    ((tokens + sum(losses)) * scale).backward()
+    assert len(losses) == 2
+    for stage, whole in ((first, whole_first), (second, whole_second)):
+        torch.testing.assert_close(stage.weight.grad, whole.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def train(recomputes: bool) -> tuple[list[Tensor | None], list[dict[str, float]]]:
+    """Three steps of a router: expert bias, gradients of weight and inputs; metrics."""
+    rule = BalanceRule((SEQUENCE, MICROBATCH), z_loss_coeff=0.125, bias_update_rate=0.01)
+    balance = balance_of(rule, SIGMOID)
+    layer = Router(balance, 0, SIGMOID)
+    module = Recomputed(layer) if recomputes else layer
+    metrics, gradients = [], []
+    for step in range(3):
+        balance.start_step(1 / 64)
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64, generator=generator).requires_grad_()
+        module(inputs).square().sum().mul(1 / 64).backward()
+        with torch.no_grad():
+            module(inputs)  # an evaluation
+        assert layer.router.counts.sum() == LENGTH * SEQUENCES * SIGMOID.topk
+        metrics.append(balance.finish_step(balance.start_sum().wait(), updates=True))
+        gradients.append(inputs.grad)
+    return [layer.router.expert_bias, layer.weight.grad, *gradients], metrics
+
+
+def test_recompute_changes_no_count_no_bias_and_no_gradient() -> None:
+    (tensors, metrics), (recomputed, recomputed_metrics) = train(recomputes=False), train(recomputes=True)
+    assert tensors[0] is not None and tensors[0].any()
+    for one, other in zip(tensors, recomputed):
+        assert one is not None and other is not None and torch.equal(one, other)
+    assert metrics == recomputed_metrics
+
+
+def test_observing_without_a_graph_is_an_error() -> None:
+    router = balance_of(BalanceRule()).add_router(0)
+    with torch.no_grad(), pytest.raises(AssertionError):
+        observe(router, logits_of(SOFTMAX), SOFTMAX)
+
+
+def test_masked_tokens_count() -> None:
+    """The loss mask concerns token losses: the gradient of a balancing loss has no factor of masked tokens."""
+    rule = BalanceRule((SEQUENCE,))
+    balance = balance_of(rule)
+    balance.start_step(1 / (LENGTH * SEQUENCES))
+    layer = Router(balance, 0, SOFTMAX)
+    inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64).requires_grad_()
+    layer(inputs).mul(0.0).sum().backward()  # every token is masked
+    weight = layer.weight.detach().requires_grad_()
+    logits = inputs.detach() @ weight.t()
+    (defined_loss("seq_aux_loss", logits, SOFTMAX) * SEQUENCE[1] / (LENGTH * SEQUENCES)).backward()
+    torch.testing.assert_close(layer.weight.grad, weight.grad, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_gradients_of_the_losses(rule: BalanceRule) -> None:
+    def loss_of(logits: Tensor) -> Tensor:
+        loss = observe(balance_of(rule, SIGMOID).add_router(0), logits, SIGMOID)
+        assert loss is not None
+        return loss
+
+    # The counts are constant near these logits.
+    assert torch.autograd.gradcheck(loss_of, (logits_of(SIGMOID, length=4, sequences=2).requires_grad_(),))
+
+
+def test_balancing_loss_of_transformers_is_k_times_the_metric() -> None:
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits = logits_of(SOFTMAX)
+    balance = balance_of(BalanceRule((("aux_loss", 0.01),)))
+    observe(balance.add_router(0), logits, SOFTMAX)
+    ours = balance.finish_step(balance.start_sum().wait(), updates=True)["load_balancing_loss"]
+    theirs = modeling.load_balancing_loss_func((logits.flatten(0, 1),), 8, SOFTMAX.topk).item()
+    assert math.isclose(theirs, SOFTMAX.topk * ours, rel_tol=1e-6)
