@@ -13,7 +13,7 @@ from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
-from megatron.core.parameter import TiedEnd, info_of
+from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
@@ -202,7 +202,7 @@ class TransformerModel(nn.Module):
     @property
     def has_experts(self) -> bool:
         """Whether the whole model has experts."""
-        return any(info_of(parameter).is_expert for parameter in self.parameters())
+        return self.config.num_experts is not None
 
     @property
     def output_layer(self) -> OutputLayer | None:
