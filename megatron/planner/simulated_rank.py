@@ -68,7 +68,7 @@ def build_rank(
         optimizer = Optimizer(config.optimizer, data_parallel, topology, kernels.optimizer)
     for state in optimizer.state():
         tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
-    if shards_weights(config.parallel, topology):
+    if shards_weights(config.parallel, topology, bool(config.model.num_experts)):
         # Only the simulated set-up allocates whole weights.
         tracker.peak = tracker.now
     fp8 = parallel.model.context.fp8

@@ -49,7 +49,7 @@ def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
     grid = RankGrid(dp=4, dp_replicas=config.data_parallel_replicas(4))
     topology = topology_of(grid)
-    is_sharded = shards_weights(config, topology)
+    is_sharded = shards_weights(config, topology, has_experts=False)
     kernel = choose_attention_kernel("auto", CPU, formats.weight)
     context = BuildContext(
         TensorParallel(topology.tensor_parallel),

@@ -30,7 +30,7 @@ class LayeredModel(Protocol):
         """All parameters, in the order of the forward pass."""
 
 
-def shards_weights(config: ParallelConfig, topology: Topology, has_experts: bool = False) -> bool:
+def shards_weights(config: ParallelConfig, topology: Topology, has_experts: bool) -> bool:
     """Whether a rank keeps a part of the weights alone, so that the model is best built without memory for them."""
     # Among one rank there is nothing to shard, and FSDP2 would only copy.
     return (

@@ -136,7 +136,7 @@ def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerPr
 def weights_device(config: RunConfig, topology: Topology) -> torch.device | None:
     """The meta device where FSDP allocates the weights, so that whole weights are never in memory."""
     # FSDP2 does not support this with fake tensors (dry run).
-    is_meta = topology.has_memory and shards_weights(config.parallel, topology)
+    is_meta = topology.has_memory and shards_weights(config.parallel, topology, bool(config.model.num_experts))
     return torch.device("meta") if is_meta else None
 
 
@@ -160,7 +160,7 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
             f"{device_name(topology.device)} does not have: remove it."
         )
     # FSDP frees the weights of a layer after use; quantised copies of all weights would take the memory it saves.
-    keeps_weights = not shards_weights(config.parallel, topology)
+    keeps_weights = not shards_weights(config.parallel, topology, bool(config.model.num_experts))
     return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights, kernels.fp8)
 
 
