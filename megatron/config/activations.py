@@ -9,7 +9,7 @@ from megatron.ranges import require_at_least
 
 RecomputeGranularity = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
-RecomputeModule = Literal["core_attn", "layernorm", "mlp_act", "mlp"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp_act", "mlp", "moe_act", "moe", "shared_experts"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class ActivationConfig:
     """Same as --recompute-granularity selective."""
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     """Selective: modules to recompute in every layer (default: core_attn): the attention between the query-key-value
-    projection and the output projection (core_attn), both norms (layernorm), SwiGLU (mlp_act), or the MLP with its norm
-    (mlp)."""
+    projection and the output projection (core_attn), both norms (layernorm), SwiGLU (mlp_act) or the MLP with its norm
+    (mlp) of dense layers, SwiGLU of the experts (moe_act), the shared expert (shared_experts), or the whole MoE part of
+    a layer with its norm, its router and the exchange of tokens (moe)."""
     recompute_method: RecomputeMethod | None = None
     """Full: divide each pipeline chunk into units of --recompute-num-layers layers and save only the input of each unit
     (uniform), or recompute the first --recompute-num-layers layers of each chunk one by one and save the activations of
@@ -101,5 +102,6 @@ class ActivationConfig:
         require_flag("--recompute-granularity selective", self.granularity == "selective", selective)
         if self.recompute_modules == ():
             raise ConfigError("--recompute-modules has no value: add one, such as core_attn, or remove the flag.")
-        if {"mlp", "mlp_act"} <= self.modules:
-            raise ConfigError("--recompute-modules mlp includes mlp_act: remove mlp_act.")
+        for whole, part in (("mlp", "mlp_act"), ("moe", "moe_act"), ("moe", "shared_experts")):
+            if {whole, part} <= self.modules:
+                raise ConfigError(f"--recompute-modules {whole} includes {part}: remove {part}.")

@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 
 from megatron.architectures.registry import PRESETS
-from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.megatron_flags import NOT_SUPPORTED, NOT_SUPPORTED_VALUES
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -50,7 +50,7 @@ def parse_command_line(
     except SystemExit as end:
         if not end.code:
             raise
-        raise ConfigError(_sentence_in(messages.getvalue())) from None
+        raise ConfigError(_unsupported_value(arguments) or _sentence_in(messages.getvalue())) from None
     if unknown:
         raise ConfigError(_unknown_flag_message(unknown[0]))
     return config
@@ -66,6 +66,19 @@ def _sentence_in(box: str) -> str:
         if line.startswith("│"):
             words.append(text)
     return f"{' '.join(words).rstrip('.') or box.strip()}; see --help."
+
+
+def _unsupported_value(arguments: Sequence[str]) -> str | None:
+    """The sentence about the first value in ``arguments`` that only Megatron-LM has; None for none."""
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag, _, argument = argument.partition("=")
+            flag = flag.replace("_", "-")
+        reason = NOT_SUPPORTED_VALUES.get(flag, {}).get(argument)
+        if reason is not None:
+            return f"{flag} {argument} of Megatron-LM is not supported: {reason}"
+    return None
 
 
 def preset_of(arguments: Sequence[str]) -> ModelConfig | None:

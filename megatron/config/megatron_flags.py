@@ -1,9 +1,9 @@
-"""Flags of Megatron-LM that are not supported, with the reason and the remedy."""
+"""Flags of Megatron-LM, and values of flags, that are not supported, with the reason and the remedy."""
 
 _BY_REMEDY = {
     "it changes the architecture: remove it.": (
         "--rotary-interleaved --rotary-seq-len-interpolation-factor --window-size --fp32-residual-connection "
-        "--mtp-num-layers --spec"
+        "--mtp-num-layers --spec --qk-l2-norm --no-rope-freq --moe-latent-size"
     ),
     "the optimizer state is always on the training device: remove it.": (
         "--optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d"
@@ -35,8 +35,46 @@ _BY_REMEDY = {
         "--delay-wgrad-compute --defer-embedding-wgrad-compute"
     ),
     "no token is dropped, because dropping by rank would make the result depend on the layout: remove it.": (
-        "--moe-expert-capacity-factor"
+        "--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy "
+        "--moe-token-dropping --moe-expert-rank-capacity-factor"
     ),
+    "noise of the router's input would differ between layouts: remove it.": "--moe-input-jitter-eps",
+    "the shared expert has no gate, which only Qwen2-MoE has: remove it.": "--moe-shared-expert-gate",
+    "experts compute in the precision of the activations, whose rows need no padding: remove it.": (
+        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8"
+    ),
+    "only the shared expert overlaps with the exchange of tokens: use --moe-shared-expert-overlap, or remove it.": (
+        "--overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad "
+        "--ep-overlap-early-attn-memory-release"
+    ),
+    "use --recompute-granularity selective with --recompute-modules moe instead.": "--moe-layer-recompute",
+    "use --recompute-granularity selective with --recompute-modules moe_act instead.": (
+        "--moe-paged-stash --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda "
+        "--moe-paged-stash-buffer-size-factor-cpu"
+    ),
+    "a run does not change the architecture of the model that it loads: remove it.": (
+        "--moe-use-upcycling --moe-upcycling-granularity"
+    ),
+    "use --moe-token-dispatcher-type allgather or alltoall instead.": (
+        "--moe-enable-deepep --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-deepep-num-sms "
+        "--moe-hybridep-num-sms --moe-hybridep-pad-variable-tokens --moe-ncclep-zero-copy"
+    ),
+    "tokens are exchanged in the dtype of the activations: remove it.": (
+        "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype"
+    ),
+    "the weights of all experts of a rank are one parameter in every kernel: remove it.": (
+        "--moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor "
+        "--moe-use-legacy-grouped-gemm --moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size "
+        "--use-grouped-gemm-for-shared-expert"
+    ),
+    "shard the experts with --expert-tensor-parallel-size instead.": (
+        "--moe-extended-tp --expert-tensor-parallel-num-weight-shards"
+    ),
+    "every token is routed by its own logits: remove it.": "--moe-enable-routing-replay",
+    "use --moe-router-force-load-balancing, which balances every layer exactly, instead.": "--moe-router-force-biased",
+    "use --moe-router-load-balancing-type seq_aux_loss instead.": "--moe-router-quantile-balancing-ema",
+    "the choice of experts would depend on the layout: use --moe-router-num-groups and --moe-router-group-topk"
+    " instead.": ("--moe-router-topk-limited-devices"),
     "the cached sample order is always memory-mapped: remove it.": (
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"
     ),
@@ -61,3 +99,16 @@ _BY_REMEDY = {
 }
 
 NOT_SUPPORTED = {flag: remedy for remedy, flags in _BY_REMEDY.items() for flag in flags.split()}
+
+NOT_SUPPORTED_VALUES = {
+    "--moe-router-load-balancing-type": {
+        "global_aux_loss": "its loss would depend on the number and the order of the microbatches: use seq_aux_loss.",
+        "sinkhorn": "its choice of experts would depend on the layout: use seq_aux_loss.",
+        "quantile_balancing": "its choice of experts would depend on the layout: use seq_aux_loss.",
+    },
+    "--moe-router-score-function": {"sqrtsoftplus": "no model of the catalog has it: use softmax or sigmoid."},
+    "--moe-token-dispatcher-type": {
+        "flex": "it needs the packages DeepEP, HybridEP or NCCL-EP: use alltoall.",
+    },
+}
+"""Values of Megatron-LM that an accepted flag does not have, with the reason and the remedy."""

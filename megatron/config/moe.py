@@ -44,5 +44,6 @@ class MoEConfig:
 
     def check(self) -> None:
         require_at_least(0, values_of(self, "moe_z_loss_coeff"))
-        require_at_least(0, {"--moe-aux-loss-coeff": min(self.moe_aux_loss_coeff, default=None)})
+        for coefficient in self.moe_aux_loss_coeff:
+            require_at_least(0, {"--moe-aux-loss-coeff": coefficient})
         require_positive(values_of(self, "moe_router_bias_update_rate"))

@@ -124,11 +124,14 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
+    experts.check_experts,
     experts.check_expert_layout,
     layout.check_context_parallel,
     layout.check_pipeline,
     layout.check_activations,
+    experts.check_recomputed_modules,
     layout.check_fully_sharded,
+    experts.check_expert_precision,
     precision.check_fp8,
     backends.check_transformer_engine_buffers,
 )

@@ -19,7 +19,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
-from megatron.core.topology import RankGrid
+from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.errors import ConfigError
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
@@ -150,12 +150,14 @@ class Run:
         # Under these flags layers differ by their number.
         by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
         neighbours = [self.rank_of_stage((stage + step) % stages) for step in (-1, 1)]
+        is_moe = self.architecture.moe_layers()
+        axes = ("tp", "cp", "dp", *(EXPERT_AXES if any(is_moe) else ()))
         return (
-            tuple(chunk.layers if by_number else len(chunk.layers) for chunk in chunks),
+            tuple(chunk.layers if by_number else tuple(is_moe[layer] for layer in chunk.layers) for chunk in chunks),
             tuple((chunk.has_embedding, chunk.has_output_layer) for chunk in chunks),
             live_peaks(self.schedule(self.num_microbatches), stage),
             tuple(is_in_node((rank, other)) for other in neighbours),
-            tuple(is_in_node(grid.group(rank, (axis,))) for axis in ("tp", "cp", "dp")),
+            tuple(is_in_node(grid.group(rank, (axis,))) for axis in axes),
             tuple(map(is_in_node, grid.levels(rank, "cp", config.parallel.hierarchical_context_parallel_sizes))),
         )
 
@@ -173,11 +175,9 @@ class Run:
         """The idle share of the stages' time. The time of a pass is proportional to the FLOPs of its GEMMs and
         attention, backward takes twice as long as forward, and messages take no time."""
         times = tuple(
-            replace(
-                self.architecture,
-                num_layers=len(stage.layers),
-                vocab_size=self.architecture.vocab_size if stage.has_output_layer else 0,
-            ).flops_per_token(self.config.seq_length)
+            self.architecture.flops_of_layers(
+                stage.layers, self.config.seq_length, has_output_layer=stage.has_output_layer
+            )
             for stage in self._virtual_stages
         )
         return simulate(self.schedule(self.num_microbatches), Durations(times, times, times)).bubble_fraction

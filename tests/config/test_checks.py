@@ -122,6 +122,7 @@ POSITIVE = [
     "--rotary-base",
     "--rope-scaling-factor",
     "--moe-router-topk-scaling-factor",
+    "--dry-run-expert-load",
     "--moe-router-bias-update-rate",
     "--peak-tflops",
     "--gpu-memory-gb",
@@ -902,6 +903,7 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     ("arguments", "world_size"),
     [
         (GOOD, 1),
+        *expert_flags.ACCEPTED,
         (GOOD, 7),
         (f"{GOOD} --tensor-model-parallel-size 4 --sequence-parallel", 8),
         (f"{GOOD} --sequence-parallel --seq-length 63", 1),

@@ -36,6 +36,8 @@ FP8 = "--bf16 --fp8-format hybrid"
 FULL = "--recompute-granularity full"
 SAMPLES = "--train-iters= --train-samples 1000"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 8"
+EXPERTS = "--num-experts 8"
+SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
 CORPUS = "--mock-data= --tokenizer-type NullTokenizer"
 
 NEEDS = {
@@ -54,6 +56,8 @@ NEEDS = {
     "--end-weight-decay": "--start-weight-decay 0.1 --weight-decay-incr-style linear",
     "--eval-global-batch-size": "--eval-interval 2",
     "--exit-on-missing-checkpoint": "--load run",
+    "--expert-model-parallel-size": EXPERTS,
+    "--expert-tensor-parallel-size": EXPERTS,
     "--exp-avg-dtype": "--use-precision-aware-optimizer --bf16",
     "--exp-avg-sq-dtype": "--use-precision-aware-optimizer --bf16 --adam-beta2 0.95",
     "--finetune": "--load run",
@@ -85,6 +89,33 @@ NEEDS = {
             "extra-scale-factor",
         )
     },
+    **{
+        f"--moe-{name}": EXPERTS
+        for name in (
+            "layer-freq",
+            "ffn-hidden-size",
+            "router-topk",
+            "router-topk-scaling-factor",
+            "router-score-function",
+            "router-pre-softmax",
+            "router-force-load-balancing",
+            "aux-loss-coeff",
+            "z-loss-coeff",
+            "shared-expert-intermediate-size",
+            "token-dispatcher-type",
+            "per-layer-logging",
+        )
+    },
+    "--moe-apply-probs-on-input": f"{SIGMOID} --moe-router-topk 1",
+    "--moe-router-bias-update-rate": f"{SIGMOID} --moe-router-enable-expert-bias",
+    "--moe-router-dtype fp32": EXPERTS,
+    "--moe-router-dtype fp64": f"{EXPERTS} --fp64",
+    "--moe-router-enable-expert-bias": SIGMOID,
+    "--moe-router-group-topk": f"{EXPERTS} --moe-router-num-groups 4",
+    "--moe-router-load-balancing-type": f"{EXPERTS} --moe-aux-loss-coeff 1e-2",
+    "--moe-router-load-balancing-type none": EXPERTS,
+    "--moe-router-num-groups": f"{EXPERTS} --moe-router-group-topk 2",
+    "--moe-shared-expert-overlap": f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
     "--num-layers-per-virtual-pipeline-stage": STAGES,
     "--num-virtual-stages-per-pipeline-rank": STAGES,
     "--overlap-param-gather": "--use-distributed-optimizer",
@@ -94,6 +125,11 @@ NEEDS = {
     "--recompute-granularity full": "--recompute-method uniform --recompute-num-layers 1",
     "--recompute-method": f"{FULL} --recompute-num-layers 1",
     "--recompute-modules": "--recompute-granularity selective",
+    "--recompute-modules moe": f"{EXPERTS} --recompute-granularity selective",
+    "--recompute-modules moe_act": f"{EXPERTS} --recompute-granularity selective",
+    "--recompute-modules shared_experts": (
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 64 --recompute-granularity selective"
+    ),
     "--recompute-num-layers": f"{FULL} --recompute-method uniform",
     "--save-interval": "--save run",
     "--save-retain-interval": "--save run",
@@ -132,6 +168,12 @@ EXAMPLES = {
     "--hierarchical-context-parallel-sizes": "2 2",
     "--kv-channels": "16",
     "--lr": "1e-3",
+    "--expert-tensor-parallel-size": "1",
+    "--moe-aux-loss-coeff": "0.01",
+    "--moe-router-group-topk": "2",
+    "--moe-router-num-groups": "4",
+    "--moe-ffn-hidden-size": "64",
+    "--moe-shared-expert-intermediate-size": "64",
     "--lr-warmup-fraction": "0.1",
     "--num-layers": "8",
     "--num-attention-heads": "8",

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def check_tensor_parallel(run: "RunConfig", world_size: int) -> None:
     size = run.parallel.tensor_model_parallel_size
     model = run.model.resolve(1, size, run.data.seq_length or 1)
-    for flag, value in values_of(model, "num_attention_heads", "num_query_groups", "ffn_hidden_size").items():
+    divided = values_of(model, "num_attention_heads", "num_query_groups")
+    if not all(model.moe_layers()):
+        divided |= values_of(model, "ffn_hidden_size")
+    for flag, value in divided.items():
         if value % size:
             raise ConfigError(
                 f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}: lower the latter to a "
