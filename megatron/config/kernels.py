@@ -13,7 +13,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "rope": ("eager", "compiled", "triton"),
     "cross_entropy": ("eager", "compiled"),
     "weight_gradient": ("separate", "in_place", "apex"),
-    "grouped_gemm": ("loop",),
+    "grouped_gemm": ("grouped_mm", "padded", "loop"),
     "fp8_quantization": ("eager", "triton"),
     "fp8_weight_gradient": ("separate", "triton"),
     "adam": ("torch", "apex", "te"),
@@ -44,9 +44,9 @@ class KernelConfig:
     kernel: tuple[str, ...] = ()
     """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,flash,sdpa,cpu,
     reference}, rms_norm={eager,compiled,triton,apex,te}, swiglu and rope={eager,compiled,triton},
-    cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex}, grouped_gemm={loop},
-    fp8_quantization={eager,triton}, fp8_weight_gradient={separate,triton} (triton is never chosen without this flag,
-    because its speed is unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
+    cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex}, grouped_gemm={grouped_mm,padded,loop} (of
+    experts), fp8_quantization={eager,triton}, fp8_weight_gradient={separate,triton} (triton is never chosen without
+    this flag, because its speed is unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
     bias_swiglu_fusion: bool = True
     """--no-bias-swiglu-fusion means --kernel swiglu=eager."""
     rope_fusion: bool = True

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.core.kernels.grouped import obstacle_to_grouped_mm, torch_grouped_gemm
 from megatron.core.kernels.selection import Kernels, LayerKernels
-from megatron.core.models.kernels import build_kernels, needs_log_sum_exp
+from megatron.core.models.kernels import build_kernels, expert_sizes, needs_log_sum_exp
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
     CudaFlashAttention,
@@ -27,7 +28,8 @@ from megatron.core.ops.fp8 import (
     SeparateFp8WeightGradient,
     gemm_for,
 )
-from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
+from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, NormThenQuantization
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotate_, rotated
@@ -180,6 +182,7 @@ def simulated_kernels(
             masks_documents=config.data.masks_documents,
         )
     separate_gradient = is_forced("weight_gradient", "separate")
+    weight_gradient: WeightGradientKernel = SeparateWeightGradient() if separate_gradient else InPlaceWeightGradient()
     rotate: Rotation = chosen("rope", rotate_, partial(tracker.fused, rotate_))
     if is_forced("rope", "compiled"):
         rotate = _CompiledRotation(tracker)
@@ -192,7 +195,7 @@ def simulated_kernels(
     rms_norm = (_CompiledRMSNorm if writes_norms else _TritonRMSNorm)(EagerRMSNorm(), tracker)
     return Kernels(
         attention=attention,
-        weight_gradient=SeparateWeightGradient() if separate_gradient else InPlaceWeightGradient(),
+        weight_gradient=weight_gradient,
         layers=LayerKernels(
             rms_norm=chosen("rms_norm", EagerRMSNorm(), rms_norm),
             swiglu=chosen("swiglu", EagerSwiGLU(), swiglu),
@@ -202,6 +205,7 @@ def simulated_kernels(
                 EagerCrossEntropy(GPU_CHUNK_BYTES),
                 _Fused(EagerCrossEntropy(chunk_bytes=sys.maxsize), tracker),
             ),
+            grouped_gemm=_grouped_gemm(config, topology, vocab_size, weight_gradient),
         ),
         optimizer=OptimizerKernels(),
         fp8=Fp8Kernels(
@@ -212,3 +216,19 @@ def simulated_kernels(
         engine=None,
         choices=(),
     )
+
+
+def _grouped_gemm(
+    config: RunConfig, topology: Topology, vocab_size: int, weight_gradient: WeightGradientKernel
+) -> GroupedGemm:
+    """The grouped GEMM of a run on GPUs."""
+    wanted = config.kernels.wanted("grouped_gemm")
+    model = config.model.resolve(vocab_size, topology.tensor_parallel.size, config.seq_length)
+    experts = expert_sizes(model, config.parallel)
+    is_preferred = experts is not None and experts.count > 1
+    if wanted is not None:
+        is_preferred = wanted.implementation == "grouped_mm"
+    dtype = number_formats(config.precision, config.optimizer).weight
+    if is_preferred and obstacle_to_grouped_mm(dtype, experts) is None:
+        return torch_grouped_gemm(weight_gradient)
+    return LoopGroupedGemm(weight_gradient)

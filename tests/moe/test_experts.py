@@ -13,12 +13,13 @@ from megatron.core.gradient import MainGrad, WeightGradStore, attach_main_grad, 
 from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.moe.experts import Experts, ExpertShard
-from megatron.core.ops.grouped import RowCounts
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.parameter import info_of
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext
 from megatron.core.topology import single_process
+from megatron.planner.launches import LaunchRecorder
 from megatron.torch_compat import FakeTensorMode
 
 NUM_EXPERTS, HIDDEN, WIDTH = 4, 16, 24
@@ -43,16 +44,21 @@ LAYOUTS = list(product((1, 2, 4), (1, 2, 3)))
 
 
 def experts_of(
-    shard: ExpertShard | None = None, store: WeightGradStore | None = None, device: torch.device | None = None
+    shard: ExpertShard | None = None,
+    store: WeightGradStore | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float64,
+    gemm: GroupedGemm | None = None,
 ) -> Experts:
     topology = single_process()
     context = LayerContext(
         TensorParallel(topology.tensor_parallel),
-        torch.float64,
+        dtype,
         device or topology.device,
         weight_gradients=store or WeightGradStore(),
     )
-    experts = Experts("layers.3.mlp.experts", CONFIG, context, LayerKernels(), shard or ExpertShard())
+    kernels = LayerKernels(grouped_gemm=gemm or LoopGroupedGemm())
+    experts = Experts("layers.3.mlp.experts", CONFIG, context, kernels, shard or ExpertShard())
     if device is None:
         initialize_parameters(experts.parameters(), seed=3)
     return experts
@@ -195,12 +201,13 @@ def test_recomputed_activation_gives_the_same_gradients() -> None:
 
 
 @pytest.mark.parametrize("is_fake", [False, True])
-def test_tensors_without_memory_have_the_shapes_of_the_counts(is_fake: bool) -> None:
+@pytest.mark.parametrize("gemm", [LoopGroupedGemm(), PaddedGroupedGemm(), TorchGroupedGemm()])
+def test_tensors_without_memory_have_the_shapes_of_the_counts(gemm: GroupedGemm, is_fake: bool) -> None:
     """As in the dry run (fake tensors) and where launches are counted (the meta device)."""
     device = torch.device("cpu" if is_fake else "meta")
     with FakeTensorMode(allow_non_fake_inputs=True) if is_fake else torch.device("meta"):
-        experts = experts_of(device=device)
-        rows = torch.empty(55, HIDDEN, dtype=torch.float64, device=device, requires_grad=True)
+        experts = experts_of(device=device, dtype=torch.bfloat16, gemm=gemm)
+        rows = torch.empty(55, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
         counts = RowCounts((5, 1, 33, 16), torch.empty(4, dtype=torch.int64, device=device))
         output = experts(rows, counts)
         assert output.shape == (55, HIDDEN)
@@ -208,3 +215,16 @@ def test_tensors_without_memory_have_the_shapes_of_the_counts(is_fake: bool) -> 
         assert rows.grad is not None and rows.grad.shape == rows.shape
         for parameter in experts.parameters():
             assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+
+
+def test_a_grouped_gemm_is_one_launch() -> None:
+    with LaunchRecorder() as recorder:
+        experts = experts_of(device=torch.device("meta"), dtype=torch.bfloat16, gemm=TorchGroupedGemm())
+        rows = torch.empty(55, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        counts = RowCounts((5, 1, 33, 16), torch.empty(4, dtype=torch.int64, device="meta"))
+        recorder.launches.clear()
+        output = experts(rows, counts)
+        output.backward(torch.empty_like(output))
+    kinds = [launch.kind for launch in recorder.launches]
+    assert kinds.count("gemm") == 6
+    assert "host sync" not in kinds

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, RowCounts
-from megatron.core.ops.matmul import InPlaceWeightGradient
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
+from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 
 STALE = 1e6
 """What the last step left in a gradient buffer."""
@@ -40,18 +40,25 @@ def definition(x: Tensor, weight: Tensor, dy: Tensor, counts: RowCounts) -> tupl
     return output, input_gradient, torch.zeros_like(matrices).index_add_(0, of_row, outer).flatten(0, 1)
 
 
-GEMMS = {"loop": LoopGroupedGemm(), "loop in place": LoopGroupedGemm(InPlaceWeightGradient())}
+GEMMS: dict[str, GroupedGemm] = {
+    "loop": LoopGroupedGemm(),
+    "loop in place": LoopGroupedGemm(InPlaceWeightGradient()),
+    "padded": PaddedGroupedGemm(),
+    "grouped_mm": TorchGroupedGemm(),
+    "grouped_mm, then loop": TorchGroupedGemm(SeparateWeightGradient()),
+}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
-def dtypes_of(gemm: str) -> tuple[torch.dtype, ...]:
-    return tuple(TOLERANCE) if gemm != "loop in place" else (torch.float64,)
+DTYPES = {gemm: (torch.bfloat16,) if gemm.startswith("grouped_mm") else tuple(TOLERANCE) for gemm in GEMMS}
+DTYPES["loop in place"] = (torch.float64,)
+"""What each multiplies."""
 
 
 @pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize(("gemm", "dtype"), [(gemm, dtype) for gemm in GEMMS for dtype in dtypes_of(gemm)])
+@pytest.mark.parametrize(("gemm", "dtype"), [(gemm, dtype) for gemm in GEMMS for dtype in DTYPES[gemm]])
 def test_all_three_gemms_are_those_of_each_group(gemm: str, dtype: torch.dtype, name: str) -> None:
-    kernel: GroupedGemm = GEMMS[gemm]
+    kernel = GEMMS[gemm]
     counts = RowCounts.of(COUNTS[name])
     x, weight, dy = operands(counts, dtype)
     expected = definition(x, weight, dy, counts)
@@ -66,14 +73,15 @@ def test_all_three_gemms_are_those_of_each_group(gemm: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_weight_gradients_overwrite_then_add_also_for_groups_without_rows(gemm: str, name: str) -> None:
     counts = RowCounts.of(COUNTS[name])
-    x, weight, dy = operands(counts, torch.float64)
+    dtype = torch.float64 if torch.float64 in DTYPES[gemm] else torch.bfloat16
+    x, weight, dy = operands(counts, dtype)
     expected = definition(x, weight, dy, counts)[2]
-    buffer = torch.full_like(weight, STALE)
+    buffer = torch.full(weight.shape, STALE, dtype=torch.promote_types(dtype, torch.float32))
     product = GEMMS[gemm].weight_gradient(dy, x, counts)
     product.write_to(buffer, accumulate=False)
-    torch.testing.assert_close(buffer, expected, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(buffer.double(), expected, rtol=0.0, atol=TOLERANCE[dtype])
     product.write_to(buffer, accumulate=True)
-    torch.testing.assert_close(buffer, 2 * expected, rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(buffer.double(), 2 * expected, rtol=0.0, atol=2 * TOLERANCE[dtype])
 
 
 def test_a_wide_buffer_sums_half_precision_products_in_fp32() -> None:

@@ -5,7 +5,7 @@ chosen. So a kernel that fails or is wrong is reported at the start and not at t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -134,7 +134,7 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     rms_norm.insert(0, _quantising(setting, "rms_norm.TritonRMSNorm", try_quantized_rms_norm))
     rms_norm += _optional(setting, "RMSNorm")
     swiglu: list[Candidate[SwiGLUKernel]] = _elementwise(
-        setting, EagerSwiGLU, CompiledSwiGLU, lambda kernel: try_swiglu(kernel, sizes, device, dtype)
+        setting, EagerSwiGLU, CompiledSwiGLU, partial(_try_swiglu, setting)
     )
     swiglu.insert(0, _quantising(setting, "swiglu.TritonSwiGLU", try_quantized_swiglu))
     rope: list[Candidate[Rotation]] = _elementwise(
@@ -268,6 +268,13 @@ def _triton_rotation(setting: Setting) -> Rotation:
 
 def _try_rotation(setting: Setting, rotate: Rotation) -> None:
     try_rotation(rotate, setting.sizes, setting.device, setting.weight, setting.resets_positions)
+
+
+def _try_swiglu(setting: Setting, kernel: SwiGLUKernel) -> None:
+    try_swiglu(kernel, setting.sizes, setting.device, setting.weight)
+    if setting.experts is not None:
+        sizes = replace(setting.sizes, mlp_width=setting.experts.width)
+        try_swiglu(kernel, sizes, setting.device, setting.weight)
 
 
 def _quantising(setting: Setting, path: str, trial: Callable[[T, TrialSizes, Any, Any], None]) -> Candidate[T]:

@@ -83,7 +83,7 @@ def compare(found: Tensor, expected: Tensor) -> None:
         raise Unavailable(f"a trial had a relative error of {error:.0%}")
 
 
-def _random(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
@@ -97,8 +97,8 @@ def try_attention(
     """Attend to short sequences as a layer of the model does, with ``in_documents`` also within documents."""
     shape = sizes.attention
     width = shape.rotated_size + shape.key_value_heads * shape.head_size
-    qkv = _random(LENGTH, sizes.rows, width, device=device, dtype=dtype)
-    grad = _random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
+    qkv = random(LENGTH, sizes.rows, width, device=device, dtype=dtype)
+    grad = random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
     for documents in (None, _documents(sizes.rows, device))[: 2 if in_documents else 1]:
         passes = (_attend(one, qkv, grad, shape, documents) for one in (kernel, ReferenceAttention()))
         for found, expected in zip(*passes, strict=True):
@@ -136,7 +136,7 @@ def try_weight_gradient(
 ) -> None:
     """Compare two GEMMs into one buffer with the sum of both products, in aligned and in odd widths."""
     for n, k in ((32, 48), (41, 27)):
-        grad_outputs, inputs = (_random(64, width, device=device, dtype=dtype, seed=width) for width in (n, k))
+        grad_outputs, inputs = (random(64, width, device=device, dtype=dtype, seed=width) for width in (n, k))
         buffer = torch.full((n, k), torch.nan, dtype=buffer_dtype, device=device)
         for accumulate in (False, True):
             kernel.write(buffer, grad_outputs, inputs, accumulate)
@@ -148,7 +148,7 @@ def try_scaled_gemm(gemm: ScaledGemm, device: torch.device, dtype: torch.dtype) 
     tokens, n, k = 64, 32, 48
 
     def quantized(rows: int, columns: int, fp8: torch.dtype) -> QuantizedTensor:
-        tensor = _random(rows, columns, device=device, dtype=dtype, seed=rows + columns)
+        tensor = random(rows, columns, device=device, dtype=dtype, seed=rows + columns)
         amax = amax_of(tensor)
         scale = scale_from_amax(amax, largest_value(fp8), 1.0)
         return EagerQuantization().quantize(tensor, scale, amax, fp8, Layout.BOTH)
@@ -174,15 +174,15 @@ def _transposed(operand: QuantizedTensor) -> QuantizedTensor:
 
 def try_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
     """Normalise the residual stream, and heads of the fused projection if the model does."""
-    inputs = [_random(FEW, sizes.rows, sizes.hidden_size, device=device, dtype=dtype)]
+    inputs = [random(FEW, sizes.rows, sizes.hidden_size, device=device, dtype=dtype)]
     if sizes.norms_heads:
         shape = sizes.attention
         width = shape.query_heads + 2 * shape.key_value_heads
-        heads = _random(FEW, sizes.rows, width, shape.head_size, device=device, dtype=dtype)
+        heads = random(FEW, sizes.rows, width, shape.head_size, device=device, dtype=dtype)
         inputs.append(heads[:, :, : shape.query_heads])  # not contiguous, [s, b, n, d]
     for one in inputs:
-        gradient = _random(*one.shape, device=device, dtype=dtype, seed=1)
-        weight = 1 + _random(one.shape[-1], device=device, dtype=dtype, seed=2)
+        gradient = random(*one.shape, device=device, dtype=dtype, seed=1)
+        weight = 1 + random(one.shape[-1], device=device, dtype=dtype, seed=2)
         results = []
         for norm in (kernel, EagerRMSNorm()):
             output, inverse_rms = norm.forward(one, weight, 1e-5)
@@ -192,8 +192,8 @@ def try_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: torch.device,
 
 
 def try_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
-    inputs = _random(FEW, sizes.rows, 2 * sizes.mlp_width, device=device, dtype=dtype)
-    gradient = _random(FEW, sizes.rows, sizes.mlp_width, device=device, dtype=dtype, seed=1)
+    inputs = random(FEW, sizes.rows, 2 * sizes.mlp_width, device=device, dtype=dtype)
+    gradient = random(FEW, sizes.rows, sizes.mlp_width, device=device, dtype=dtype, seed=1)
     eager = EagerSwiGLU()
     compare(kernel.forward(inputs), eager.forward(inputs))
     found, expected = kernel.backward(gradient, inputs), eager.backward(gradient, inputs)
@@ -204,7 +204,7 @@ def try_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dt
 def try_quantized_swiglu(kernel: SwiGLUKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype) -> None:
     """:func:`try_swiglu`, and quantised outputs in sizes that are no multiples of a tile."""
     try_swiglu(kernel, sizes, device, dtype)
-    inputs, quantization = _random(40, 2, 416, device=device, dtype=dtype), _with_known_scale(device)
+    inputs, quantization = random(40, 2, 416, device=device, dtype=dtype), _with_known_scale(device)
     _compare_quantized(kernel.quantized(inputs, quantization), quantization, swiglu_reference(inputs.float()))
 
 
@@ -212,10 +212,10 @@ def try_quantized_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: tor
     """:func:`try_rms_norm`, and quantised outputs and what backward computes after them, with gains also in fp32 as
     under ``--apply-layernorm-1p``."""
     try_rms_norm(kernel, sizes, device, dtype)
-    inputs, gradient = (_random(40, 2, sizes.hidden_size, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
+    inputs, gradient = (random(40, 2, sizes.hidden_size, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
     for wide in (dtype, torch.float32):
         gain, quantization = (
-            1 + _random(sizes.hidden_size, device=device, dtype=wide, seed=2),
+            1 + random(sizes.hidden_size, device=device, dtype=wide, seed=2),
             _with_known_scale(device),
         )
         wanted, wanted_rms = normalise(inputs.float(), gain.float(), 1e-5)
@@ -251,7 +251,7 @@ def try_rotation(
     positions of its own."""
     shape = sizes.attention
     width = shape.rotated_size + shape.key_value_heads * shape.head_size
-    fused = _random(FEW, sizes.rows, width, device=device, dtype=dtype)
+    fused = random(FEW, sizes.rows, width, device=device, dtype=dtype)
     positions = torch.arange(FEW * sizes.rows, device=device).view(FEW, sizes.rows)
     if not resets_positions:
         positions = positions[:, 0]
@@ -268,14 +268,14 @@ def try_cross_entropy(kernel: CrossEntropyKernel, sizes: TrialSizes, device: tor
     half of it, so that a kernel that leaves ids out has a large error."""
     eager, wide, tokens = EagerCrossEntropy(), torch.promote_types(dtype, torch.float32), FEW * sizes.rows
     for width in sizes.vocabularies:
-        logits = 0.1 * _random(tokens, sizes.vocabulary, device=device, dtype=dtype)
+        logits = 0.1 * random(tokens, sizes.vocabulary, device=device, dtype=dtype)
         logits[:, width - 1] += math.log(width)
         expected_lse = eager.log_sum_exp(logits[:, :width], wide)
         difference = kernel.log_sum_exp(logits[:, :width], wide) - expected_lse
         compare(difference.exp(), torch.ones_like(difference))
         # Labels at both ends of the vocabulary.
         columns = torch.arange(tokens, device=device) % 2 * (width - 1)
-        gradient, at_label = (_random(tokens, device=device, dtype=wide, seed=seed) for seed in (1, 2))
+        gradient, at_label = (random(tokens, device=device, dtype=wide, seed=seed) for seed in (1, 2))
         found, expected = logits.clone(), logits.clone()
         for one, result in ((kernel, found), (eager, expected)):
             one.write_gradient(result[:, :width], expected_lse, columns, gradient, at_label)

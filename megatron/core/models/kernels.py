@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
+from megatron.core.kernels.grouped import ExpertSizes
 from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
 from megatron.core.kernels.trials import TrialSizes
 from megatron.core.precision import number_formats
@@ -34,8 +37,17 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
         engine=find_transformer_engine(config, topology),
         fp8=config.precision.fp8_format is not None and config.model.transformer_impl == "local",
         has_delayed_scales=has_delayed_scales(config),
+        experts=expert_sizes(model, config.parallel),
     )
     return choose_kernels(config.kernels, setting)
+
+
+def expert_sizes(model: TransformerConfig, parallel: ParallelConfig) -> ExpertSizes | None:
+    """The experts of a layer on one rank; None for a dense model."""
+    if model.num_experts is None or model.moe_ffn_hidden_size is None:
+        return None
+    count = model.num_experts // parallel.expert_model_parallel_size
+    return ExpertSizes(count, model.hidden_size, model.moe_ffn_hidden_size // parallel.expert_tensor_size)
 
 
 def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> None:

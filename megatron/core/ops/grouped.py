@@ -11,10 +11,11 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.gradient import GradientProduct
-from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel, write_linear
+from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel, linear, write_linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +98,9 @@ class _LoopWeightGradient:
     kernel: WeightGradientKernel
 
     def value(self) -> Tensor:
-        return gradient_value(self, self.grad_outputs, self.inputs, self.counts)
+        buffer = self.inputs.new_empty(len(self.counts.host) * self.grad_outputs.shape[1], self.inputs.shape[1])
+        self.write_to(buffer, accumulate=False)
+        return buffer
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
         for part, rows in zip(self.counts.matrices(buffer), self.counts.slices()):
@@ -107,8 +110,103 @@ class _LoopWeightGradient:
                 part.zero_()
 
 
-def gradient_value(product: GradientProduct, grad_outputs: Tensor, inputs: Tensor, counts: RowCounts) -> Tensor:
-    """The value of a weight-gradient ``product`` of these operands: ``[groups n, k]`` in their dtype."""
-    buffer = inputs.new_empty(len(counts.host) * grad_outputs.shape[1], inputs.shape[1])
-    product.write_to(buffer, accumulate=False)
-    return buffer
+class PaddedGroupedGemm:
+    """A GEMM for each group on a CPU, of a multiple of :data:`ROWS` rows: those of the group, and some beside them.
+
+    oneDNN compiles a kernel for every new shape, which takes longer than the GEMM of an expert, and routing gives new
+    counts in every microbatch (``docs/performance.md``).
+    """
+
+    ROWS = 32
+
+    def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
+        self._kernel = kernel or SeparateWeightGradient()
+
+    def output(self, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        return self._multiply(inputs, counts.matrices(weight), counts)
+
+    def input_gradient(self, grad_outputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        return self._multiply(grad_outputs, counts.matrices(weight).transpose(1, 2), counts)
+
+    def _multiply(self, inputs: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
+        """``inputs`` ``[m, k]`` with ``matrices`` ``[groups, n, k]``: ``[m, n]``."""
+        output = inputs.new_empty(inputs.shape[0], matrices.shape[1])
+        for matrix, (rows, window, own) in zip(matrices, _windows(counts, self.ROWS)):
+            if rows.start < rows.stop:
+                output[rows] = linear(inputs[window], matrix)[own]
+        return output
+
+    def weight_gradient(self, grad_outputs: Tensor, inputs: Tensor, counts: RowCounts) -> GradientProduct:
+        return _PaddedWeightGradient(grad_outputs, inputs, counts, self._kernel)
+
+
+def _windows(counts: RowCounts, multiple: int) -> Iterator[tuple[slice, slice, slice]]:
+    """For each group its rows, a window around them whose size is a ``multiple`` or all rows, and its rows in the
+    window."""
+    for rows in counts.slices():
+        size = min(counts.total, -(-(rows.stop - rows.start) // multiple) * multiple)
+        first = min(rows.start, counts.total - size)
+        yield rows, slice(first, first + size), slice(rows.start - first, rows.stop - first)
+
+
+@dataclass(frozen=True)
+class _PaddedWeightGradient(_LoopWeightGradient):
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        copied_is_gradient = self.grad_outputs.shape[1] <= self.inputs.shape[1]
+        for part, (rows, window, own) in zip(
+            self.counts.matrices(buffer), _windows(self.counts, PaddedGroupedGemm.ROWS)
+        ):
+            if rows.start == rows.stop:
+                if not accumulate:
+                    part.zero_()
+                continue
+            # Rows of other groups have a zero in one factor, the one that is smaller to copy.
+            dy, x = self.grad_outputs[window], self.inputs[window]
+            if copied_is_gradient:
+                dy = torch.zeros_like(dy)
+                dy[own] = self.grad_outputs[rows]
+            else:
+                x = torch.zeros_like(x)
+                x[own] = self.inputs[rows]
+            self.kernel.write(part, dy, x, accumulate)
+
+
+class TorchGroupedGemm:
+    """torch's grouped GEMM, one launch for all groups: bf16, and widths that are multiples of 16 bytes. ``kernel``
+    computes the weight gradients, a GEMM for each group; None: a grouped GEMM, then an addition."""
+
+    def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
+        self._kernel = kernel
+
+    def output(self, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        return F.grouped_mm(inputs, counts.matrices(weight).transpose(1, 2), offs=counts.ends)
+
+    def input_gradient(self, grad_outputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        return F.grouped_mm(grad_outputs, counts.matrices(weight), offs=counts.ends)
+
+    def weight_gradient(self, grad_outputs: Tensor, inputs: Tensor, counts: RowCounts) -> GradientProduct:
+        if self._kernel is not None:
+            return _LoopWeightGradient(grad_outputs, inputs, counts, self._kernel)
+        return _TorchWeightGradient(grad_outputs, inputs, counts)
+
+
+@dataclass(frozen=True)
+class _TorchWeightGradient:
+    """A :class:`~megatron.core.gradient.GradientProduct`: one grouped GEMM, then an addition."""
+
+    grad_outputs: Tensor
+    inputs: Tensor
+    counts: RowCounts
+
+    def value(self) -> Tensor:
+        product = F.grouped_mm(self.grad_outputs.t(), self.inputs, offs=self.counts.ends)  # [groups, n, k]
+        for part, count in zip(product, self.counts.host):
+            if not count:
+                part.zero_()  # torch does not say what the product of no rows is
+        return product.flatten(0, 1)
+
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        if accumulate:
+            buffer.add_(self.value())
+        else:
+            buffer.copy_(self.value())
