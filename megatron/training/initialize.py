@@ -88,6 +88,7 @@ def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
         cp=parallel.context_parallel_size,
         dp=data_parallel_size,
         ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_size,
         dp_replicas=parallel.data_parallel_replicas(data_parallel_size),
         order=parallel.rank_order,
     )

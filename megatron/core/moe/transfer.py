@@ -1,0 +1,155 @@
+"""Differentiable communication of rows in two halves, start and wait, between which other work overlaps.
+
+The backward pass has the same two halves in reverse: the backward of the wait starts the adjoint communication, the
+backward of the start waits for it. Autograd runs what was computed between the two halves between them again, because
+it prefers the functions that ran last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron.core.communication import Communicator, Work, add_in_order
+
+
+class Transfer(Protocol):
+    """A linear communication of rows, and its adjoint."""
+
+    @property
+    def ranks(self) -> Communicator:
+        """Who takes part."""
+
+    def start(self, rows: Tensor) -> Work[Tensor]:
+        """Start the communication of ``rows``."""
+
+    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
+        """Start the communication of the result's gradient; returns the gradient of the rows."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """All-gather of equal numbers of rows; the adjoint is a reduce-scatter."""
+
+    ranks: Communicator
+
+    def start(self, rows: Tensor) -> Work[Tensor]:
+        return self.ranks.start_all_gather(rows)
+
+    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
+        return self.ranks.start_reduce_scatter(gradient)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """``sent[i]`` rows to rank i and ``received[i]`` rows from it (uneven all-to-all); the adjoint is the way back."""
+
+    ranks: Communicator
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    def start(self, rows: Tensor) -> Work[Tensor]:
+        return self.ranks.start_exchange_rows(rows, self.sent, self.received)
+
+    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
+        return self.ranks.start_exchange_rows(gradient, self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class UnevenGather:
+    """All-gather of ``counts[i]`` rows of rank i; the adjoint is a reduce-scatter, added in rank order."""
+
+    ranks: Communicator
+    counts: Sequence[int]
+
+    def start(self, rows: Tensor) -> Work[Tensor]:
+        output = rows.new_empty((sum(self.counts), *rows.shape[1:]))
+        work = self.ranks.start_exchange_parts([rows] * self.ranks.size, output.split(list(self.counts)))
+        return work.then(lambda _: output)
+
+    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
+        parts = gradient.split(list(self.counts))
+        own = parts[self.ranks.rank]
+        received = [own if rank == self.ranks.rank else torch.empty_like(own) for rank in range(self.ranks.size)]
+        return self.ranks.start_exchange_parts(parts, received).then(add_in_order)
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """The adjoint of a transfer."""
+
+    transfer: Transfer
+
+    @property
+    def ranks(self) -> Communicator:
+        return self.transfer.ranks
+
+    def start(self, rows: Tensor) -> Work[Tensor]:
+        return self.transfer.start_adjoint(rows)
+
+    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
+        return self.transfer.start(gradient)
+
+
+class StartedTransfer:
+    """A transfer of ``rows`` that has started. Call :meth:`wait` once; ``rows`` must not change until then."""
+
+    def __init__(self, transfer: Transfer, rows: Tensor) -> None:
+        self.transfer = transfer
+        self.work: Work[Tensor] | None = None
+        """What is under way, forward or backward."""
+        self._edge: Tensor | None = rows if transfer.ranks.size == 1 else _Start.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """The result."""
+        edge, self._edge = self._edge, None
+        assert edge is not None
+        result: Tensor = edge if self.transfer.ranks.size == 1 else _Wait.apply(edge, self)
+        return result
+
+    def begin(self, work: Work[Tensor]) -> None:
+        """``work`` is under way."""
+        assert self.work is None
+        self.work = work
+
+    def finish(self) -> Tensor:
+        """The result of what is under way."""
+        assert self.work is not None
+        work, self.work = self.work, None
+        return work.wait()
+
+
+def communicate(transfer: Transfer, rows: Tensor) -> Tensor:
+    """The result of ``transfer``, without overlap."""
+    return StartedTransfer(transfer, rows).wait()
+
+
+class _Start(Function):
+    """Returns a tensor without elements, which connects the start and the wait in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, started: StartedTransfer) -> Tensor:
+        ctx.started = started
+        started.begin(started.transfer.start(rows))
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        started: StartedTransfer = ctx.started
+        return started.finish(), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, started: StartedTransfer) -> Tensor:
+        ctx.started = started
+        return started.finish()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        started: StartedTransfer = ctx.started
+        started.begin(started.transfer.start_adjoint(gradients[0].contiguous()))
+        return gradients[0].new_empty(0), None
