@@ -1,6 +1,7 @@
 """When buckets communicate, and how much they keep meanwhile; told by communicators that note it and send nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.strategy import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
+from megatron.core.parameter import ParameterInfo, attach_info, empty_parameter, info_of, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import RankGrid, Topology
 
@@ -20,11 +21,12 @@ NUMBERS = 128
 class Noting(Communicator):
     """The first of two ranks, the other of which has nothing but zeros; notes when a collective starts and ends."""
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events: list[str], of: str = "") -> None:
         super().__init__((0, 1), 0)
-        self.events = events
+        self.events, self.of = events, of
 
     def _noted(self, kind: str, finish: Callable[[], Tensor]) -> Work[Tensor]:
+        kind += self.of
         self.events.append(f"start {kind}")
 
         def end() -> Tensor:
@@ -158,3 +160,64 @@ def test_initial_weights_are_there_before_a_checkpoint_is_loaded_into_their_plac
     data_parallel, _, events = two_buckets("optim", overlap=True)
     data_parallel.initialize(seed=1)
     assert events == ["start gather", "start gather", "end gather", "end gather"]
+
+
+class LayerWithExperts(nn.Module):
+    """A layer with one dense weight, and one of experts in a module of its own."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__()
+        self.dense, self.experts = Unit(name, events), Unit(f"{name}.experts", events)
+        attach_info(self.experts.weight, replace(info_of(self.experts.weight), is_expert=True))
+
+    def forward(self) -> None:
+        """The dense part first."""
+        self.dense()
+        self.experts()
+
+
+def layers_with_experts(overlap: bool) -> tuple[BufferedDataParallel, list[LayerWithExperts], list[str]]:
+    events: list[str] = []
+    topology = Topology(RankGrid(dp=4, ep=2, dp_replicas=1), 0, torch.device("cpu"))
+    topology._communicators["cp", "dp_shard"] = Noting(events)
+    topology._communicators["edp_shard",] = Noting(events, " experts")
+    layers = [LayerWithExperts("a", events), LayerWithExperts("b", events)]
+    for ranks in topology._communicators.values():
+        ranks.open = lambda: None  # type: ignore[method-assign]
+    config = ParallelConfig(
+        data_parallel_sharding_strategy="optim",
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        ddp_bucket_size=NUMBERS,
+    )
+    formats = NumberFormats.uniform(torch.float32)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    data_parallel = BufferedDataParallel(parameters, formats, topology, config, layers, has_experts=True)
+    return data_parallel, layers, events
+
+
+def test_experts_wait_for_their_own_weights_which_are_gathered_while_their_layer_runs() -> None:
+    data_parallel, (first, second), events = layers_with_experts(overlap=True)
+    data_parallel.start_param_all_gather()
+    assert events == ["start gather"]
+    first()
+    assert events[1:] == [
+        *("start gather experts", "end gather", "run a"),
+        *("start gather", "end gather experts", "run a.experts"),
+    ]
+    second()
+    assert events[7:] == ["start gather experts", "end gather", "run b", "end gather experts", "run b.experts"]
+
+
+def test_gradients_of_experts_leave_over_their_own_ranks_as_they_are_complete() -> None:
+    data_parallel, (first, second), events = layers_with_experts(overlap=True)
+    data_parallel.start_grad_accumulation(1)
+    for layer in (second, first):
+        deliver(layer.experts, events)
+        deliver(layer.dense, events)
+    assert events == [
+        *("backward b.experts", "start reduce experts", "backward b", "start reduce"),
+        *("backward a.experts", "start reduce experts", "backward a", "start reduce"),
+    ]
+    data_parallel.finish_grad_sync()
+    assert sorted(events[8:]) == [*["end reduce"] * 2, *["end reduce experts"] * 2]

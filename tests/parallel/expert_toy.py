@@ -50,6 +50,8 @@ class Folding:
     recompute: bool = False
     """Layers 1 and 2 are one recomputed unit."""
     reshard: bool = True
+    in_flight: bool = False
+    """All forward passes run before the first backward pass."""
 
     @property
     def world_size(self) -> int:
@@ -238,20 +240,25 @@ def build_toy(folding: Folding, config: OptimizerConfig) -> ToyRun:
     return ToyRun(toy, data_parallel, Optimizer(config, data_parallel, topology))
 
 
-def accumulate(run: ToyRun, step: int) -> None:
+def accumulate(run: ToyRun, step: int, in_flight: bool = False, num_microbatches: int = MICROBATCHES) -> None:
     """The gradients of a step, summed over the data-parallel ranks."""
-    run.data_parallel.start_grad_accumulation(MICROBATCHES)
-    for microbatch in range(MICROBATCHES):
+    run.data_parallel.start_grad_accumulation(num_microbatches)
+    losses = []
+    for microbatch in range(num_microbatches):
         inputs = torch.ones((), dtype=torch.float64, requires_grad=True)
-        run.toy.chunk(inputs, step * MICROBATCHES + microbatch).backward()
+        losses.append(run.toy.chunk(inputs, step * MICROBATCHES + microbatch))
+        if not in_flight:
+            losses.pop().backward()
+    for loss in losses:
+        loss.backward()
     run.data_parallel.finish_grad_sync()
 
 
-def train_toy(run: ToyRun, steps: Iterable[int]) -> Record:
+def train_toy(run: ToyRun, steps: Iterable[int], in_flight: bool = False) -> Record:
     """Some steps."""
     record = Record()
     for step in steps:
-        accumulate(run, step)
+        accumulate(run, step, in_flight)
         shards = run.data_parallel.param_shards
         record.gradients.append(_boxes([(shard, shard.gradient) for shard in shards]))
         record.zeros.append(run.optimizer.count_zeros())
@@ -279,4 +286,4 @@ def stored_weights(data_parallel: DataParallel) -> list[LocalTensor]:
 
 def run_folding(folding: Folding, config: OptimizerConfig, steps: int) -> Record:
     """On every rank: train from the start."""
-    return train_toy(build_toy(folding, config), range(steps))
+    return train_toy(build_toy(folding, config), range(steps), folding.in_flight)

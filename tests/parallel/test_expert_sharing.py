@@ -1,7 +1,7 @@
 """Data parallelism of dense and expert parameters, in every folding as in one process."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.config.optimizer import OptimizerConfig
@@ -18,7 +20,7 @@ from megatron.core.data_parallel.sharing import ModelSharing, Sharing
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.parameter import ParameterInfo
 from megatron.training.checkpoints.tensors import model_tensors, optimizer_tensors
-from tests.parallel.expert_toy import Folding, Record, ToyRun, build_toy, run_folding, train_toy
+from tests.parallel.expert_toy import Folding, Record, ToyRun, accumulate, build_toy, run_folding, train_toy
 from tests.parallel.layout_run import assemble
 from tests.parallel.test_resharding import SAVED
 from tests.parallel.test_resharding import differences as not_as_saved
@@ -44,6 +46,7 @@ FOLDINGS = {
     "pp2 edp2": Folding(pp=2, dp=2),
     "dp first": Folding(tp=2, dp=2, ep=2, order="dp-tp-cp-ep-pp"),
 }
+FSDP = Folding(dp=4, ep=2, strategy="optim_grads_params")
 STRATEGIES: tuple[ShardingStrategy, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -104,11 +107,72 @@ def test_a_folding_trains_as_one_process(four_ranks: RankPool, folding: Folding,
     assert max(found[0].norms) > 0.5, "nothing is clipped"
 
 
+# Fully sharded
+
+
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("in_flight", [False, True], ids=["in turn", "in flight"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["when used", "ahead"])
-def test_recomputed_layers_gather_their_experts_again(four_ranks: RankPool, overlap: bool, reshard: bool) -> None:
-    folding = Folding(dp=4, ep=2, strategy="optim_grads_params", overlap=overlap, recompute=True, reshard=reshard)
+def test_recomputed_layers_gather_their_experts_again(
+    four_ranks: RankPool, overlap: bool, in_flight: bool, reshard: bool
+) -> None:
+    folding = replace(FSDP, overlap=overlap, recompute=True, reshard=reshard, in_flight=in_flight)
     assert differences(four_ranks.run(run_folding, folding, SGD, STEPS), SGD) == set()
+
+
+@dataclass
+class Gathers:
+    """What a rank saw of the all-gathers of weights in a microbatch."""
+
+    groups: list[str] = field(default_factory=list)
+    """Whose groups they were over."""
+    before: list[int] = field(default_factory=list)
+    """How many had started when each unit ran, and when it ran backward, before it asked for its weights."""
+    whole: list[int] = field(default_factory=list)
+    """How many units were whole at these times, and at the end."""
+
+
+def gathers_of(folding: Folding) -> Gathers:
+    """On every rank: a step."""
+    run, seen = build_toy(folding, SGD), Gathers()
+    sharing = run.data_parallel.sharing
+    assert sharing.experts is not None
+    for name, ranks in (("dense", sharing.dense.shards), ("experts", sharing.experts.shards)):
+        ranks.observer = lambda record, name=name: seen.groups.append(name) if record.kind == "all_gather" else None
+    units = [module for module in run.toy.modules() if isinstance(module, FSDPModule) and module is not run.toy.chunk]
+
+    def look(*_: object) -> None:
+        seen.before.append(len(seen.groups))
+        # The first parameter of a unit in the toy is its own.
+        seen.whole.append(sum(not isinstance(next(unit.parameters()), DTensor) for unit in units))
+
+    for unit in units:
+        unit.register_forward_pre_hook(look)
+        unit.register_full_backward_pre_hook(look)
+    accumulate(run, 0, num_microbatches=1)
+    look()
+    return seen
+
+
+D, E = "dense", "experts"
+
+
+@pytest.mark.parametrize(
+    ("folding", "groups", "before", "most", "after"),
+    [
+        (FSDP, [D, D, E, D, E, D, E, D, E, D], [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10], 2, 0),
+        (replace(FSDP, overlap=True), [D, D, E, D, E, D, E, D, E, D], [2, 4, 4, 5, 5, 6, 8, 8, 10, 10, 10], 2, 0),
+        (replace(FSDP, recompute=True), [D, D, E, E, D, E, E, D], [1, 2, 3, 4, 4, 6, 7, 7, 7, 7, 8], 3, 0),
+        (replace(FSDP, reshard=False), [D, D, E, D, E], [1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5], 5, 5),
+    ],
+    ids=["when used", "ahead", "recomputed", "kept"],
+)
+def test_a_layer_and_its_experts_are_gathered_twice(
+    four_ranks: RankPool, folding: Folding, groups: list[str], before: list[int], most: int, after: int
+) -> None:
+    """Once for each pass. Recomputed experts stay whole until their backward pass."""
+    for seen in four_ranks.run(gathers_of, folding):
+        assert (seen.groups, seen.before, max(seen.whole), seen.whole[-1]) == (groups, before, most, after)
 
 
 # Planted faults
