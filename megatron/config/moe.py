@@ -7,6 +7,7 @@ from megatron.flags import values_of
 from megatron.ranges import require_at_least, require_positive
 
 LoadBalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
+TokenDispatcherType = Literal["allgather", "alltoall"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class MoEConfig:
     than the mean, down for one with more."""
     moe_router_force_load_balancing: bool = False
     """Benchmarks only: choose the experts in turn, not by their scores. The model does not learn to route."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    moe_token_dispatcher_type: TokenDispatcherType = "allgather"
     """Exchange of tokens between expert-parallel ranks: all tokens to all ranks (allgather), or every token to the
     ranks of its experts (alltoall), which sends less if --moe-router-topk is below --expert-model-parallel-size."""
     moe_shared_expert_overlap: bool = False

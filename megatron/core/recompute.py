@@ -90,8 +90,9 @@ class _Recompute(Function):
 class Recomputable(Protocol):
     """A part of a transformer layer, attention or MLP."""
 
-    segments: Mapping[str, str]
-    """By choice of ``--recompute-modules`` the path of the submodule that it recomputes; empty: the whole part."""
+    @property
+    def segments(self) -> Mapping[str, str]:
+        """By choice of ``--recompute-modules`` the path of the submodule that it recomputes; empty: the whole part."""
 
 
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:

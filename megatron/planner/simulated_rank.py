@@ -82,7 +82,8 @@ def build_rank(
     _mark_outputs(parallel.model, tracker, mark_activations)
     parallel.executor.recorder = _PassRecorder(tracker, mark_activations)
     scaler = build_loss_scaler(config.precision)
-    return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology, fp8)
+    balance = parallel.model.expert_balance
+    return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology, fp8, balance)
 
 
 def run_step(

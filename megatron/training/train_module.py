@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron.core.communication import Work
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Layers
+from megatron.core.moe.balance import ExpertBalance
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
@@ -25,6 +26,8 @@ class TrainModule:
     loss_scaler: LossScaler
     topology: Topology
     fp8: Fp8Layers | None = None
+    experts: ExpertBalance | None = None
+    """Losses, loads and biases of the routers; None for a dense model."""
 
     def start_sum(self, losses: Tensor, flags: Sequence[bool] = ()) -> Work[Tensor]:
         """Sum ``losses`` ``[2]``, as the executor returns them, and count ``flags`` over all ranks: ``[2 + flags]``.

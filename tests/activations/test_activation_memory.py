@@ -299,7 +299,8 @@ def test_a_layer_comes_back_while_the_one_behind_it_goes_backward(count: int) ->
         layer = unit.module if isinstance(unit, Offloaded) else unit
         assert isinstance(layer, TransformerLayer)
         # The first product to go backward, and what is last.
-        for part, word in ((layer.last_linear, "begin"), (layer.get_submodule("self_attention.norm_qkv.norm"), "end")):
+        last_linear = layer.get_submodule("mlp.swiglu_fc2.last_linear")
+        for part, word in ((last_linear, "begin"), (layer.get_submodule("self_attention.norm_qkv.norm"), "end")):
             part.register_full_backward_pre_hook(lambda *_, event=f"{word} {number}": events.append(event))
     edge, gradient = forward(chunk, received())
     torch.autograd.backward(edge, gradient)

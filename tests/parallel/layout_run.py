@@ -3,7 +3,9 @@
 A later parallelism adds fields to :class:`Layout` and rows to the matrix, not files.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -11,11 +13,12 @@ from typing import Literal
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.context_parallel import ContextParallelType
+from megatron.config.moe import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
@@ -28,7 +31,10 @@ from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.models.layer import BuildContext, LocalProvider
-from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
+from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
+from megatron.core.moe.balance import ExpertBalance
+from megatron.core.moe.layer import Router
+from megatron.core.moe.routing import Routing, selection_margin
 from megatron.core.offload import HostCopies
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
@@ -74,6 +80,7 @@ TensorParallelOverlap = Literal["pipelined", "symmetric memory"]
 KEEP_ALL = ActivationConfig()
 SEQUENCE, BATCH, STEPS, SEED = 16, 16, 5, 7
 FP64 = PrecisionConfig(fp64=True)
+NO_BALANCE = MoEConfig()
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,9 @@ class Layout:
     """``--attention-backend``: the reference (``unfused``) computes all documents in one varlen call."""
     late: bool = False
     """Collectives and copies to the host give their results only with their wait, as on GPUs."""
+    ep: int = 1
+    etp: int = 1
+    dispatcher: TokenDispatcherType = "alltoall"
     staged: bool = False
     """Collectives are copied to and from host buffers, by which ranks share one device."""
     device: str = "cpu"
@@ -138,12 +148,16 @@ class Task:
     resets_positions: bool = False
     fp8: PrecisionConfig | None = None
     """Quantise as these flags say; the products of quantised numbers are computed in fp64, too."""
+    moe: MoEConfig = NO_BALANCE
 
     @property
     def marks_documents(self) -> bool:
         """Whether it matters where documents begin."""
         return self.masks_documents or self.resets_positions
 
+
+Choices = tuple[int, int, int, tuple[int, ...]]
+"""Layer, sample, position in the sequence, and the experts of this token in ascending order."""
 
 LocalTensor = tuple[str, tuple[int, ...], Box, Tensor]
 """Name, global shape, and one box of a global tensor."""
@@ -159,6 +173,14 @@ class Trace:
     """After the step."""
     gradients: list[list[LocalTensor]] = field(default_factory=list)
     weights: list[list[LocalTensor]] = field(default_factory=list)
+    balance: list[Mapping[str, float]] = field(default_factory=list)
+    """Losses and loads of experts."""
+    choices: list[list[Choices]] = field(default_factory=list)
+    """The experts of this rank's tokens."""
+    biases: list[dict[str, Tensor]] = field(default_factory=list)
+    """Of the experts of each layer, after the step."""
+    margin: float = math.inf
+    """The smallest distance between the scores of an expert that was chosen and of one that was not."""
 
 
 class RecordingOptimizer(Optimizer):
@@ -167,6 +189,7 @@ class RecordingOptimizer(Optimizer):
     trace: Trace
     fp8: Fp8Layers | None
     """The scales that are to be updated with the weights."""
+    experts: ExpertBalance | None
 
     def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
         """Record, then step."""
@@ -201,6 +224,12 @@ def sample(index: int) -> dict[str, Tensor]:
     return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask.float(), "document_starts": starts}
 
 
+def first_sample(step: int, microbatch: int, layout: Layout, data_parallel_rank: int, batch: int) -> int:
+    """The number of the first sample of a microbatch."""
+    size = batch // (layout.dp * layout.microbatches)
+    return step * batch + (microbatch * layout.dp + data_parallel_rank) * size
+
+
 def microbatches(
     step: int, layout: Layout, data_parallel_rank: int, context_parallel_rank: int = 0, batch: int = BATCH
 ) -> Iterator[Microbatch]:
@@ -208,7 +237,7 @@ def microbatches(
     size = batch // (layout.dp * layout.microbatches)
     positions = ContextSplit(context_parallel_rank, layout.cp).positions(SEQUENCE)
     for number in range(layout.microbatches):
-        first = step * batch + (number * layout.dp + data_parallel_rank) * size
+        first = first_sample(step, number, layout, data_parallel_rank, batch)
         samples = [sample(index) for index in range(first, first + size)]
         stacked = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
         yield {name: whole if name == "document_starts" else whole[:, positions] for name, whole in stacked.items()}
@@ -216,8 +245,16 @@ def microbatches(
 
 def grid_of(layout: Layout) -> RankGrid:
     """The rank grid of a layout."""
-    replicas = layout.dp if layout.strategy == "no_shard" else layout.instances
-    return RankGrid(tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, dp_replicas=replicas, order=layout.order)
+    return RankGrid(
+        tp=layout.tp,
+        cp=layout.cp,
+        pp=layout.pp,
+        dp=layout.dp,
+        ep=layout.ep,
+        etp=layout.etp,
+        dp_replicas=layout.dp if layout.strategy == "no_shard" else layout.instances,
+        order=layout.order,
+    )
 
 
 FP8_SCALES = torch.tensor([2.0**6, 2.0**12, 2.0**21])
@@ -285,6 +322,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         formats.weight,
         task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather),
     )
+    moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
+    built_in = replace(built_in, experts=build_experts(task.model, moe, topology))
     with mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext():
         model = build_model(task.model, built_in, SEED, mine, layout.activations)
     fp8 = model.context.fp8
@@ -317,6 +356,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         data_parallel.initialize(SEED)
     optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
     optimizer.fp8 = fp8
+    optimizer.experts = model.expert_balance
     return executor, data_parallel, optimizer
 
 
@@ -342,6 +382,51 @@ def place_in(layout: Layout) -> Topology:
     return topology_of(grid_of(layout), layout.topology_class, layout.device)
 
 
+class ChoiceRecorder:
+    """Records which experts the routers of this rank choose for each token, and with what margin."""
+
+    def __init__(self, task: Task, layout: Layout, topology: Topology, chunks: Iterable[nn.Module]) -> None:
+        self.task, self.layout, self.topology = task, layout, topology
+        self.choices: list[Choices] = []
+        self.margin = math.inf
+        self._step = 0
+        self._microbatches: Counter[int] = Counter()
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if isinstance(module, Router):
+                module.register_forward_hook(self.record)
+
+    def start_step(self, step: int) -> None:
+        self._step, self.choices = step, []
+        self._microbatches.clear()
+
+    def record(self, router: nn.Module, arguments: tuple[Tensor, int], routing: Routing) -> None:
+        assert isinstance(router, Router)
+        if not torch.is_grad_enabled():
+            return  # recomputed later
+        tokens, batch = arguments
+        layer = router.balance.layer
+        first = first_sample(
+            self._step,
+            self._microbatches[layer],
+            self.layout,
+            self.topology.data_parallel.rank,
+            self.task.batch,
+        )
+        self._microbatches[layer] += 1
+        positions = ContextSplit(self.topology.context_parallel.rank, self.layout.cp).positions(SEQUENCE)
+        if self.layout.sequence_parallel:
+            positions = positions.chunk(self.layout.tp)[self.topology.tensor_parallel.rank]
+        rows = routing.experts.view(len(positions), batch, -1).sort(dim=-1).values
+        self.choices += [
+            (layer, first + sample, int(position), tuple(rows[place, sample].tolist()))
+            for place, position in enumerate(positions)
+            for sample in range(batch)
+        ]
+        with torch.no_grad():
+            logits = tokens.double() @ router.weight.double().t()
+        self.margin = min(self.margin, float(selection_margin(logits, router.rule, router.balance.expert_bias)))
+
+
 def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:
     """Train the task's steps on this rank, whose executor ``disturb`` may tamper with first."""
     topology = place_in(layout)
@@ -363,8 +448,11 @@ def make_steps(
     """Train the steps with these numbers on this rank."""
     loss_scaler = build_loss_scaler(task.precision)
     trace = optimizer.trace = Trace()
-    module = TrainModule(executor, data_parallel, optimizer, loss_scaler, topology, optimizer.fp8)
+    module = TrainModule(executor, data_parallel, optimizer, loss_scaler, topology, optimizer.fp8, optimizer.experts)
+    chunks = [chunk for chunk in executor.chunks if isinstance(chunk, nn.Module)]
+    recorder = ChoiceRecorder(task, layout, topology, chunks)
     for step in steps:
+        recorder.start_step(step)
         outcome = train_step(
             module,
             microbatches(step, layout, topology.data_parallel.rank, topology.context_parallel.rank, task.batch),
@@ -376,8 +464,13 @@ def make_steps(
         trace.losses.append(outcome.loss)
         trace.grad_norms.append(outcome.grad_norm)
         trace.loss_scales.append(loss_scaler.scale)
+        trace.choices.append(recorder.choices)
+        if optimizer.experts is not None:
+            trace.balance.append({name: value for name, value in outcome.metrics.items() if name != "grad_norm"})
+            trace.biases.append({name: bias.clone() for name, bias in optimizer.experts.state().items()})
         trace.weights.append(_boxes([(shard, shard.weight) for shard in data_parallel.param_shards]))
     data_parallel.finish_param_all_gather()
+    trace.margin = recorder.margin
     return trace
 
 

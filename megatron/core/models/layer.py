@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
+from megatron.core.moe.experts import Experts
+from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.documents import Documents
@@ -55,6 +57,8 @@ class BuildContext(LayerContext):
     provider: LayerProvider = field(default_factory=lambda: LocalProvider(), kw_only=True)
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
     kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
+    experts: ExpertParallel | None = field(default=None, kw_only=True)
+    """What mixture-of-experts layers share; None for a model without them."""
 
     def of_layer(self, layer: int, num_layers: int) -> "BuildContext":
         """The context of one layer: the first and last layers may be excluded from FP8."""
@@ -213,16 +217,52 @@ class SwiGLULinear(nn.Module):
         return output
 
 
+class SharedExperts(nn.Module):
+    """The SwiGLU MLP of a mixture-of-experts layer that processes every token."""
+
+    def __init__(self, name: str, width: int, config: TransformerConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.linear_fc1 = ColumnParallelLinear(
+            f"{name}.linear_fc1", config.hidden_size, (width, width), context, config.init_method_std
+        )
+        linear_fc2 = RowParallelLinear(
+            f"{name}.linear_fc2", width, config.hidden_size, context, config.residual_init_std
+        )
+        self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
+
+    @property
+    def last_linear(self) -> nn.Module:
+        return self.swiglu_fc2.last_linear
+
+    def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
+        output: Tensor = self.swiglu_fc2(self.linear_fc1(x))  # [s/(cp tp), b, h]
+        return output
+
+
+def moe_layer(layer: int, config: TransformerConfig, context: BuildContext) -> MoELayer:
+    """The mixture-of-experts layer in the place of the MLP of layer number ``layer``."""
+    name, parallel, shared_width = f"layers.{layer}.mlp", context.experts, config.moe_shared_expert_intermediate_size
+    assert parallel is not None, "a model with experts needs their ranks"
+    return MoELayer(
+        RMSNorm(f"layers.{layer}.pre_mlp_layernorm", config.hidden_size, config, context),
+        Router(f"{name}.router", layer, config, context, parallel),
+        parallel.dispatcher,
+        Experts(f"{name}.experts", config, context, context.kernels, parallel.shard),
+        SharedExperts(f"{name}.shared_experts", shared_width, config, context) if shared_width else None,
+    )
+
+
 class TransformerLayer(nn.Module):
     """A pre-norm transformer layer; ``number`` is its global number, from 0."""
 
     def __init__(self, number: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
         self.self_attention = SelfAttention(number, config, context)
-        self.mlp = MLP(number, config, context)
+        is_moe = config.moe_layers()[number]
+        self.mlp = moe_layer(number, config, context) if is_moe else MLP(number, config, context)
 
     @property
-    def last_linear(self) -> nn.Module:
+    def last_linear(self) -> nn.Module | None:
         return self.mlp.last_linear
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]

@@ -8,6 +8,7 @@ import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import DataParallel
@@ -18,6 +19,11 @@ from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
 from megatron.core.models.transformer import TransformerModel
+from megatron.core.moe.balance import BalanceRule, ExpertBalance
+from megatron.core.moe.dispatch import dispatcher_groups, token_dispatcher
+from megatron.core.moe.experts import ExpertShard
+from megatron.core.moe.layer import ExpertParallel
+from megatron.core.moe.routing import RoutingRule
 from megatron.core.offload import HostCopies, offload
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
@@ -89,6 +95,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int,
         fp8=build_fp8(config, topology, kernels),
         provider=layer_provider(kernels, tensor_parallel),
         weights_device=weights_device(config, topology),
+        experts=build_experts(architecture, config.moe, topology, config.dry_run.dry_run_expert_load),
     )
     model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
     apply_recompute(model, config.activations)
@@ -123,6 +130,35 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
         return TensorParallel(ranks)
     overlap = choose_overlap(ranks, topology.control, topology.device) if config.parallel.tp_comm_overlap else None
     return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
+
+
+def build_experts(
+    architecture: TransformerConfig, moe: MoEConfig, topology: Topology, expert_load: float = 1.0
+) -> ExpertParallel | None:
+    """What MoE layers share; None for a dense model. Collective: it creates process groups.
+
+    ``expert_load`` is the assumed load of this rank's experts in a dry run.
+    """
+    if architecture.num_experts is None:
+        return None
+    # Stages without experts create the groups, too.
+    dispatcher_type, sequence_ranks = moe.moe_token_dispatcher_type, ("tp", "cp")
+    topology.open(*dispatcher_groups(dispatcher_type), sequence_ranks)
+    place, grid = topology.coordinates, topology.grid
+    shard = ExpertShard(place["ep"], grid.ep, place["etp"], grid.etp)
+    routing = RoutingRule.of(architecture)
+    balance = ExpertBalance(
+        routing,
+        BalanceRule.of(moe, architecture),
+        [layer for layer, is_moe in enumerate(architecture.moe_layers()) if is_moe],
+        topology.communicator(*sequence_ranks),
+        topology.world,
+        topology.device,
+    )
+    dispatcher = token_dispatcher(
+        dispatcher_type, routing.num_experts, topology, architecture.moe_apply_probs_on_input, expert_load
+    )
+    return ExpertParallel(routing, shard, dispatcher, balance, moe.moe_router_force_load_balancing)
 
 
 def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:

@@ -10,6 +10,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
 from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
+from megatron.core.moe.balance import ExpertBalance
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
@@ -203,6 +204,11 @@ class TransformerModel(nn.Module):
     def has_experts(self) -> bool:
         """Whether the whole model has experts."""
         return self.config.num_experts is not None
+
+    @property
+    def expert_balance(self) -> ExpertBalance | None:
+        """Losses, loads and biases of the routers; None for a dense model."""
+        return None if self.context.experts is None else self.context.experts.balance
 
     @property
     def output_layer(self) -> OutputLayer | None:

@@ -56,7 +56,9 @@ def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitSta
     model, fp8 = parallel.model, parallel.model.context.fp8
     optimizer = Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer)
     loss_scaler = build_loss_scaler(config.precision)
-    module = TrainModule(parallel.executor, parallel.data_parallel, optimizer, loss_scaler, topology, fp8)
+    module = TrainModule(
+        parallel.executor, parallel.data_parallel, optimizer, loss_scaler, topology, fp8, model.expert_balance
+    )
     state = RunState(
         context,
         architecture=model.config,

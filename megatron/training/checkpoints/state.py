@@ -23,7 +23,13 @@ from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.random_state import random_tensors, restore_random
 from megatron.training.checkpoints.saved_run import Progress, SavedRun
-from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors, renamed
+from megatron.training.checkpoints.tensors import (
+    bias_tensors,
+    fp8_tensors,
+    model_tensors,
+    optimizer_tensors,
+    renamed,
+)
 from megatron.training.context import RunContext
 from megatron.training.train_module import TrainModule
 
@@ -61,7 +67,8 @@ class RunState:
         tensors = model_tensors(self.module.data_parallel.local_params, with_copies=False, dtype=dtype)
         if config.save_optim:
             tensors |= optimizer_tensors(self.module.optimizer, with_copies=False)
-        tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in fp8_tensors(self.module.fp8).items()}
+        same_on_ranks = fp8_tensors(self.module.fp8) | bias_tensors(self.module.experts)
+        tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in same_on_ranks.items()}
         if config.save_rng:
             tensors |= random_tensors(topology.rank, topology.device)
         state = SavedState(
@@ -89,7 +96,7 @@ class RunState:
                 self.lr_schedule, saved.state.lr_schedule, self.context.config.learning_rate
             )
         with_optimizer = config.load_optim and not weights_only
-        tensors = self._wanted_tensors(saved, with_optimizer)
+        tensors = self._wanted_tensors(saved, with_optimizer) | bias_tensors(self.module.experts)
         random_states = random_tensors(topology.rank, topology.device)
         with_random = config.load_rng and not weights_only and random_states.keys() <= saved.shapes.keys()
         fp8_states = {

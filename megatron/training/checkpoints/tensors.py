@@ -9,6 +9,7 @@ from megatron.checkpoint.names import FP8, MODEL
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.fp8 import Fp8Layers
+from megatron.core.moe.balance import ExpertBalance
 from megatron.core.optimizer.optimizer import Optimizer
 
 
@@ -38,6 +39,11 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
 def fp8_tensors(fp8: Fp8Layers | None) -> dict[str, Tensor]:
     """Scales and amax histories by the global name of their linear layer."""
     return {} if fp8 is None else {f"{FP8}{name}": tensor for name, tensor in fp8.state().items()}
+
+
+def bias_tensors(experts: ExpertBalance | None) -> dict[str, Tensor]:
+    """The biases of the routers of this rank's layers by global name."""
+    return {} if experts is None else {f"{MODEL}{name}": tensor for name, tensor in experts.state().items()}
 
 
 def renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:

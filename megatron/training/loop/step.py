@@ -5,7 +5,7 @@ up losses and token counts, never means.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.optimizer.hyperparameters import Hyperparameters
@@ -67,9 +67,11 @@ def train_step(
     unmasked tokens is known. ``before_update`` is called between the gradients and the update. ``stop_flags`` returns
     this rank's flags, which are counted together with the loss.
     """
-    scale, fp8 = module.loss_scaler.scale, module.fp8
+    scale, fp8, experts = module.loss_scaler.scale, module.fp8, module.experts
     if fp8 is not None:
         fp8.start_step()
+    if experts is not None:
+        experts.start_step(scale / expected_tokens)
     module.data_parallel.start_grad_accumulation(num_microbatches)
     with timers("forward-backward"):
         sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
@@ -78,6 +80,7 @@ def train_step(
         # The reduction of the loss overlaps with the reduction of the gradients, and precedes the all-gathers of the
         # updated weights. The stop flags add no collective and no wait for the device.
         pending_sum = module.start_sum(sums, flags)
+        pending_balance = None if experts is None else experts.start_sum()
         module.data_parallel.finish_grad_sync()
         total, num_tokens, *counts = pending_sum.wait().tolist()
         loss = TokenLoss(total, num_tokens)
@@ -96,6 +99,9 @@ def train_step(
     if not result.is_applied:
         module.data_parallel.finish_skipped_step()
     is_fault = not module.loss_scaler.update(overflowed=not result.is_applied)
+    balance: Mapping[str, float] = {}
+    if experts is not None and pending_balance is not None:
+        balance = experts.finish_step(pending_balance.wait(), updates=result.is_applied)
     return StepOutcome(
         loss.mean,
         result.grad_norm,
@@ -103,5 +109,5 @@ def train_step(
         is_fault=is_fault,
         num_tokens=loss.num_tokens,
         stop_flags=counts,
-        metrics=dict(result.metrics),
+        metrics={**result.metrics, **balance},
     )
