@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TextIO
 
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.record import LAYER_METRICS, EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags, print_above_bar
 
 _THROUGHPUT = {
@@ -20,12 +20,15 @@ _FIELDS = {
     "learning_rate": "learning rate: {:.6E}",
     "global_batch_size": "global batch size: {:5d}",
     "lm_loss": "lm loss: {:.6E}",
+    "load_balancing_loss": "load_balancing_loss: {:.6E}",
+    "z_loss": "z_loss: {:.6E}",
     "loss_scale": "loss scale: {:.1f}",
     "grad_norm": "grad norm: {:.3f}",
     "num_zeros": "num zeros: {:.0f}",
     "params_norm": "params norm: {:.3f}",
+    "expert_load_max": "expert load max: {:.3f}",
 }
-"""Megatron-LM's fields in its order; metrics that are not listed follow them."""
+"""Megatron-LM's fields in its order; metrics that are not listed follow them, without those of single layers."""
 _LAST_FIELD = "skipped"
 
 
@@ -48,7 +51,8 @@ def format_console_line(record: IterationRecord, now: datetime, log_throughput: 
     ]
     if record.skipped_samples > 0:
         fields.append(f"skipped samples: {record.skipped_samples:12d}")
-    for name in dict.fromkeys((*_FIELDS, *record.metrics)):
+    shown = (name for name in record.metrics if not name.startswith(LAYER_METRICS))
+    for name in dict.fromkeys((*_FIELDS, *shown)):
         value = record.metrics.get(name)
         if value is not None and name != _LAST_FIELD and (log_throughput or name not in _THROUGHPUT):
             default = name.replace("_", " ") + (": {:d}" if isinstance(value, int) else ": {:.6E}")

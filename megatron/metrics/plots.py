@@ -1,6 +1,6 @@
 """A record as points of TensorBoard and wandb, under Megatron-LM's keys."""
 
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.record import LAYER_METRICS, EvaluationRecord, IterationRecord
 
 _KEYS = {
     "global_batch_size": "batch-size",
@@ -9,8 +9,10 @@ _KEYS = {
     "tflops_per_gpu": "throughput",
     "tokens_per_s_per_gpu": "tokens-per-second-per-gpu",
     "skipped": "skipped-iterations",
+    "load_balancing_loss": "load_balancing_loss",
+    "z_loss": "z_loss",
 }
-"""Keys of metrics where they are not the name with hyphens."""
+"""Keys of metrics where they are not the name with hyphens. Metrics of single layers have their names as keys."""
 
 METRICS_WITH_SAMPLE_AXIS = frozenset(
     {
@@ -36,7 +38,8 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
     scalars: dict[str, float] = {"world-size": record.world_size, "consumed-samples": record.consumed_samples}
     for name, value in record.metrics.items():
         if value is not None:
-            scalars[_KEYS.get(name, name.replace("_", "-"))] = value
+            is_of_layer = name.startswith(LAYER_METRICS)
+            scalars[name if is_of_layer else _KEYS.get(name, name.replace("_", "-"))] = value
     if "iteration-time" in scalars:
         scalars["iteration-time"] /= 1e3
     timers = {f"{name}-time": slowest / 1e3 for name, (_, slowest) in record.timers.items()}

@@ -236,13 +236,13 @@ def test_metrics() -> None:
             squares += logits.logsumexp(dim=2).square().sum().item()
             counts += count_choices(route(logits.flatten(0, 1), SOFTMAX).experts, 8)
         expected |= {
-            f"load_balancing_loss_layer_{layer}": lbl / tokens,
-            f"z_loss_layer_{layer}": squares / tokens,
-            f"expert_load_max_layer_{layer}": counts.max().item() / (2 * tokens / 8),
+            f"moe/load_balancing_loss_layer_{layer}": lbl / tokens,
+            f"moe/z_loss_layer_{layer}": squares / tokens,
+            f"moe/expert_load_max_layer_{layer}": counts.max().item() / (2 * tokens / 8),
         }
     for name in ("load_balancing_loss", "z_loss"):
-        expected[name] = (expected[f"{name}_layer_0"] + expected[f"{name}_layer_2"]) / 2
-    expected["expert_load_max"] = max(expected["expert_load_max_layer_0"], expected["expert_load_max_layer_2"])
+        expected[name] = (expected[f"moe/{name}_layer_0"] + expected[f"moe/{name}_layer_2"]) / 2
+    expected["expert_load_max"] = max(expected["moe/expert_load_max_layer_0"], expected["moe/expert_load_max_layer_2"])
     metrics = balance.finish_step(balance.start_sum().wait(), updates=True)
     assert metrics == pytest.approx(expected, rel=1e-12)
 

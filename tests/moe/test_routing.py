@@ -162,8 +162,9 @@ def test_the_margin_is_the_smallest_of_all_tokens_and_kinds() -> None:
     assert selection_margin(torch.tensor(far), rule).item() == 3.0
     assert selection_margin(torch.tensor(far + groups_close), rule).item() == 0.25
     assert selection_margin(torch.tensor(far + groups_close + experts_close), rule).item() == 0.125
-    # A group that is not chosen does not count.
-    assert selection_margin(torch.tensor([[3.0, 0.0, 1.0, 1.0]]), rule).item() == 2.0
+    # Experts of a group that is not chosen do not count.
+    pairs = RoutingRule(6, 2, num_groups=2, group_topk=1)
+    assert selection_margin(torch.tensor([[3.0, 2.0, 0.0, 2.5, 0.0, 0.0]]), pairs).item() == 2.0
     # The bias counts.
     sigmoid = RoutingRule(2, 1, score_function="sigmoid")
     assert selection_margin(torch.zeros(1, 2), sigmoid, torch.tensor([0.0, 0.25])).item() == 0.25

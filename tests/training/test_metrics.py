@@ -42,6 +42,13 @@ def test_plots_carry_megatrons_keys_and_units() -> None:
     assert {key: scalars[key] for key in expected} == expected
 
 
+def test_plots_of_the_balance_of_experts_carry_megatrons_keys() -> None:
+    balance: dict[str, Any] = {"load_balancing_loss": 1.25, "z_loss": 4.5, "moe/z_loss_layer_3": 4.25}
+    scalars = iteration_scalars(_record(**balance, expert_load_max=1.75))
+    assert {key: scalars[key] for key in balance} == balance
+    assert scalars["expert-load-max"] == 1.75
+
+
 def test_what_was_not_measured_is_not_plotted() -> None:
     scalars = iteration_scalars(_record(lm_loss=None, grad_norm=None, mfu=None, num_zeros=None))
     assert not {"lm loss", "grad-norm", "mfu", "num-zeros", "params-norm"} & set(scalars)

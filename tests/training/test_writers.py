@@ -97,6 +97,19 @@ def test_optional_fields_stand_at_megatrons_places() -> None:
     ]
 
 
+def test_balance_of_experts_stands_where_megatron_has_it_without_single_layers() -> None:
+    balance: dict[str, Any] = {
+        "load_balancing_loss": 1.25,
+        "z_loss": 4.5,
+        "expert_load_max": 1.75,
+        "moe/z_loss_layer_3": 4.25,
+    }
+    line = format_console_line(_record(**balance), NOW)
+    assert " lm loss: 6.912345E+00 | load_balancing_loss: 1.250000E+00 | z_loss: 4.500000E+00 | loss scale: " in line
+    assert " | grad norm: 1.234 | expert load max: 1.750 |" in line
+    assert "layer" not in line
+
+
 def test_a_log_parser_written_for_megatron_reads_the_line() -> None:
     """The two habits of parsers in the wild: one regular expression, and key: value between bars."""
     line = format_console_line(_record(), NOW)

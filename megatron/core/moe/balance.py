@@ -30,6 +30,7 @@ from megatron.core.moe.routing import (
     load_balancing_loss,
     z_loss,
 )
+from megatron.metrics.record import LAYER_METRICS
 
 BalancingLoss = Literal["aux_loss", "seq_aux_loss"]
 
@@ -217,7 +218,7 @@ class ExpertBalance:
         metrics = {name: max(row) if name == "expert_load_max" else sum(row) / len(row) for name, row in values.items()}
         if self._rule.logs_layers:
             for name, row in values.items():
-                metrics |= {f"{name}_layer_{layer}": value for layer, value in zip(self._layers, row)}
+                metrics |= {f"{LAYER_METRICS}{name}_layer_{layer}": value for layer, value in zip(self._layers, row)}
         return metrics
 
     def state(self) -> dict[str, Tensor]:
