@@ -116,6 +116,7 @@ def test_rules_of_flags() -> None:
     assert RoutingRule.of(pre_softmax) == replace(SIGMOID, score_function="softmax", pre_softmax=True)
     # Megatron-LM's defaults: a type without a coefficient.
     assert BalanceRule.of(MoEConfig(), model) == BalanceRule()
+    assert BalanceRule.of(MoEConfig(moe_z_loss_coeff=0.0), model) == BalanceRule()
     flags = MoEConfig(
         moe_router_load_balancing_type=("aux_loss", "none", "seq_aux_loss"),
         moe_aux_loss_coeff=(0.5, 1.0, 0.25),
