@@ -1,6 +1,8 @@
 """The lines that describe a run in its log before it starts."""
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers
@@ -8,6 +10,7 @@ from megatron.core.kernels.choice import table
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.parallelize import pipeline_schedule
 from megatron.core.models.transformer import TransformerModel
+from megatron.core.topology import RankGrid
 from megatron.flags import changed_flags
 from megatron.schedules.simulator import Durations, simulate
 from megatron.training.build.plan import RunPlan
@@ -25,14 +28,19 @@ def describe_run(
     types = dict.fromkeys(config.parallel.cp_comm_type)
     context_parallel = f"context {grid.cp} ({', '.join(types)}) x " if grid.cp > 1 else ""
     sequence = ", sequence parallel" if model.context.parallel.sequence_parallel else ""
+    active = f"{model.config.num_active_parameters():,} for each token, " if model.has_experts else ""
     log_rank0(
-        f"model: {model.config.num_parameters():,} parameters, "
+        f"model: {model.config.num_parameters():,} parameters, {active}"
         f"{state.module.data_parallel.num_parameters:,} on this rank"
     )
     log_rank0(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
         f"{context_parallel}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
     )
+    if model.has_experts:
+        log_rank0(f"experts: {describe_experts(model.config, config.moe, grid)}")
+    if config.moe.moe_router_force_load_balancing:
+        log_rank0("WARNING: --moe-router-force-load-balancing: for benchmarks only, no token is routed by its scores")
     if model.context.fp8 is not None:
         log_rank0(f"fp8: {describe_fp8(model.context.fp8, model.config.num_layers)}")
     if topology.rank == 0:
@@ -54,6 +62,22 @@ def describe_run(
     memory = state.module.data_parallel.memory() | state.module.optimizer.memory()
     log_rank0(
         f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}"
+    )
+
+
+def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -> str:
+    """How many experts there are, which ranks have them, and what balances their load."""
+    layers = model.moe_layers()
+    balanced_by = [
+        f"{kind} {coeff:g}" for kind, coeff in zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff) if coeff
+    ]
+    balanced_by += [f"z-loss {moe.moe_z_loss_coeff:g}"] * (moe.moe_z_loss_coeff is not None)
+    balanced_by += [f"expert bias {moe.moe_router_bias_update_rate:g}"] * model.moe_router_enable_expert_bias
+    shared = ", a shared expert" if model.moe_shared_expert_intermediate_size else ""
+    return (
+        f"{model.moe_router_topk} of {model.num_experts} for each token{shared}, in {sum(layers)} of {len(layers)} "
+        f"layers; ranks of a stage = expert tensor {grid.etp} x expert {grid.ep} x expert data {grid.edp}, "
+        f"{moe.moe_token_dispatcher_type}; {', '.join(balanced_by) or 'no balancing loss'}"
     )
 
 
