@@ -25,6 +25,11 @@ REFUSED = [
     (f"{GOOD} --dry-run --num-gpus 8 --dry-run-expert-load 2", 8, "--dry-run-expert-load, --num-experts"),
     (f"{EXPERTS} --dry-run-expert-load 2", 1, "--dry-run-expert-load, --dry-run"),
     (
+        f"{EXPERTS} --dry-run --num-gpus 8 --dry-run-expert-load 0.5",
+        8,
+        "--dry-run-expert-load 0.5, --expert-model-parallel-size 1",
+    ),
+    (
         f"{EXPERTS} --expert-model-parallel-size 2 --dry-run --num-gpus 8 --dry-run-expert-load 2.5",
         8,
         "--dry-run-expert-load 2.5, --expert-model-parallel-size 2",

@@ -1,5 +1,6 @@
 """The device of a process, and ranks that share one by mistake."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -7,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.config.parallel import ParallelConfig
 from megatron.core.control import ControlGroup
 from megatron.errors import ConfigError, RankError
-from megatron.training.initialize import Process, check_gpus_differ, choose_device
+from megatron.training.initialize import Process, check_gpus_differ, choose_device, rank_grid
 
 GPU = torch.device("cuda", 0)
 
@@ -61,3 +63,12 @@ def test_ranks_with_the_same_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     (((host, uuid),), _) = control.all_gather_object.call_args
     assert host and uuid == "own"
     check_gpus_differ(ranks_with([("a", "0"), ("a", "1"), ("b", "0")]), GPU)
+
+
+def test_the_grid_has_the_sizes_of_the_flags() -> None:
+    """Expert tensor parallelism is tensor parallelism unless its flag says otherwise."""
+    parallel = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=4)
+    grid = rank_grid(parallel, 16)
+    assert (grid.tp, grid.dp, grid.etp, grid.ep, grid.edp) == (2, 8, 2, 4, 2)
+    grid = rank_grid(replace(parallel, expert_tensor_parallel_size=1, pipeline_model_parallel_size=2), 16)
+    assert (grid.tp, grid.dp, grid.pp, grid.etp, grid.ep, grid.edp) == (2, 4, 2, 1, 4, 2)

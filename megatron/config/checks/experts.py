@@ -142,6 +142,11 @@ def check_expert_layout(run: "RunConfig", world_size: int) -> None:
         )
     _check_stage(run, world_size, expert_tensor_size * size, by_default)
     load = run.dry_run.dry_run_expert_load
+    if size == 1 and load != 1:
+        raise ConfigError(
+            f"--dry-run-expert-load {load:g} has no effect with --expert-model-parallel-size 1, where every rank has "
+            "all experts: remove it."
+        )
     if load > size:
         raise ConfigError(
             f"--dry-run-expert-load {load:g} exceeds --expert-model-parallel-size {size}, the load of a rank that "

@@ -148,7 +148,7 @@ class LocalDispatcher:
 @dataclass(frozen=True, eq=False)
 class AllGatherDispatcher:
     """All-gathers tokens and routing over ``etp x ep``. Each rank takes the rows of its experts, and a reduce-scatter
-    adds the outputs. The messages have fixed sizes: (EP - 1) / k times those of an all-to-all."""
+    adds the outputs. The messages have fixed sizes: EP / k times the bytes of an even all-to-all."""
 
     groups: ClassVar[tuple[tuple[str, ...], ...]] = (("etp", "ep"),)
     ranks: ExpertRanks
