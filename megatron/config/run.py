@@ -132,6 +132,7 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     experts.check_recomputed_modules,
     layout.check_fully_sharded,
     experts.check_expert_precision,
+    experts.check_expert_optimizer,
     precision.check_fp8,
     backends.check_transformer_engine_buffers,
 )

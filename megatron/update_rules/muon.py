@@ -96,6 +96,7 @@ class Muon(UpdateRule):
 
     name = "muon"
     flags = MuonFlags
+    supports_experts = False
 
     def __init__(self, flags: MuonFlags, others: UpdateRule) -> None:
         self._flags, self._others = flags, others

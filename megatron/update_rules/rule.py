@@ -55,8 +55,7 @@ class UpdateContext:
     shard_ranks: "Communicator"
     """The shard group of ``splits``."""
     splits: "Sequence[ParameterSplit]"
-    """Every dense parameter of this rank's model chunks, with the elements of each rank. A rule that needs whole
-    matrices does not support experts."""
+    """Every dense parameter of this rank's model chunks, with the elements of each rank."""
     empty: "Tensor"
     """A tensor without elements, with the shards' dtype and device."""
 
@@ -74,6 +73,8 @@ class UpdateRule(ABC):
     name: ClassVar[str]
     """Value of ``--optimizer``."""
     flags: ClassVar[type[Flags]] = Flags
+    supports_experts: ClassVar[bool] = True
+    """False for a rule that needs whole matrices: the experts of a layer are two stacks of matrices."""
 
     @classmethod
     def of(cls, config: Any) -> Self:

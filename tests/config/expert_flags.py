@@ -125,7 +125,16 @@ REFUSED = [
         4,
         "--num-distributed-optimizer-instances 2, 1, --expert-model-parallel-size",
     ),
-    # Precision and recompute.
+    # Experts are sharded, dense weights are not.
+    (
+        f"{EXPERTS} --num-layers 4 --no-untie-embeddings-and-output-weights --tensor-model-parallel-size 2 "
+        "--sequence-parallel --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule zb-v --use-torch-fsdp2",
+        4,
+        "--pipeline-schedule zb-v, --data-parallel-sharding-strategy, --untie-embeddings-and-output-weights",
+    ),
+    # Optimizer, precision and recompute.
+    (f"{EXPERTS} --optimizer muon", 1, "--optimizer muon, --num-experts"),
     (f"{EXPERTS} --bf16 --fp8-format hybrid", 1, "--fp8-format hybrid, --num-experts"),
     *(
         (f"{EXPERTS} {SELECTIVE} {whole} {part}", 1, f"--recompute-modules {whole}, {part}")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
+from megatron.update_rules.registry import update_rules
 
 if TYPE_CHECKING:
     from megatron.config.run import RunConfig
@@ -187,6 +188,15 @@ def check_expert_precision(run: "RunConfig", world_size: int) -> None:
         raise ConfigError(
             f"--moe-router-dtype {dtype} is not what the router computes in, which is fp32, and fp64 under --fp64: "
             f"{remedy}."
+        )
+
+
+def check_expert_optimizer(run: "RunConfig", world_size: int) -> None:
+    name = run.optimizer.optimizer
+    if run.model.num_experts and not update_rules()[name].supports_experts:
+        raise ConfigError(
+            f"--optimizer {name} is not supported with --num-experts: it updates whole matrices, and the weights of "
+            "experts are stacks of matrices; use adam."
         )
 
 

@@ -95,12 +95,16 @@ def check_data_parallel(run: "RunConfig", world_size: int) -> None:
 
 
 def check_fully_sharded(run: "RunConfig", world_size: int) -> None:
-    stages = run.parallel.pipeline_model_parallel_size
-    copies = run.data_parallel_size(world_size) * run.parallel.context_parallel_size
-    shards = copies // run.parallel.num_distributed_optimizer_instances
-    if run.parallel.sharding_strategy != "optim_grads_params" or stages == 1 or shards == 1:
+    parallel = run.parallel
+    stages = parallel.pipeline_model_parallel_size
+    copies = run.data_parallel_size(world_size) * parallel.context_parallel_size
+    if run.model.num_experts:
+        expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
+        copies = max(copies, world_size // stages // expert_ranks)
+    shards = copies // parallel.num_distributed_optimizer_instances
+    if parallel.sharding_strategy != "optim_grads_params" or stages == 1 or shards == 1:
         return
-    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    model = run.model.resolve(1, parallel.tensor_model_parallel_size, run.data.seq_length or 1)
     schedule = run.pipeline.schedule(model.num_layers, stages)
     if SCHEDULES[schedule].placement == "v" and not model.untie_embeddings_and_output_weights:
         raise ConfigError(

@@ -78,6 +78,7 @@ class Optimizer:
         self.num_steps = 0
         """Updates so far."""
         self._rule = build_rule(config)
+        assert self._rule.supports_experts or sharing.experts is None, config.optimizer
         self._shards = [
             Shard(shard.info, master, shard.gradient, self._rule.rule_for(shard.info).state(master))
             for shard, master in zip(self._param_shards, self._masters)
