@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Convert a model between Hugging Face's files and a checkpoint for training.
+"""Convert a model between Hugging Face's files and a checkpoint for training, or give a dense model experts.
 
-Both directions copy block by block, so memory does not grow with the model. The result appears only when it is
+All conversions copy block by block, so memory does not grow with the model. The result appears only when it is
 complete.
 """
 
@@ -92,9 +92,49 @@ class ToHuggingFace:
         return max(1, int(float(match[1]) * _UNITS[match[2] or ""]))
 
 
+@dataclass(frozen=True)
+class Upcycle:
+    """A checkpoint of a dense model to a checkpoint of weights with experts: each is a copy of the MLP of its layer."""
+
+    load: str
+    """Directory or URL of checkpoints of a dense model."""
+    save: str
+    """Directory for the new checkpoint; it must not have one yet."""
+    num_experts: int
+    """Number of experts of a layer."""
+    moe_router_topk: int = 2
+    """Number of experts that a token is sent to; at least 2."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts, as in training."""
+    moe_upcycling_granularity: int = 1
+    """Only 1: every expert is as wide as the MLP."""
+    seed: int = 1234
+    """Seed of the initial weights of the routers; a new run with this --seed starts with the same."""
+    ckpt_step: int | None = None
+    """Iteration to convert instead of the latest."""
+    iteration: int = 0
+    """Iteration under which the checkpoint is saved."""
+
+    def check(self) -> None:
+        require_at_least(2, {"--num-experts": self.num_experts, "--moe-router-topk": self.moe_router_topk})
+        require_at_least(0, {"--ckpt-step": self.ckpt_step, "--iteration": self.iteration})
+        check_place("--load", self.load)
+        refuse_urls({"--save": self.save}, "name a directory")
+        if self.moe_router_topk > self.num_experts:
+            raise ConfigError(
+                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}: lower it."
+            )
+        if self.moe_upcycling_granularity != 1:
+            raise ConfigError(
+                f"--moe-upcycling-granularity {self.moe_upcycling_granularity} would divide the MLP into smaller "
+                "experts, which is not implemented: use 1."
+            )
+
+
 Command = (
     Annotated[FromHuggingFace, tyro.conf.subcommand("from-hf")]
     | Annotated[ToHuggingFace, tyro.conf.subcommand("to-hf")]
+    | Annotated[Upcycle, tyro.conf.subcommand("upcycle")]
 )
 
 
@@ -229,26 +269,18 @@ def given_flags(group: ModelConfig | TokenizerConfig) -> list[str]:
 
 def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; what to tell the user."""
-    from megatron.checkpoint.checkpointing import verify_share
     from megatron.checkpoint.conversion import HuggingFaceExport
-    from megatron.checkpoint.finding import find_checkpoint
     from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
-    from megatron.checkpoint.remote_path import path_of
-    from megatron.checkpoint.streaming import SavedTensors
 
-    root, target = path_of(config.load), Path(config.hf)
-    iteration = find_checkpoint(root, config.ckpt_step)
-    if iteration is None:
-        raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
+    target = Path(config.hf)
     check_free(target)
-    verify_share(root, iteration, rank=0, size=1)
-    saved = SavedTensors(root, iteration)
+    saved = verified_checkpoint(config.load, config.ckpt_step)
     model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance)
     progress.expect(sum(entry.nbytes for entry in model.entries.values()))
     with fresh_directory(target) as saving:
         write_weights(saving, model.entries, model.parts_of, config.max_shard_bytes)
         notes = write_description(saving, saved, model)
-    return "\n".join([f"wrote iteration {iteration} of {root} to {target}, from {model.source}*", *notes])
+    return "\n".join([f"wrote iteration {saved.iteration} of {config.load} to {target}, from {model.source}*", *notes])
 
 
 def write_description(saving: Path, saved: "SavedTensors", model: "HuggingFaceExport") -> list[str]:
@@ -275,16 +307,87 @@ def write_description(saving: Path, saved: "SavedTensors", model: "HuggingFaceEx
     return [f"without a tokenizer, and without special tokens in config.json: {missing}"] if missing else []
 
 
+# --- experts -------------------------------------------------------------------------------------------------
+
+
+def upcycle(config: Upcycle, progress: Progress) -> str:
+    """Convert; what to tell the user."""
+    from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.upcycling import UpcycledModel
+    from megatron.training.checkpoints.saved_run import state_of_weights
+
+    root = Path(config.save)
+    check_unused(root)
+    saved = verified_checkpoint(config.load, config.ckpt_step)
+    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    architecture = with_experts(state.architecture, config)
+    model = UpcycledModel(saved, architecture, config.seed, progress.advance)
+    tokenizer = state.flag_group("tokenizer", TokenizerConfig)
+    groups = {
+        "model": asdict(ModelConfig.of(architecture)),
+        "tokenizer": asdict(tokenizer),
+        "precision": asdict(state.flag_group("precision", PrecisionConfig)),
+    }
+    progress.expect(model.nbytes)
+    save_streaming(
+        root,
+        config.iteration,
+        model.tensors,
+        model.read,
+        state_of_weights(config.iteration, architecture, groups).to_json(),
+    )
+    words = ["--load", config.save, "--finetune", *model_flags(architecture), *given_flags(tokenizer)]
+    return (
+        f"wrote {architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
+        f"train on with: pretrain_llama.py {shlex.join(words)}"
+    )
+
+
+def with_experts(dense: TransformerConfig, config: Upcycle) -> TransformerConfig:
+    """The architecture of the dense model with experts; raises :class:`UserError`."""
+    if dense.num_experts is not None:
+        raise CheckpointError(
+            f"--load {config.load} has {dense.num_experts} experts already: upcycle the checkpoint of a dense model."
+        )
+    flags = replace(
+        ModelConfig.of(dense),
+        num_experts=config.num_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_layer_freq=config.moe_layer_freq,
+    )
+    resolved = flags.resolve(dense.vocab_size, tensor_parallel_size=1, seq_length=1)
+    return replace(resolved, padded_vocab_size=dense.padded_vocab_size)
+
+
+def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
+    """The checkpoint of ``--load``, compared with its digests; raises :class:`CheckpointError`."""
+    from megatron.checkpoint.checkpointing import verify_share
+    from megatron.checkpoint.finding import find_checkpoint
+    from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.streaming import SavedTensors
+
+    root = path_of(load)
+    iteration = find_checkpoint(root, ckpt_step)
+    if iteration is None:
+        raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
+    verify_share(root, iteration, rank=0, size=1)
+    return SavedTensors(root, iteration)
+
+
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def convert(config: FromHuggingFace | ToHuggingFace) -> str:
+def convert(config: FromHuggingFace | ToHuggingFace | Upcycle) -> str:
     """Run a subcommand; what to tell the user."""
     config.check()
     with progress_bar() as progress:
         if isinstance(config, FromHuggingFace):
             return from_hugging_face(config, progress)
-        return to_hugging_face(config, progress)
+        if isinstance(config, ToHuggingFace):
+            return to_hugging_face(config, progress)
+        return upcycle(config, progress)
 
 
 def main() -> int:

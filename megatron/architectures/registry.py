@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.architectures.catalog import llama, qwen2, qwen3
+from megatron.architectures.catalog import llama, mixtral, qwen2, qwen3, qwen3_moe
 from megatron.architectures.spec import ArchitectureSpec
 from megatron.architectures.transformer_config import TransformerConfig
 
-ARCHITECTURES = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (llama, qwen2, qwen3)}
+ARCHITECTURES = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (llama, qwen2, qwen3, mixtral, qwen3_moe)}
 PRESETS: dict[str, Mapping[str, Any]] = {}
 PRESET_VOCABULARIES: dict[str, int] = {}
 for _architecture in ARCHITECTURES.values():

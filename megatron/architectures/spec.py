@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.architectures.config_json import Fields
 from megatron.architectures.transformer_config import TransformerConfig
 
 
@@ -30,8 +31,8 @@ class WeightMapping:
     """Whether it is the gain of a norm."""
 
 
-LayerWeights = Callable[[TransformerConfig], tuple[WeightMapping, ...]]
-"""The weights of a layer, by their names in the layer."""
+LayerWeights = Callable[[TransformerConfig, int], tuple[WeightMapping, ...]]
+"""The weights of the layer with this number, by their names in the layer."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,21 @@ class ArchitectureSpec:
     layer_weights: LayerWeights
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`TransformerConfig` in which the family differs from the default."""
+    moe_layers: Callable[[tuple[bool, ...]], bool] = lambda is_moe: not any(is_moe)
+    """Whether a model of the family can have these MoE layers; ``is_moe`` has an element for each layer."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Flags that ``--model NAME`` stands for."""
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
     """Rows of the embedding of each preset."""
-    config_fields: Callable[[TransformerConfig], Mapping[str, Any]] = lambda config: {}
-    """Fields of ``config.json`` in addition to the common ones."""
-    field_defaults: Mapping[str, Any] = field(default_factory=dict)
+    config_fields: Callable[[TransformerConfig], Fields] = lambda config: {}
+    """Fields of ``config.json`` that differ from the common ones."""
+    read_fields: Callable[[Fields], Mapping[str, Any]] = lambda fields: {}
+    """Fields of :class:`TransformerConfig` from fields of ``config.json`` that only this family has. Raises
+    ``ValueError``."""
+    field_defaults: Fields = field(default_factory=dict)
     """Defaults of transformers for absent fields of ``config.json``, where they are not Llama's."""
     required_fields: Mapping[str, tuple[object, str]] = field(default_factory=dict)
-    """Required values of fields of ``config.json`` (if present), and the reason."""
+    """Required values of fields of ``config.json`` (absent is correct without a default), and the reason."""
 
     @property
     def hugging_face_class(self) -> str:
@@ -62,17 +68,34 @@ class ArchitectureSpec:
 
     def describes(self, config: TransformerConfig) -> bool:
         """Whether ``config`` has the features of this family and no others."""
-        default = {name: getattr(TransformerConfig, name) for name in FEATURES}
-        return all(getattr(config, name) == value for name, value in (default | dict(self.features)).items())
+        features = {name: getattr(TransformerConfig, name) for name in FEATURES} | dict(self.features)
+        has_features = all(getattr(config, name) == value for name, value in features.items())
+        return has_features and self.moe_layers(config.moe_layers())
 
 
-FEATURES = ("qk_layernorm", "add_qkv_bias")
-"""Fields of :class:`TransformerConfig` that distinguish families."""
+FEATURES = (
+    "qk_layernorm",
+    "add_qkv_bias",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_apply_probs_on_input",
+)
+"""Fields of :class:`TransformerConfig` that distinguish families, besides its MoE layers."""
 
 
-def dense_layer(config: TransformerConfig) -> tuple[WeightMapping, ...]:
+def dense_layer(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
     """The weights that every layer with a SwiGLU MLP has."""
-    hidden, ffn, key_value = config.hidden_size, config.ffn_hidden_size, config.key_value_size
+    return (*attention(config), *swiglu_mlp(config))
+
+
+def attention(config: TransformerConfig) -> tuple[WeightMapping, ...]:
+    """The weights of attention and of the two norms, which every layer has."""
+    hidden, key_value = config.hidden_size, config.key_value_size
     return (
         WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),), is_gain=True),
         WeightMapping(
@@ -88,12 +111,46 @@ def dense_layer(config: TransformerConfig) -> tuple[WeightMapping, ...]:
             "self_attention.linear_proj.weight", (HFTensor("self_attn.o_proj.weight", hidden),), config.query_size
         ),
         WeightMapping("pre_mlp_layernorm.weight", (HFTensor("post_attention_layernorm.weight", hidden),), is_gain=True),
+    )
+
+
+def qk_norm(config: TransformerConfig) -> tuple[WeightMapping, ...]:
+    """The gains of the norms of queries and keys."""
+    query_norm = HFTensor("self_attn.q_norm.weight", config.kv_channels, is_rotary=True)
+    key_norm = HFTensor("self_attn.k_norm.weight", config.kv_channels, is_rotary=True)
+    return (
+        WeightMapping("self_attention.q_layernorm.weight", (query_norm,), is_gain=True),
+        WeightMapping("self_attention.k_layernorm.weight", (key_norm,), is_gain=True),
+    )
+
+
+def swiglu_mlp(config: TransformerConfig) -> tuple[WeightMapping, ...]:
+    """The weights of the MLP of a dense layer."""
+    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    return (
         WeightMapping(
             "mlp.linear_fc1.weight",
             (HFTensor("mlp.gate_proj.weight", ffn), HFTensor("mlp.up_proj.weight", ffn)),
             hidden,
         ),
         WeightMapping("mlp.linear_fc2.weight", (HFTensor("mlp.down_proj.weight", hidden),), ffn),
+    )
+
+
+def experts(config: TransformerConfig, block: str, gate: str, up: str, down: str) -> tuple[WeightMapping, ...]:
+    """The router and the experts of an MoE layer. ``block`` is the name of the MoE block at Hugging Face; ``gate``,
+    ``up`` and ``down`` are the names of the projections of an expert."""
+    assert config.num_experts is not None
+    assert config.moe_ffn_hidden_size is not None
+    hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+    names = [f"{block}.experts.{expert}" for expert in range(config.num_experts)]
+    # Of each expert first the rows of gate, then the rows of up: [E 2f, h].
+    fc1 = (HFTensor(f"{name}.{projection}.weight", ffn) for name in names for projection in (gate, up))
+    fc2 = (HFTensor(f"{name}.{down}.weight", hidden) for name in names)  # [E h, f]
+    return (
+        WeightMapping("mlp.router.weight", (HFTensor(f"{block}.gate.weight", config.num_experts),), hidden),
+        WeightMapping("mlp.experts.linear_fc1.weight", tuple(fc1), hidden),
+        WeightMapping("mlp.experts.linear_fc2.weight", tuple(fc2), ffn),
     )
 
 

@@ -40,7 +40,7 @@ class HuggingFaceImport:
 
     ``dtype`` None keeps the dtype of each tensor. With ``apply_layernorm_1p`` the weights of norms, gains minus one,
     are at least fp32: in bf16 a gain below 0.5 would lose bits. Raises :class:`CheckpointError` for a model that is not
-    a complete plain Llama.
+    a complete model of an architecture in the registry.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HuggingFaceImport:
         return block
 
     def _cut(self, tensor: GlobalTensor, dtype: torch.dtype | None) -> TensorStorageMetadata:
-        """Chunks of whole rows, each inside one section; one dtype for all."""
+        """Chunks of whole rows; one dtype for all."""
         if dtype is None:
             dtype = self._formats[tensor.sections[0].name]
             for section in tensor.sections[1:]:
@@ -86,10 +86,9 @@ class HuggingFaceImport:
         if tensor.is_gain_minus_one:
             dtype = torch.promote_types(dtype, torch.float32)
         chunks = []
-        for section in tensor.sections:
-            for first, rows in blocks(section, dtype):
-                offset = torch.Size((section.first_row + first, *(0 for _ in section.shape[1:])))
-                chunks.append(ChunkStorageMetadata(offset, torch.Size((rows, *section.shape[1:]))))
+        for first, rows in blocks(tensor.shape, dtype):
+            offset = torch.Size((first, *(0 for _ in tensor.shape[1:])))
+            chunks.append(ChunkStorageMetadata(offset, torch.Size((rows, *tensor.shape[1:]))))
         return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
 
     def _check_tied_head(self) -> None:
@@ -139,7 +138,7 @@ class HuggingFaceExport:
     def parts_of(self, name: str) -> Iterator[Tensor]:
         """The blocks of rows of Hugging Face's tensor ``name``."""
         section, dtype = self._sections[name], self.entries[name].dtype
-        for first, rows in blocks(section, dtype):
+        for first, rows in blocks(section.shape, dtype):
             # Nothing here holds on to a block: it is gone when the next one is made.
             yield self._block(section, (first, *(0 for _ in section.shape[1:])), (rows, *section.shape[1:]), dtype)
 
@@ -204,10 +203,10 @@ def hugging_face_architecture(source: Path) -> TransformerConfig:
     return transformer_config_of(read_json_object(source / CONFIG), str(source / CONFIG))
 
 
-def blocks(section: Section, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of each block of a tensor."""
-    total = section.shape[0]
-    row_bytes = Entry(dtype, (1, *section.shape[1:])).nbytes
+def blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each block of a tensor of ``shape``."""
+    total = shape[0]
+    row_bytes = Entry(dtype, (1, *shape[1:])).nbytes
     step = max(1, BLOCK_BYTES // row_bytes)
     for first in range(0, total, step):
         yield first, min(step, total - first)

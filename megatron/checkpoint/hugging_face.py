@@ -5,6 +5,7 @@ head; Hugging Face's are ``(i, head_size/2 + i)``. A box of one side is a few st
 numbers are equal, but with ``apply_layernorm_1p`` the weight of a norm is Hugging Face's gain minus one.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,10 +79,17 @@ class GlobalTensor:
         """Whether this code stores the tensor as a gain minus one; equal in all sections."""
         return self.sections[0].is_gain_minus_one
 
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        return [section.first_row for section in self.sections]
+
     def copies(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
         """Sources of the box of this code's tensor with ``shape`` at ``offset``, in Hugging Face's tensors."""
         there, here = _columns(offset, shape)
-        for section in self.sections:
+        # A tensor of experts has hundreds of sections, of which a box has a few.
+        first_rows = self._first_rows
+        reached = slice(bisect_right(first_rows, offset[0]) - 1, bisect_left(first_rows, offset[0] + shape[0]))
+        for section in self.sections[reached]:
             for run in section.runs():
                 taken, rows = overlap(strided(run.ours, run.length, run.step), offset[0], shape[0])
                 if taken.start < taken.stop:
@@ -117,9 +125,9 @@ class HuggingFaceMapping:
         """The mapping of the architecture that ``config`` is of; raises :class:`CheckpointError` if it is of none."""
         architecture = architecture_of(config)
         if architecture is None:
-            features = ", ".join(f"{name} {getattr(config, name)}" for name in FEATURES)
+            known = ", ".join(ARCHITECTURES)
             raise CheckpointError(
-                f"No architecture of transformers has {features}: choose a model of {', '.join(ARCHITECTURES)}."
+                f"No architecture of transformers has {_features(config)}: choose a model of {known}."
             )
         return cls(config, architecture)
 
@@ -163,9 +171,8 @@ class HuggingFaceMapping:
         embedding = WeightMapping("embedding.word_embeddings.weight", (HFTensor(EMBEDDING, vocabulary),), width)
         norm = WeightMapping("final_layernorm.weight", (HFTensor("model.norm.weight", width),), is_gain=True)
         yield self._stacked(embedding)
-        weights = self.architecture.layer_weights(config)
         for number in range(config.num_layers):
-            for weight in weights:
+            for weight in self.architecture.layer_weights(config, number):
                 yield self._stacked(weight, f"layers.{number}.", f"model.layers.{number}.")
         yield self._stacked(norm)
         if config.untie_embeddings_and_output_weights:
@@ -183,6 +190,14 @@ class HuggingFaceMapping:
             )
             first_row += part.rows
         return GlobalTensor(ours + weight.name, (first_row, *other), tuple(sections))
+
+
+def _features(config: TransformerConfig) -> str:
+    """What distinguishes the family of ``config``."""
+    kinds = {True: "MoE layers", False: "dense layers"}
+    layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
+    unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
+    return layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
 
 
 def _some(names: list[str]) -> str:

@@ -5,17 +5,15 @@ transformers 4, which both versions and other programs read. Unsupported fields 
 by name.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.architectures.config_json import Fields, flag, number, size
 from megatron.architectures.registry import ARCHITECTURES
 from megatron.architectures.spec import ArchitectureSpec
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face import HuggingFaceMapping
 from megatron.errors import CheckpointError
-
-Fields = Mapping[str, Any]
 
 _FIXED: dict[str, tuple[object, str]] = {
     "hidden_act": ("silu", "only SwiGLU with silu is implemented"),
@@ -37,30 +35,31 @@ def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
     try:
         architecture = _architecture(fields)
         fields = {**architecture.field_defaults, **{name: value for name, value in fields.items() if value is not None}}
-        hidden, heads = _size(fields, "hidden_size"), _size(fields, "num_attention_heads")
-        groups = _size(fields, "num_key_value_heads", heads)
-        head_size = _size(fields, "head_dim", hidden // heads)
+        hidden, heads = size(fields, "hidden_size"), size(fields, "num_attention_heads")
+        groups = size(fields, "num_key_value_heads", heads)
+        head_size = size(fields, "head_dim", hidden // heads)
         if heads % groups:
             raise ValueError(
                 f"num_attention_heads {heads} is not divisible by num_key_value_heads {groups}: correct the file"
             )
         if head_size % 2:
             raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings need an even size: correct the file")
-        vocab_size = _size(fields, "vocab_size")
+        vocab_size = size(fields, "vocab_size")
         return TransformerConfig(
-            num_layers=_size(fields, "num_hidden_layers"),
+            num_layers=size(fields, "num_hidden_layers"),
             hidden_size=hidden,
-            ffn_hidden_size=_size(fields, "intermediate_size"),
+            ffn_hidden_size=size(fields, "intermediate_size"),
             num_attention_heads=heads,
             num_query_groups=groups,
             kv_channels=head_size,
             vocab_size=vocab_size,
             padded_vocab_size=vocab_size,
-            max_position_embeddings=_size(fields, "max_position_embeddings", 2048),
+            max_position_embeddings=size(fields, "max_position_embeddings", 2048),
             **_rotary(fields),
-            norm_epsilon=_number(fields, "rms_norm_eps", 1e-6),
-            untie_embeddings_and_output_weights=not _flag(fields, "tie_word_embeddings", False),
-            init_method_std=_number(fields, "initializer_range", 0.02),
+            norm_epsilon=number(fields, "rms_norm_eps", 1e-6),
+            untie_embeddings_and_output_weights=not flag(fields, "tie_word_embeddings", False),
+            init_method_std=number(fields, "initializer_range", 0.02),
+            **architecture.read_fields(fields),
             **architecture.features,
         )
     except ValueError as error:
@@ -77,7 +76,7 @@ def _architecture(fields: Fields) -> ArchitectureSpec:
     if classes and architecture.hugging_face_class not in classes:
         raise ValueError(f"architectures is {classes!r}, but only {architecture.hugging_face_class} can be converted")
     for name, (wanted, reason) in (_FIXED | dict(architecture.required_fields)).items():
-        value = fields.get(name)
+        value = architecture.field_defaults.get(name) if fields.get(name) is None else fields[name]
         if value is not None and value != wanted:
             raise ValueError(f"{name} is {value!r}, not {wanted!r}: {reason}; convert another model")
     if set(fields.get("layer_types") or ()) - {"full_attention"}:
@@ -92,7 +91,7 @@ def _rotary(fields: Fields) -> dict[str, Any]:
         raise ValueError(f"rope_parameters is {rope!r}, not an object: correct the file")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError("partial_rotary_factor is not 1: whole heads are rotated here; convert another model")
-    base = _number(rope if rope.get("rope_theta") is not None else fields, "rope_theta", 10000.0)
+    base = number(rope if rope.get("rope_theta") is not None else fields, "rope_theta", 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return {"rotary_base": base}
@@ -101,42 +100,14 @@ def _rotary(fields: Fields) -> dict[str, Any]:
             f"rope_type is {kind!r}, but only 'default' and 'llama3' are implemented; convert another model"
         )
     for name, constant in _LLAMA3_CONSTANTS.items():
-        if _number(rope, name) != constant:
+        if number(rope, name) != constant:
             raise ValueError(f"{name} is {rope[name]}, but Llama 3.1's {constant} is built in; convert another model")
     return {
         "rotary_base": base,
         "use_rope_scaling": True,
-        "rope_scaling_factor": _number(rope, "factor"),
-        "rope_scaling_original_length": _size(rope, "original_max_position_embeddings"),
+        "rope_scaling_factor": number(rope, "factor"),
+        "rope_scaling_original_length": size(rope, "original_max_position_embeddings"),
     }
-
-
-def _size(fields: Fields, name: str, default: int | None = None) -> int:
-    value = _present(fields, name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}, not a positive number: correct the file")
-    return value
-
-
-def _number(fields: Fields, name: str, default: float | None = None) -> float:
-    value = _present(fields, name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}, not a number: correct the file")
-    return float(value)
-
-
-def _flag(fields: Fields, name: str, default: bool) -> bool:
-    value = _present(fields, name, default)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, not a boolean: correct the file")
-    return value
-
-
-def _present(fields: Fields, name: str, default: float | bool | None) -> Any:
-    value = default if fields.get(name) is None else fields[name]
-    if value is None:
-        raise ValueError(f"{name} is missing: correct the file")
-    return value
 
 
 def config_fields(

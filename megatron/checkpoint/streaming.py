@@ -100,6 +100,7 @@ class SavedTensors:
     """The global tensors of a checkpoint, readable in any part; no collective."""
 
     def __init__(self, root: AnyPath, iteration: int) -> None:
+        self.iteration = iteration
         self._directory = locate_checkpoint(root, iteration)
         self.manifest = read_checkpoint(root, iteration)
         # A few files stay open, since a tensor's chunks may lie in many.

@@ -37,7 +37,7 @@ class CheckpointConfig:
     load: str | None = None
     """Directory or URL (s3://bucket/run) to resume from; without a checkpoint there the run starts at iteration 0."""
     load_hf: str | None = None
-    """Directory of a Hugging Face model (Llama, Qwen2, Qwen3) to start from if --load has no checkpoint; each rank
+    """Directory of a Hugging Face model (docs/checkpoints.md) to start from if --load has no checkpoint; each rank
     reads only its shards."""
     pretrained_checkpoint: str | None = None
     """Directory or URL with the checkpoints of another run: start at iteration 0 from its latest weights if --load has

@@ -52,7 +52,7 @@ _BY_REMEDY = {
         "--moe-paged-stash --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda "
         "--moe-paged-stash-buffer-size-factor-cpu"
     ),
-    "a run does not change the architecture of the model that it loads: remove it.": (
+    "a run does not change the architecture of its checkpoint: use tools/convert_checkpoint.py upcycle instead.": (
         "--moe-use-upcycling --moe-upcycling-granularity"
     ),
     "use --moe-token-dispatcher-type allgather or alltoall instead.": (

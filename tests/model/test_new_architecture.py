@@ -30,7 +30,7 @@ transformers: Any = pytest.importorskip("transformers")
 # --- its file ------------------------------------------------------------------------------------------------
 
 
-def layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
+def layer_weights(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
     head, attention = config.kv_channels, "self_attention"
     bias = (
         HFTensor("self_attn.q_proj.bias", config.query_size, is_rotary=True),
@@ -38,7 +38,7 @@ def layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
         HFTensor("self_attn.v_proj.bias", config.key_value_size),
     )
     return (
-        *dense_layer(config),
+        *dense_layer(config, number),
         WeightMapping(f"{attention}.linear_qkv.bias", bias),
         WeightMapping(f"{attention}.q_layernorm.weight", (HFTensor("self_attn.q_norm.weight", head, is_rotary=True),)),
         WeightMapping(f"{attention}.k_layernorm.weight", (HFTensor("self_attn.k_norm.weight", head, is_rotary=True),)),

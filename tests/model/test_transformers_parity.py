@@ -32,6 +32,20 @@ TOLERANCE = 1e-9
 LENGTH = 24
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 56},
+    # One dense layer, and experts of another width than its MLP.
+    "qwen3_moe": {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 24, "moe_layer_freq": "[0,1]"},
+}
+"""The experts of the families that have some."""
+
+EXPERT_NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+"""Names in published files: the block, and gate, up and down of an expert."""
+
+
 def architecture(*, scaling: bool, tied: bool, tp: int, family: str = "llama") -> TransformerConfig:
     unit = 2 * tp
     vocab_size = 61
@@ -53,6 +67,7 @@ def architecture(*, scaling: bool, tied: bool, tp: int, family: str = "llama") -
         untie_embeddings_and_output_weights=not tied,
         init_method_std=0.2,
         **ARCHITECTURES[family].features,
+        **EXPERTS.get(family, {}),
     )
 
 
@@ -81,8 +96,46 @@ def hugging_face_model(config: TransformerConfig) -> Any:
         rope_parameters=rope,
         tie_word_embeddings=not config.untie_embeddings_and_output_weights,
         attn_implementation="eager",
+        **hugging_face_experts(config),
     )
     return getattr(transformers, architecture.hugging_face_class)(settings).double()
+
+
+def hugging_face_experts(config: TransformerConfig) -> dict[str, Any]:
+    """The fields of transformers for experts."""
+    if config.num_experts is None:
+        return {}
+    experts: dict[str, Any] = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.moe_router_topk}
+    if config.qk_layernorm:
+        dense = [layer for layer, is_moe in enumerate(config.moe_layers()) if not is_moe]
+        experts |= {
+            "moe_intermediate_size": config.moe_ffn_hidden_size,
+            "mlp_only_layers": dense,
+            "norm_topk_prob": True,
+        }
+    return {**experts, "experts_implementation": "eager"}
+
+
+def as_published(state: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """The tensors of a model of transformers 5, which stacks the experts of a layer, under the names of published
+    files: a tensor for each projection of each expert."""
+    published = {}
+    for name, tensor in state.items():
+        layer, _, last = name.partition(".mlp.")
+        block, gate, up, down = EXPERT_NAMES.get(family, ("mlp", "", "", ""))
+        if last == "experts.gate_up_proj":
+            for expert, both in enumerate(tensor):  # [2f, h]
+                rows = both.chunk(2)
+                published[f"{layer}.{block}.experts.{expert}.{gate}.weight"] = rows[0]
+                published[f"{layer}.{block}.experts.{expert}.{up}.weight"] = rows[1]
+        elif last == "experts.down_proj":
+            for expert, whole in enumerate(tensor):  # [h, f]
+                published[f"{layer}.{block}.experts.{expert}.{down}.weight"] = whole
+        elif last == "gate.weight":
+            published[f"{layer}.{block}.gate.weight"] = tensor
+        else:
+            published[name] = tensor
+    return published
 
 
 def halves_to_pairs(weight: Tensor, config: TransformerConfig) -> Tensor:
@@ -111,13 +164,15 @@ def to_global(state: dict[str, Tensor], config: TransformerConfig) -> dict[str, 
                 )
             ),
             f"{ours}.self_attention.linear_proj.weight": state[f"{theirs}.self_attn.o_proj.weight"],
-            f"{ours}.mlp.linear_fc1.weight": torch.cat(
-                (state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"])
-            ),
-            f"{ours}.mlp.linear_fc2.weight": state[f"{theirs}.mlp.down_proj.weight"],
             f"{ours}.input_layernorm.weight": state[f"{theirs}.input_layernorm.weight"],
             f"{ours}.pre_mlp_layernorm.weight": state[f"{theirs}.post_attention_layernorm.weight"],
         }
+        if config.moe_layers()[number]:
+            tensors |= experts_to_global(state, config, theirs, ours)
+        else:
+            gate, up, down = (state[f"{theirs}.mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+            tensors[f"{ours}.mlp.linear_fc1.weight"] = torch.cat((gate, up))
+            tensors[f"{ours}.mlp.linear_fc2.weight"] = down
         if config.add_qkv_bias:
             query, key, value = (state[f"{theirs}.self_attn.{kind}_proj.bias"] for kind in "qkv")
             rotated = halves_to_pairs(query, config), halves_to_pairs(key, config)
@@ -126,6 +181,22 @@ def to_global(state: dict[str, Tensor], config: TransformerConfig) -> dict[str, 
             gain = halves_to_pairs(state[f"{theirs}.self_attn.{kind}_norm.weight"], config)
             tensors[f"{ours}.self_attention.{kind}_layernorm.weight"] = gain
     return tensors
+
+
+def experts_to_global(state: dict[str, Tensor], config: TransformerConfig, theirs: str, ours: str) -> dict[str, Tensor]:
+    """The router and the experts of the layer ``theirs`` under our names, from the names of published files."""
+    architecture = architecture_of(config)
+    assert architecture is not None and config.num_experts is not None
+    block, *projections = EXPERT_NAMES[architecture.name]
+    gates, ups, downs = (
+        torch.stack([state[f"{theirs}.{block}.experts.{expert}.{name}.weight"] for expert in range(config.num_experts)])
+        for name in projections
+    )
+    return {
+        f"{ours}.mlp.router.weight": state[f"{theirs}.{block}.gate.weight"],
+        f"{ours}.mlp.experts.linear_fc1.weight": torch.cat((gates, ups), dim=1).flatten(0, 1),  # [E 2f, h]
+        f"{ours}.mlp.experts.linear_fc2.weight": downs.flatten(0, 1),  # [E h, f]
+    }
 
 
 @contextmanager
@@ -152,8 +223,9 @@ def expected(config: TransformerConfig) -> tuple[dict[str, Tensor], Tensor, Tens
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     losses.sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    weights = to_global({name: parameter.detach() for name, parameter in model.named_parameters()}, config)
-    return weights, logits.detach(), losses.detach().view_as(labels), to_global(gradients, config)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    ours = [to_global(as_published(state, model.config.model_type), config) for state in (weights, gradients)]
+    return ours[0], logits.detach(), losses.detach().view_as(labels), ours[1]
 
 
 def batch(config: TransformerConfig) -> tuple[Tensor, Tensor]:
@@ -217,7 +289,7 @@ def test_logits_loss_and_gradients_equal_transformers(
     assert max(errors) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name != "llama"])
+@pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name not in ("llama", *EXPERTS)])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
 def test_other_architectures_equal_transformers(
@@ -235,8 +307,8 @@ def test_other_architectures_equal_transformers(
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_conversion_maps_every_element_both_ways(family: str, tied: bool) -> None:
     config = architecture(scaling=False, tied=tied, tp=1, family=family)
-    parameters = hugging_face_model(config).named_parameters()
-    theirs = numbered({name: parameter.shape for name, parameter in parameters})
+    parameters = as_published(dict(hugging_face_model(config).named_parameters()), family)
+    theirs = numbered({name: parameter.shape for name, parameter in parameters.items()})
     ours, mapping = to_global(theirs, config), HuggingFaceMapping.of(config)
     assert mapping.ours.keys() == ours.keys() and mapping.theirs.keys() == theirs.keys()
     for name, tensor in mapping.ours.items():

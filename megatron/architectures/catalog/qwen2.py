@@ -4,7 +4,7 @@ from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMappin
 from megatron.architectures.transformer_config import TransformerConfig
 
 
-def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
+def _layer_weights(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
     bias = WeightMapping(
         "self_attention.linear_qkv.bias",
         (
@@ -13,7 +13,7 @@ def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
             HFTensor("self_attn.v_proj.bias", config.key_value_size),
         ),
     )
-    return (*dense_layer(config), bias)
+    return (*dense_layer(config, number), bias)
 
 
 ARCHITECTURE = ArchitectureSpec(

@@ -2,18 +2,12 @@
 
 from typing import Any
 
-from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping, dense_layer, preset
+from megatron.architectures.spec import ArchitectureSpec, WeightMapping, dense_layer, preset, qk_norm
 from megatron.architectures.transformer_config import TransformerConfig
 
 
-def _layer_weights(config: TransformerConfig) -> tuple[WeightMapping, ...]:
-    query_norm = HFTensor("self_attn.q_norm.weight", config.kv_channels, is_rotary=True)
-    key_norm = HFTensor("self_attn.k_norm.weight", config.kv_channels, is_rotary=True)
-    return (
-        *dense_layer(config),
-        WeightMapping("self_attention.q_layernorm.weight", (query_norm,), is_gain=True),
-        WeightMapping("self_attention.k_layernorm.weight", (key_norm,), is_gain=True),
-    )
+def _layer_weights(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
+    return (*dense_layer(config, number), *qk_norm(config))
 
 
 def _qwen3(layers: int, hidden: int, ffn: int, heads: int, untied: bool = True) -> dict[str, Any]:

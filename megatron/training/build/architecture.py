@@ -47,6 +47,10 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     config = flags_over(defaults)
     # A flag without a value (None) follows from others, and is compared when the checkpoint is loaded.
     given = {name: value for name, value in asdict(config.model).items() if name in architecture and value is not None}
+    if config.model.num_experts:
+        given["moe_layer_freq"] = config.model.canonical_layer_pattern
+    else:
+        given["num_experts"] = None
     surplus = "what differs" if config.model.model is None else f"--model {config.model.model} and what differs"
     check_architecture(given, architecture, f"The checkpoint under {saved.root}", remedy=f"leave out {surplus}")
     config.check_architecture(world_size)

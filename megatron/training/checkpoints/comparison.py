@@ -17,6 +17,16 @@ def check_architecture(
     remedy: str = "use the flags of the run that saved it",
 ) -> None:
     """Raise :class:`CheckpointError` with every flag whose value differs from ``saved``, found at ``where``."""
+    here, there = wanted.get("num_experts"), saved["num_experts"]
+    if here and not there:
+        raise CheckpointError(
+            f"{where} is a dense model, but --num-experts is {here}: give it experts first "
+            "(tools/convert_checkpoint.py upcycle), or load another."
+        )
+    if there and not here and "num_experts" in wanted:
+        raise CheckpointError(
+            f"{where} has {there} experts, but the flags describe a dense model: {remedy}, or load another."
+        )
     # The padding depends on the layout; no weight depends on the longest sequence or the initialisation.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
     different = [
