@@ -1,5 +1,6 @@
 """Saved in one layout, continued in another: every bit comes back, and the run goes on as if nothing had happened."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.checkpoints.tensors import model_tensors, optimizer_tensors
+from megatron.training.checkpoints.tensors import bias_tensors, model_tensors, optimizer_tensors
 from tests.parallel.layout_run import (
     DEEP_MODEL,
     DEEP_TIED_MODEL,
     Layout,
     LocalTensor,
+    RecordingOptimizer,
     Task,
     assemble,
     build,
@@ -25,6 +26,7 @@ from tests.parallel.layout_run import (
     place_in,
     train,
 )
+from tests.parallel.test_expert_layouts import DSV
 from tests.rank_pool import RankPool
 
 SAVED, STEPS = 4, 8
@@ -34,7 +36,8 @@ UNTIED = Task(ADAM, model=DEEP_MODEL, steps=STEPS)
 TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)
 MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
 MUON = Task(MUON_FLAGS, model=DEEP_TIED_MODEL, steps=STEPS)
-TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon"}
+MOE = replace(DSV, steps=STEPS, moe=replace(DSV.moe, moe_z_loss_coeff=1e-3))
+TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon", MOE: ", experts"}
 
 LAYOUTS = {
     "one": Layout(),
@@ -51,6 +54,15 @@ LAYOUTS = {
     "cp2-tp2": Layout(2, cp=2, sequence_parallel=True, cp_comm_type=("allgather",)),
     "uneven pp3": Layout(pp=3, split="Et|tttttt|tL", microbatches=2, schedule="zb-h1"),
 }
+EXPERT_LAYOUTS = {
+    "ep4": Layout(dp=4, ep=4, microbatches=2),
+    "tp2-ep2-pp2-zero1": Layout(2, 1, True, "optim", ep=2, pp=2, microbatches=2, bucket_size=3000),
+    "etp2-ep2-fsdp": Layout(dp=4, etp=2, ep=2, strategy="optim_grads_params", dispatcher="allgather"),
+    "etp4-zero2": Layout(2, 2, True, "optim_grads", etp=4, overlap_grad_reduce=True),
+    "ep2-hsdp": Layout(dp=4, ep=2, strategy="optim_grads_params", instances=2),
+    "cp2-ep4": Layout(dp=2, cp=2, ep=4, strategy="optim"),
+    "zbv2-ep2": Layout(dp=2, pp=2, ep=2, schedule="zb-v", microbatches=4, split="E|t||tL"),
+}
 NAMES = list(LAYOUTS)
 PAIRS = [(UNTIED, one, NAMES[(place + step) % len(NAMES)]) for step in (1, 5) for place, one in enumerate(NAMES)]
 PAIRS += [(TIED, one, other) for one, other in (("one", "pp2-fsdp2"), ("pp2-fsdp2", "uneven pp3"), ("pp4", "tp4-sp"))]
@@ -63,10 +75,16 @@ PAIRS += [
         ("cp2-fsdp2", "pp2-fsdp2"),
     )
 ]
+EXPERT_NAMES = ["one", *EXPERT_LAYOUTS]
+PAIRS += [(MOE, one, EXPERT_NAMES[(place + 3) % len(EXPERT_NAMES)]) for place, one in enumerate(EXPERT_NAMES)]
+LAYOUTS |= EXPERT_LAYOUTS
 
 
-def tensors_of(data_parallel: DataParallel, optimizer: Optimizer, with_copies: bool) -> dict[str, torch.Tensor]:
-    return model_tensors(data_parallel.local_params, with_copies) | optimizer_tensors(optimizer, with_copies)
+def tensors_of(
+    data_parallel: DataParallel, optimizer: RecordingOptimizer, with_copies: bool
+) -> dict[str, torch.Tensor]:
+    tensors = model_tensors(data_parallel.local_params, with_copies) | optimizer_tensors(optimizer, with_copies)
+    return tensors | {name: BoxedTensor.from_whole(bias) for name, bias in bias_tensors(optimizer.experts).items()}
 
 
 def save_in(task: Task, layout: Layout, root: Path) -> None:
