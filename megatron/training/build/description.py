@@ -71,8 +71,10 @@ def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -
     balanced_by = [
         f"{kind} {coeff:g}" for kind, coeff in zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff) if coeff
     ]
-    balanced_by += [f"z-loss {moe.moe_z_loss_coeff:g}"] * (moe.moe_z_loss_coeff is not None)
-    balanced_by += [f"expert bias {moe.moe_router_bias_update_rate:g}"] * model.moe_router_enable_expert_bias
+    if moe.moe_z_loss_coeff is not None:
+        balanced_by.append(f"z-loss {moe.moe_z_loss_coeff:g}")
+    if model.moe_router_enable_expert_bias:
+        balanced_by.append(f"expert bias {moe.moe_router_bias_update_rate:g}")
     shared = ", a shared expert" if model.moe_shared_expert_intermediate_size else ""
     return (
         f"{model.moe_router_topk} of {model.num_experts} for each token{shared}, in {sum(layers)} of {len(layers)} "
