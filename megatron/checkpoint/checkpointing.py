@@ -117,11 +117,6 @@ def verify_share(root: AnyPath, iteration: int, rank: int, size: int) -> None:
             verify_file(directory, file)
 
 
-def read_state(root: AnyPath, iteration: int) -> dict[str, Any]:
-    """The saved state of ``iteration``, not upgraded; no collective."""
-    return read_checkpoint(root, iteration).state
-
-
 def read_run_state(root: AnyPath, iteration: int) -> SavedState:
     """The saved state of ``iteration``, upgraded to the current schema; no collective."""
     manifest = read_checkpoint(root, iteration)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import benchmark_checkpoint
-from benchmarks.benchmark_checkpoint import COMPARISONS, CONTENDERS, BenchmarkConfig, Tensors
+from benchmarks.checkpoint_contenders import COMPARISONS, CONTENDERS, KINDS, Tensors, hidden_size, weight_shapes
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 
@@ -65,17 +65,16 @@ def check_tables(printed: str) -> None:
 
 @pytest.mark.parametrize("size_mb", [4, 100, 500])
 def test_the_state_has_the_size_that_was_asked_for(size_mb: int) -> None:
-    shapes = benchmark_checkpoint.weight_shapes(benchmark_checkpoint.hidden_size(size_mb * 10**6))
-    per_element = sum(dtype.itemsize for dtype in benchmark_checkpoint.KINDS.values())
+    shapes = weight_shapes(hidden_size(size_mb * 10**6))
+    per_element = sum(dtype.itemsize for dtype in KINDS.values())
     found = per_element * sum(torch.Size(shape).numel() for shape in shapes.values())
     assert found == pytest.approx(size_mb * 10**6, rel=0.2)
-    assert 40 <= len(shapes) * len(benchmark_checkpoint.KINDS) <= 200
+    assert 40 <= len(shapes) * len(KINDS) <= 200
 
 
 def test_two_ranks_hold_the_halves_of_every_tensor() -> None:
-    config = BenchmarkConfig(size_mb=4, ranks=2)
-    halves = [Tensors(config, rank) for rank in range(2)]
-    for name, whole in Tensors(BenchmarkConfig(size_mb=4), 0).boxed.items():
+    halves = [Tensors(4_000_000, 2, rank) for rank in range(2)]
+    for name, whole in Tensors(4_000_000, 1, 0).boxed.items():
         offsets = [tuple(half.boxed[name].boxes[0][0]) for half in halves]  # type: ignore[attr-defined]
         sizes = [half.local[name].shape[0] for half in halves]
         assert all(half.boxed[name].shape == whole.shape for half in halves), name

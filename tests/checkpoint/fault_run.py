@@ -27,11 +27,11 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
-from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
 from megatron.checkpoint.directory import TRACKER, iteration_directory, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import LOCK, acquire
-from megatron.checkpoint.manifest import JSON
+from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
@@ -94,7 +94,7 @@ def state_of(saved: Saved) -> dict[str, JSON]:
 
 def content_of(root: Path, iteration: int, world: ControlGroup = ALONE) -> Saved:
     """Load a checkpoint and compare every bit with what was meant; all ranks call it."""
-    saved = Saved(iteration, read_state(root, iteration)["flags"]["life"])
+    saved = Saved(iteration, read_checkpoint(root, iteration).state["flags"]["life"])
     expected, loaded = (tensors_of(saved, world.rank, world.size) for _ in range(2))
     for tensor in _pieces(loaded):
         tensor.fill_(-1)

@@ -20,12 +20,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.checkpointing import (
     load_checkpoint,
-    read_state,
     save_checkpoint,
     spread_replicas,
 )
 from megatron.checkpoint.directory import MANIFEST, new_saving_directory
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
+from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.core.control import ControlGroup
@@ -332,10 +332,10 @@ def test_names_that_are_not_asked_for_stay_where_they_are(tmp_path: Path) -> Non
 
 def test_shapes_and_state_are_read_without_tensors(tmp_path: Path) -> None:
     directory = save_checkpoint(tmp_path, 1, {"a": torch.ones(2, 3), "s": torch.tensor(1)}, {"iteration": 1})
-    assert read_state(tmp_path, 1) == {"iteration": 1}
+    assert read_checkpoint(tmp_path, 1).state == {"iteration": 1}
     assert directory == tmp_path / "iter_0000001"
     with pytest.raises(CheckpointError, match="iter_0000002 is not a checkpoint"):
-        read_state(tmp_path, 2)
+        read_checkpoint(tmp_path, 2)
 
 
 def test_parameters_are_filled_in_place(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from megatron.checkpoint.checkpointing import load_checkpoint, read_state
+from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.schema import FORMAT_VERSION
 from tests.checkpoint.frozen_checkpoints import (
     CASES,
@@ -94,7 +95,7 @@ def test_every_number_is_loaded(kept: Path) -> None:
         for chunk in record["chunks"]:
             place = tuple(slice(start, start + size) for start, size in zip(chunk["offset"], chunk["shape"]))
             assert loaded[name][place].equal(files[chunk["file"]][chunk["key"]]), name
-    assert read_state(kept, iteration)["iteration"] == iteration
+    assert read_checkpoint(kept, iteration).state["iteration"] == iteration
 
 
 def test_the_run_goes_on_as_it_did(kept: Path, tmp_path: Path) -> None:

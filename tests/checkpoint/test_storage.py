@@ -17,12 +17,12 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.checkpointing import load_checkpoint, read_state, save_checkpoint, verify_share
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
 from megatron.checkpoint.directory import MANIFEST, TRACKER
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.lock import LOCK, acquire
-from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_manifest
+from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_checkpoint, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.schema import FORMAT_VERSION
 from megatron.errors import CheckpointError
@@ -128,7 +128,7 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
     }
     save_checkpoint(tmp_path, 3, {"x": torch.zeros(2)}, state)
     assert load_checkpoint(tmp_path, 3, {}) == state
-    assert read_state(tmp_path, 3) == state
+    assert read_checkpoint(tmp_path, 3).state == state
 
 
 def test_the_manifest_text_is_stable(saved: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.checkpointing import read_state
+from megatron.checkpoint.manifest import read_checkpoint
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -164,7 +164,7 @@ def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
     flags = going_on(corpus, reference.directory, save=tmp_path, metrics_jsonl=metrics, hidden_size=32, **free)
     call_training(flags).succeeded()
     assert_close(losses(metrics), reference.losses[HALF:], 1e-9)
-    architecture = read_state(tmp_path, 8)["architecture"]
+    architecture = read_checkpoint(tmp_path, 8).state["architecture"]
     assert (architecture["padded_vocab_size"], architecture["max_position_embeddings"]) == (400, 50)
 
 
@@ -174,7 +174,7 @@ def test_the_longest_sequence_is_the_checkpoints_unless_the_run_has_longer_ones(
 ) -> None:
     tuned: Flags = {"finetune": True, "train_iters": 1, "lr_warmup_iters": None, "seq_length": seq_length}
     call_training(going_on(corpus, half_done("grouped queries").directory, save=tmp_path, **tuned)).succeeded()
-    assert read_state(tmp_path, 1)["architecture"]["max_position_embeddings"] == longest
+    assert read_checkpoint(tmp_path, 1).state["architecture"]["max_position_embeddings"] == longest
 
 
 def test_a_layout_that_the_architecture_does_not_fit_is_refused(

@@ -18,8 +18,9 @@ from torch import Tensor
 from megatron.architectures.registry import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import conversion
-from megatron.checkpoint.checkpointing import load_checkpoint, read_state
+from megatron.checkpoint.checkpointing import load_checkpoint
 from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsStream
 from megatron.config.data import TokenizerConfig
 from megatron.core.models.layer import BuildContext
@@ -231,7 +232,7 @@ def assert_our_logits_are_theirs(converted: Path, model: Any) -> None:
 
 def our_model(root: Path) -> TransformerModel:
     """The converted model in fp64, with the architecture that the checkpoint tells."""
-    architecture = TransformerConfig(**read_state(root, 0)["architecture"])
+    architecture = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
     kernel = choose_attention_kernel("auto", CPU, torch.float64)
     parallel = TensorParallel(single_process().tensor_parallel)
     model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel))
@@ -278,7 +279,7 @@ def test_master_weights_are_what_other_formats_come_from(tmp_path_factory: Any, 
     assert any(not torch.equal(master, master.bfloat16().float()) for master in wide.values())
     assert json.loads((tmp_path / "keep" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     from_hf(tmp_path / "keep", tmp_path / "ours")
-    state = read_state(tmp_path / "ours", 0)
+    state = read_checkpoint(tmp_path / "ours", 0).state
     tokenizer = build_tokenizer(TokenizerConfig(**state["flags"]["tokenizer"]))
     assert tokenizer.eod == json.loads((tmp_path / "keep" / "config.json").read_text())["eos_token_id"]
     assert tokenizer.vocab_size == state["architecture"]["vocab_size"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.checkpointing import read_state
+from megatron.checkpoint.manifest import read_checkpoint
 from tests.end_to_end.run_process import (
     Corpus,
     assert_close,
@@ -71,8 +71,10 @@ def test_overflows_skip_steps_and_move_the_scale(whole: Path) -> None:
         assert len({record["loss_scale"] for record in part}) > 1
     for record in records:
         assert (record["lm_loss"] is None) == bool(record["skipped"])
-    assert read_state(whole, LENGTH)["loss_scaler"]["scale"] == records[-1]["loss_scale"]
-    assert read_state(whole, LENGTH)["optimizer_steps"] == LENGTH - sum(record["skipped"] for record in records)
+    assert read_checkpoint(whole, LENGTH).state["loss_scaler"]["scale"] == records[-1]["loss_scale"]
+    assert read_checkpoint(whole, LENGTH).state["optimizer_steps"] == LENGTH - sum(
+        record["skipped"] for record in records
+    )
 
 
 def test_resumed_run_is_the_run_that_never_stopped(corpus: Corpus, whole: Path, tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_resumed_run_is_the_run_that_never_stopped(corpus: Corpus, whole: Path, 
     call_training(flags).succeeded()
     assert computed(metrics) == computed(whole / "metrics")[MIDDLE:]
     assert_same_tensors(checkpoint_of(tmp_path, LENGTH), checkpoint_of(whole, LENGTH))
-    assert read_state(tmp_path, LENGTH)["loss_scaler"] == read_state(whole, LENGTH)["loss_scaler"]
+    assert read_checkpoint(tmp_path, LENGTH).state["loss_scaler"] == read_checkpoint(whole, LENGTH).state["loss_scaler"]
 
 
 def test_checkpoint_of_another_precision_starts_a_fresh_scale_from_the_master_weights(
@@ -160,8 +162,8 @@ def test_tools_know_fp16(whole: Path, tmp_path: Path) -> None:
     convert_checkpoint.convert(convert_checkpoint.ToHuggingFace(str(whole), str(hugging_face)))
     assert json.loads((hugging_face / "config.json").read_text())["torch_dtype"] == "float16"
     convert_checkpoint.convert(convert_checkpoint.FromHuggingFace(str(hugging_face), str(back)))
-    assert read_state(back, 0)["flags"]["precision"]["fp16"]
+    assert read_checkpoint(back, 0).state["flags"]["precision"]["fp16"]
     for directory in whole, back:
         request = generate_text.GenerateConfig(str(directory), "def ", max_new_tokens=2, temperature=0.0)
         assert "".join(generate_text.generate(request)).startswith("def ")
-    assert "precision fp16" in inspect_checkpoint.written_by(read_state(whole, LENGTH)["flags"])
+    assert "precision fp16" in inspect_checkpoint.written_by(read_checkpoint(whole, LENGTH).state["flags"])

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.checkpointing import read_state
 from megatron.checkpoint.manifest import read_checkpoint
 from tests.end_to_end.run_process import (
     Corpus,
@@ -58,7 +57,7 @@ def test_the_run_trains_and_skips_steps_that_overflow(whole: Path) -> None:
     records = iterations(whole / "metrics")
     skipped = sum(record["skipped"] for record in records)
     assert 0 < skipped < LENGTH
-    assert read_state(whole, LENGTH)["optimizer_steps"] == LENGTH - skipped
+    assert read_checkpoint(whole, LENGTH).state["optimizer_steps"] == LENGTH - skipped
     found = [record["lm_loss"] for record in records if not record["skipped"]]
     assert found[-1] < found[0] - 0.2
 
