@@ -7,8 +7,8 @@
 
 Every stage runs in a process with a time limit. One line per check is appended to DIR/checks.jsonl as soon as it is
 over. DIR/STAGE.log is the output of a stage; DIR/table.txt has the checks and the goals, after every stage. A failure
-does not end the other stages. The command needs requirements-dev.txt (pytest; transformers for one row) and, for
-compiled kernels, a C compiler and Triton.
+does not end the other stages. The command needs torch, numpy and tyro; a stage that needs another package says so in
+its line (docs/performance.md lists what to install). Compiled kernels need a C compiler and Triton.
 """
 
 import contextlib
@@ -26,11 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.gpu_day_stages.checks import WHOLE_STAGE, Check, append, read_checks
-from benchmarks.gpu_day_stages.summary import TABLE, as_text, summary
+from benchmarks.gpu_day_stages.summary import TABLE, as_text
 from megatron.errors import ConfigError, UserError
 from megatron.ranges import require_positive
 from megatron.urls import refuse_urls
@@ -87,27 +85,23 @@ class DayConfig:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run_day(config: DayConfig, console: Console) -> list[Check]:
+def run_day(config: DayConfig) -> list[Check]:
     """Run the stages; returns all checks of the directory."""
     out = Path(config.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * config.budget_minutes
-    stages = config.only or get_args(StageName)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        for stage in stages:
-            limit = min(60 * MINUTES[stage], end - time.monotonic())
-            if limit < 60 * LEAST_MINUTES:
-                progress.console.print(f"{stage}: not started, the --budget-minutes are over")
-                continue
-            task = progress.add_task(f"{stage} (at most {limit / 60:.1f} minutes)", total=None)
-            run_stage(config, stage, out, limit)
-            progress.remove_task(task)
-            checks = read_checks(out)
-            (out / TABLE).write_text(as_text(checks), encoding="utf-8")
-            found = [check for check in checks if check.stage == stage]
-            failed = [check.name for check in found if not check.ok]
-            progress.console.print(f"{stage}: {len(found)} checks, failed: {', '.join(failed) or 'none'}")
+    for stage in config.only or get_args(StageName):
+        limit = min(60 * MINUTES[stage], end - time.monotonic())
+        if limit < 60 * LEAST_MINUTES:
+            print(f"{stage}: not started, the --budget-minutes are over", flush=True)
+            continue
+        print(f"{stage}: at most {limit / 60:.1f} minutes", flush=True)
+        run_stage(config, stage, out, limit)
+        checks = read_checks(out)
+        (out / TABLE).write_text(as_text(checks), encoding="utf-8")
+        found = [check for check in checks if check.stage == stage]
+        failed = [check.name for check in found if not check.ok]
+        print(f"{stage}: {len(found)} checks, failed: {', '.join(failed) or 'none'}", flush=True)
     return read_checks(out)
 
 
@@ -144,15 +138,14 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages and print the tables; the exit code is 1 if a check has failed."""
-    console = Console()
     config = tyro.cli(DayConfig, args=arguments, description=__doc__)
     try:
         config.check()
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
-    checks = run_day(config, console)
-    console.print(summary(checks))
+    checks = run_day(config)
+    print(as_text(checks), end="")
     return 0 if all(check.ok for check in checks) else 1
 
 

@@ -1,25 +1,37 @@
 """Run one stage in this process: ``python -m benchmarks.gpu_day_stages STAGE --out DIR --device cuda``."""
 
 import argparse
+import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.gpu_day_stages import documents, facts, pytest_stages, real, selection, sweep, tiny
-from benchmarks.gpu_day_stages.checks import StageRun
+from benchmarks.gpu_day_stages.checks import Check, StageRun, append
 from megatron.training.initialize import Process, choose_device, prepare_cpu
 
-RUNS: dict[str, Callable[[StageRun], None]] = {
-    "facts": facts.run,
-    "tests": pytest_stages.run_tests,
-    "tiny": tiny.run,
-    "selection": selection.run,
-    "bench": sweep.run_bf16,
-    "fp8": sweep.run_fp8,
-    "documents": documents.run,
-    "ranks": pytest_stages.run_ranks,
-    "real": real.run,
+RUNS = {
+    "facts": ("facts", "run"),
+    "tests": ("pytest_stages", "run_tests"),
+    "tiny": ("tiny", "run"),
+    "selection": ("selection", "run"),
+    "bench": ("sweep", "run_bf16"),
+    "fp8": ("sweep", "run_fp8"),
+    "documents": ("documents", "run"),
+    "ranks": ("pytest_stages", "run_ranks"),
+    "real": ("real", "run"),
 }
+"""The module and the function of every stage. Only the module of the stage is imported, so that a package that another
+stage needs may be absent."""
+
+
+def run_stage(stage: StageRun) -> None:
+    """Run ``stage``; a package that its module needs and that is not installed is a failed check."""
+    module, function = RUNS[stage.name]
+    try:
+        run = getattr(importlib.import_module(f"benchmarks.gpu_day_stages.{module}"), function)
+    except ModuleNotFoundError as error:
+        append(stage.out, Check(stage.name, "packages", False, error=f"the stage needs {error.name}: install it"))
+    else:
+        run(stage)
 
 
 def main() -> None:
@@ -33,7 +45,7 @@ def main() -> None:
     device = choose_device(flags.device, process)
     if device.type == "cpu":
         prepare_cpu(process)
-    RUNS[flags.stage](StageRun(flags.stage, flags.out, device, flags.tiny))
+    run_stage(StageRun(flags.stage, flags.out, device, flags.tiny))
 
 
 if __name__ == "__main__":

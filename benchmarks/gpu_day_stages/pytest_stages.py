@@ -1,5 +1,6 @@
 """Stages that are tests: ``tests`` (tests/gpu) and ``ranks`` (layouts whose ranks share the device)."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from benchmarks.gpu_day_stages.checks import Check, StageRun, append, require
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("pytest", "pytest_timeout", "hypothesis")
+"""Of pytest's command and of the tests' configuration."""
 
 
 def run_tests(stage: StageRun) -> None:
@@ -39,6 +42,8 @@ def run_pytest(
     stage: StageRun, name: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None
 ) -> dict[str, int]:
     """Numbers of tests by outcome; appends a failed check for every test that fails, and fails if one does."""
+    absent = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    require(not absent, f"the tests need {', '.join(absent)}: install what is missing")
     report = stage.out / f"{name}.xml"
     command = [sys.executable, "-m", "pytest", *arguments, "--device", stage.device.type, "--maxfail", "100"]
     command += ["--timeout", "120", "-p", "no:cacheprovider", "--junit-xml", str(report)]

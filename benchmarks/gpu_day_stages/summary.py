@@ -1,16 +1,11 @@
 """The tables of benchmarks/gpu_day.py: all checks, and the goals beside the figures."""
 
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
 
 from benchmarks.gpu_day_stages.checks import Check, Figures
 
 TABLE = "table.txt"
-_WIDTH = 150
 
 
 @dataclass(frozen=True)
@@ -75,23 +70,29 @@ GOALS = (
 """Goals of this code on a Hopper GPU, whose dense peak in bf16 is 989 TFLOP/s."""
 
 
-def goal_table(checks: Sequence[Check]) -> Table:
+def goal_rows(checks: Sequence[Check]) -> Iterator[tuple[str, ...]]:
     """Goals beside figures."""
-    table = Table("goal", "at least", "measured", "", title="Goals")
+    yield "goal", "at least", "measured", ""
     for goal in GOALS:
         found = goal.found(checks)
         verdict = "not measured" if found is None else "reached" if found >= goal.least else "missed"
-        table.add_row(goal.name, f"{goal.least:.2f}", "" if found is None else f"{found:.3f}", verdict)
-    return table
+        yield goal.name, f"{goal.least:.2f}", "" if found is None else f"{found:.3f}", verdict
 
 
-def check_table(checks: Sequence[Check]) -> Table:
+def check_rows(checks: Sequence[Check]) -> Iterator[tuple[str, ...]]:
     """All checks with their first figures."""
-    table = Table("stage", "check", "", "seconds", "figures, or the error", title="Checks")
+    yield "stage", "check", "", "seconds", "figures, or the error"
     for check in checks:
         text = brief(check.figures) if check.ok else str(check.error)
-        table.add_row(check.stage, check.name, "ok" if check.ok else "FAILED", f"{check.seconds:.1f}", text)
-    return table
+        yield check.stage, check.name, "ok" if check.ok else "FAILED", f"{check.seconds:.1f}", text
+
+
+def aligned(rows: Iterator[tuple[str, ...]]) -> str:
+    """A table in plain text, so that a machine without rich can print it; the first row is the header."""
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def brief(figures: Figures, most: int = 6) -> str:
@@ -102,14 +103,8 @@ def brief(figures: Figures, most: int = 6) -> str:
     )
 
 
-def summary(checks: Sequence[Check]) -> RenderableType:
+def as_text(checks: Sequence[Check]) -> str:
     """Both tables, and how many checks have failed."""
     failed = sum(not check.ok for check in checks)
-    return Group(check_table(checks), goal_table(checks), f"{len(checks)} checks, {failed} failed")
-
-
-def as_text(checks: Sequence[Check]) -> str:
-    """:func:`summary` for a file."""
-    text = io.StringIO()
-    Console(width=_WIDTH, no_color=True, file=text).print(summary(checks))
-    return text.getvalue()
+    counts = f"{len(checks)} checks, {failed} failed"
+    return f"{aligned(check_rows(checks))}\n\n{aligned(goal_rows(checks))}\n\n{counts}\n"

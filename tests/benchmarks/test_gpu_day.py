@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import get_args
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks import gpu_day, gpu_day_report, tiny_run
 from benchmarks.gpu_day import DayConfig, StageName, run_day, run_stage
+from benchmarks.gpu_day_stages import __main__ as stages
+from benchmarks.gpu_day_stages import pytest_stages
 from benchmarks.gpu_day_stages.checks import FILE, WHOLE_STAGE, Check, StageRun, append, read_checks, require
 from benchmarks.gpu_day_stages.pytest_stages import run_pytest
 from benchmarks.gpu_day_stages.real import device_time
@@ -110,8 +112,8 @@ def test_a_stage_that_crashes_is_a_failed_check(tmp_path: Path, monkeypatch: pyt
 def test_stages_for_which_there_is_no_time_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, float]] = []
     monkeypatch.setattr(gpu_day, "run_stage", lambda config, stage, out, limit: started.append((stage, limit)))
-    run_day(DayConfig(str(tmp_path), budget_minutes=4.0, only=("ranks", "facts")), Console(quiet=True))
-    run_day(DayConfig(str(tmp_path), budget_minutes=0.4), Console(quiet=True))
+    run_day(DayConfig(str(tmp_path), budget_minutes=4.0, only=("ranks", "facts")))
+    run_day(DayConfig(str(tmp_path), budget_minutes=0.4))
     assert [stage for stage, _ in started] == ["ranks", "facts"]
     assert started[0][1] == pytest.approx(240, abs=1) and started[1][1] == 120
 
@@ -139,6 +141,38 @@ def test_a_test_that_fails_is_a_check(tmp_path: Path) -> None:
     assert (failed.ok, failed.name) == (False, "test_it::test_wrong")
     assert "no" in str(failed.error)
     assert (whole.ok, whole.error) == (False, "1 tests failed, 1 passed")
+
+
+# Packages that are not installed
+
+
+def test_the_command_starts_with_torch_numpy_and_tyro_alone() -> None:
+    """``None`` in ``sys.modules`` is a package that is not installed."""
+    absent = ("rich", "tqdm", "xxhash", "tensorboard", "pytest", "transformers", "wandb", "datasets", "splintr")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent}))
+import benchmarks.gpu_day, benchmarks.gpu_day_stages.__main__
+try:
+    benchmarks.gpu_day.main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+"""
+    found = subprocess.run([sys.executable, "-c", code], cwd=gpu_day.REPOSITORY, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "--budget-minutes" in found.stdout
+
+
+def test_a_stage_names_the_package_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "benchmarks.gpu_day_stages.selection", raising=False)
+    monkeypatch.setitem(sys.modules, "benchmarks.step_sweep", None)
+    stages.run_stage(StageRun("selection", tmp_path, CPU, True))
+    monkeypatch.setattr(pytest_stages, "PACKAGES", ("pytest", "no_such_package"))
+    stages.run_stage(StageRun("tests", tmp_path, CPU, True))
+    assert [(check.stage, check.name, check.ok, check.error) for check in read_checks(tmp_path)] == [
+        ("selection", "packages", False, "the stage needs benchmarks.step_sweep: install it"),
+        ("tests", "tests/gpu", False, "the tests need no_such_package: install what is missing"),
+    ]
 
 
 # The table
