@@ -8,10 +8,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from megatron.core.topology import EXPERT_AXES
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
 from megatron.planner.suggestions import Suggestion
-from megatron.planner.traffic import NODE_SIZE, is_in_node
+from megatron.planner.traffic import NODE_SIZE, expert_placement_advice, is_in_node
 
 _COLORS: dict[Kind, str] = {
     "weights": "blue",
@@ -27,11 +28,17 @@ _BAR_WIDTH = 48
 _AXES = ("tp", "cp", "pp", "dp")
 
 
+def warnings(plan: Plan) -> list[str]:
+    """Sentences about a layout that another one would improve."""
+    advice = expert_placement_advice(plan.run.grid) if plan.run.architecture.num_experts is not None else None
+    return [] if advice is None else [advice]
+
+
 def groups(plan: Plan) -> dict[str, dict[str, Any]]:
     """By axis: size, number of groups, the group of the first simulated rank, and whether every group is in a node."""
     grid, rank = plan.run.grid, plan.stages[0].rank
     described = {}
-    for axis in _AXES:
+    for axis in (*_AXES, *(EXPERT_AXES if plan.run.architecture.num_experts is not None else ())):
         members = grid.group(rank, (axis,))
         span = len(members) * (members[1] - members[0] if len(members) > 1 else 1)
         stays = len(members) == 1 or grid.world_size <= NODE_SIZE or (NODE_SIZE % span == 0 and is_in_node(members))
@@ -54,6 +61,7 @@ def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> di
     return {
         "num_gpus": run.grid.world_size,
         "total_parameters": run.architecture.num_parameters(),
+        "active_parameters": run.architecture.num_active_parameters(),
         "parameters_per_rank": by_stage(lambda stage: stage.num_parameters),
         "layout": groups(plan),
         "layers": [list(layers) for layers in run.layers],
@@ -66,6 +74,7 @@ def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> di
         "fits": plan.fits,
         "tightest_stage": plan.tightest.stage,
         "missing_bytes": max(0, plan.tightest.needed - plan.limit),
+        "warnings": warnings(plan),
         "remedies": [vars(suggestion) for suggestion in suggestions],
         "global_batch_size": run.global_batch_size,
         "num_microbatches": run.num_microbatches,
@@ -81,14 +90,16 @@ def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> di
 
 def print_report(plan: Plan, suggestions: Sequence[Suggestion], console: Console) -> None:
     tables = _layout_table(plan), _memory_table(plan), _bars(plan), _traffic_table(plan)
-    console.print(Group(_summary(plan), *tables, _verdict(plan, suggestions)))
+    notes = [Text(f"\nWARNING: {warning}", style="yellow") for warning in warnings(plan)]
+    console.print(Group(_summary(plan), *tables, *notes, _verdict(plan, suggestions)))
 
 
 def _summary(plan: Plan) -> Text:
     run = plan.run
     name = run.config.model.model or "model"
+    active = f" ({run.architecture.num_active_parameters():,} active)" if run.architecture.num_experts else ""
     lines = [
-        f"{name}: {run.architecture.num_parameters():,} parameters on {run.grid.world_size:,} ranks, "
+        f"{name}: {run.architecture.num_parameters():,} parameters{active} on {run.grid.world_size:,} ranks, "
         f"{run.config.precision.name}, {run.config.parallel.sharding_strategy}",
         f"step: {run.global_batch_size:,} sequences of {run.config.seq_length:,} tokens, {run.num_microbatches} "
         f"microbatches of {run.config.micro_batch_size} on every rank; {run.flops_per_step:.4g} model FLOPs",

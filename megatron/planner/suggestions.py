@@ -81,7 +81,7 @@ def candidates(config: RunConfig) -> Iterator[RunConfig]:
     if singles > 1:
         yield together
     bases = dict.fromkeys((config, together))
-    for modules in RECOMPUTED:
+    for modules in _recomputed_modules(config):
         for base in bases:
             if base.activations.granularity != "full" and not base.activations.modules >= set(modules):
                 yield _recompute(base, recompute_granularity="selective", recompute_modules=modules)
@@ -90,6 +90,8 @@ def candidates(config: RunConfig) -> Iterator[RunConfig]:
         for count in sorted({most // 4, most // 2, most * 3 // 4, most} - {0}):
             yield _recompute_layers(base, "block", count)
     everything = _recompute_layers(together, "uniform", 1)
+    if config.model.num_experts:
+        yield _parallel(everything, expert_model_parallel_size=2 * config.parallel.expert_model_parallel_size)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         yield _parallel(everything, **{name: 2 * getattr(config.parallel, name)})
 
@@ -104,6 +106,17 @@ def flags_between(before: RunConfig, after: RunConfig) -> str:
             if getattr(old, field.name) != value:
                 words += [f"(without {flag_of(field.name)})"] if value is None else words_of(field.name, value)
     return " ".join(words)
+
+
+def _recomputed_modules(config: RunConfig) -> Iterator[tuple[RecomputeModule, ...]]:
+    """:data:`RECOMPUTED` in the layers that the model has."""
+    model = config.model.resolve(1, config.parallel.tensor_model_parallel_size, config.seq_length)
+    is_moe = model.moe_layers()
+    in_moe: dict[RecomputeModule, RecomputeModule] = {"mlp_act": "moe_act", "mlp": "moe"}
+    for modules in RECOMPUTED:
+        dense = () if all(is_moe) else modules
+        experts = tuple(in_moe.get(module, module) for module in modules) if any(is_moe) else ()
+        yield tuple(dict.fromkeys((*dense, *experts)))
 
 
 def _most_layers(config: RunConfig) -> int:

@@ -2,15 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
+from megatron.core.topology import RankGrid
 
 Link = Literal["in node", "across"]
 
 NODE_SIZE = 8
 """Ranks of a node."""
+
+EXPERTS_IN_NODE = "tp-cp-ep-dp-pp"
+"""The order in which the ranks of a stage are neighbours."""
 
 
 def bytes_sent(record: CollectiveRecord) -> int:
@@ -25,6 +29,33 @@ def bytes_sent(record: CollectiveRecord) -> int:
         case "send" | "shift" | "exchange":
             return record.num_bytes
     return 0
+
+
+def expert_placement_advice(grid: RankGrid) -> str | None:
+    """A sentence if groups of expert-parallel ranks span nodes and another order of the ranks avoids it, else None.
+
+    Tokens are exchanged in every MoE layer. They stay in a node if the ranks of a pipeline stage are neighbours.
+    """
+    spanning = _expert_group_across_nodes(grid)
+    better = replace(grid, order=EXPERTS_IN_NODE)
+    if spanning is None or _expert_group_across_nodes(better) is not None:
+        return None
+    return (
+        f"expert-parallel ranks are on several nodes (such as {' '.join(map(str, spanning))}): add --rank-order "
+        f"{EXPERTS_IN_NODE}, which keeps them in a node"
+    )
+
+
+def _expert_group_across_nodes(grid: RankGrid) -> tuple[int, ...] | None:
+    """The first group of ranks with a copy of the experts that is not on one node."""
+    seen: set[int] = set()
+    for rank in range(grid.world_size):
+        if rank not in seen:
+            group = grid.group(rank, ("etp", "ep"))
+            if not is_in_node(group):
+                return group
+            seen.update(group)
+    return None
 
 
 def is_in_node(ranks: Sequence[int]) -> bool:
@@ -75,10 +106,15 @@ class Traffic:
 
 
 def axis_of(axes: str) -> str:
-    """The axis of a group's traffic. Gradient groups span ``cp`` and ``dp``; ``several`` is the rest: single numbers
-    that all ranks exchange."""
-    if axes in ("tp", "cp"):
+    """The axis of a group's traffic. Gradient groups span ``cp`` and ``dp``, of experts ``edp``; tokens are gathered
+    over ``etp`` and ``ep``, which counts as ``ep``. ``several`` is the rest: single numbers that all ranks exchange."""
+    if axes in ("tp", "cp", "etp", "ep"):
         return axes
     if axes.startswith("pp "):
         return "pp"
-    return "dp" if set(axes.split("x")) <= {"cp", "dp", "dp_shard", "dp_replicate"} else "several"
+    parts = set(axes.split("x"))
+    if parts == {"etp", "ep"}:
+        return "ep"
+    if parts <= {"edp", "edp_shard", "edp_replicate"}:
+        return "edp"
+    return "dp" if parts <= {"cp", "dp", "dp_shard", "dp_replicate"} else "several"

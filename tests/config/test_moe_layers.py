@@ -1,0 +1,162 @@
+"""The pattern of MoE layers, the counts of parameters and FLOPs, and both after a checkpoint."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.manifest import FORMAT_VERSION
+from megatron.checkpoint.schema import upgrade
+from megatron.config.model import ModelConfig, preset
+from megatron.errors import ConfigError
+from megatron.training.checkpoints.saved_run import state_of_weights
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("1", "1111"),
+        (" 2 ", "1010"),
+        ("3", "1001"),
+        ("9", "1000"),
+        ("99999999999999999999", "1000"),
+        ("00000000000000000000002", "1010"),
+        ("[0,1]*2", "0101"),
+        ("2*[0,1]", "0101"),
+        ("2 * [ 0 ] * 1 + [1 , 1]", "0011"),
+        ("([0]*1+[1]*3)*2", "01110111"),
+        ("[0]*0+[1]", "1"),
+        ("(([1]+[0])*2+[1])*2", "1010110101"),
+        ("([0,1]*24)", "01" * 24),
+    ],
+)
+def test_a_pattern_means_what_the_lists_of_python_mean(text: str, layers: str) -> None:
+    parsed = parse_layer_pattern(text, len(layers))
+    assert "".join(str(int(layer)) for layer in parsed) == layers
+    assert parse_layer_pattern(describe_layers(parsed), len(layers)) == parsed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-1", "1.5", "[]", "[1", "[1]]", "[1]+", "*[1]", "[1]*[1]", "2*2", "[1]-[0]", "[True]", "f()", "[1][0]"],
+)
+def test_what_is_no_pattern_is_refused(text: str) -> None:
+    with pytest.raises(PatternError):
+        parse_layer_pattern(text, 1)
+
+
+@pytest.mark.parametrize("text", ["[1]*9999999999999", "([1]*9999)*9999", "+".join(["[1]*9000"] * 9), "(" * 5000])
+def test_a_pattern_costs_neither_memory_nor_stack(text: str) -> None:
+    with pytest.raises(PatternError):
+        parse_layer_pattern(text, 4)
+
+
+def test_equal_layers_have_one_description() -> None:
+    texts = ("2", "[1,0]*3", "3*[1,0]", "([1]+[0])*3")
+    assert {describe_layers(parse_layer_pattern(text, 6)) for text in texts} == {"2"}
+    assert describe_layers(parse_layer_pattern("[0,1]*2", 4)) == "[0,1,0,1]"
+
+
+def test_the_number_of_layers_of_a_pattern_is_compared() -> None:
+    model = replace(preset("tiny-moe"), moe_layer_freq="[0,1]*3")
+    with pytest.raises(ConfigError, match=r"--moe-layer-freq \[0,1\]\*3 describes 6 layers, but --num-layers is 4: "):
+        model.resolve(100, 1, 64)
+
+
+DENSE_FIRST = replace(
+    preset("tiny-moe"),
+    moe_layer_freq="([0,1])*2",
+    moe_router_score_function="sigmoid",
+    moe_router_topk=3,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_enable_expert_bias=True,
+    moe_shared_expert_intermediate_size=96,
+)
+
+
+@pytest.mark.parametrize("model", [preset("tiny"), preset("tiny-moe"), DENSE_FIRST])
+def test_an_architecture_survives_a_checkpoint(model: ModelConfig) -> None:
+    architecture = model.resolve(100, 1, 8192)
+    saved = json.loads(json.dumps(state_of_weights(1, architecture, {}).to_json()))
+    loaded = upgrade(saved, FORMAT_VERSION).architecture
+    assert loaded == architecture
+    assert ModelConfig.of(loaded).resolve(100, 1, 8192) == architecture
+
+
+def test_a_checkpoint_from_before_experts_is_dense() -> None:
+    architecture = preset("tiny").resolve(100, 1, 64)
+    saved = json.loads(json.dumps(state_of_weights(1, architecture, {}).to_json()))
+    saved["architecture"] = {
+        name: value for name, value in saved["architecture"].items() if "moe" not in name and "expert" not in name
+    }
+    assert upgrade(saved, FORMAT_VERSION).architecture == architecture
+    assert architecture.moe_layers() == (False,) * 4
+
+
+def test_experts_are_as_wide_as_the_mlp_by_default() -> None:
+    architecture = replace(preset("tiny"), num_experts=4).resolve(100, 1, 64)
+    assert architecture.moe_ffn_hidden_size == architecture.ffn_hidden_size == 384
+
+
+def _mixtral(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn, "num_attention_heads": heads}
+    return {**sizes, "num_query_groups": 8, "num_experts": 8}
+
+
+def _qwen3(layers: int, hidden: int, heads: int, expert: int) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "moe_ffn_hidden_size": expert}
+    rest = {"num_query_groups": 4, "kv_channels": 128, "qk_layernorm": True, "num_experts": 128, "moe_router_topk": 8}
+    return sizes | rest
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int, float, tuple[float, ...]]] = {
+    "mixtral-8x7b": (_mixtral(32, 4096, 14336, 32), 32000, 46_702_792_704, 12.88, (79.713, 82.934, 102.261)),
+    "mixtral-8x22b": (_mixtral(56, 6144, 16384, 48), 32768, 140_630_071_296, 39.16, (242.212, 250.668, 301.402)),
+    "qwen3-30b-a3b": (_qwen3(48, 2048, 32, 768), 151936, 30_532_122_624, 3.35, (23.082, 27.914)),
+    "qwen3-235b-a22b": (_qwen3(94, 4096, 64, 1536), 151936, 235_093_634_560, 22.19, (148.331, 167.255)),
+}
+"""Flags, vocabulary, parameters, billions of active ones, and GFLOP of a token at 4096, 8192 and 32768 tokens."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_and_flops_of_published_models(name: str) -> None:
+    flags, vocabulary, total, active, gflops = PUBLISHED[name]
+    architecture = ModelConfig(**flags).resolve(vocabulary, 1, 4096)
+    assert architecture.num_parameters() == total
+    assert round(architecture.num_active_parameters() / 1e9, 2) == active
+    for length, gflop in zip((4096, 8192, 32768), gflops):
+        assert round(architecture.flops_per_token(length) / 1e9, 3) == gflop
+
+
+def test_only_the_chosen_experts_and_the_shared_one_are_active() -> None:
+    architecture = DENSE_FIRST.resolve(100, 1, 64)
+    rest = asdict(architecture)
+    more_experts = TransformerConfig(**rest | {"num_experts": 16})
+    expert = 3 * 128 * 192
+    assert more_experts.num_parameters() - architecture.num_parameters() == 2 * 8 * (expert + 128)
+    assert more_experts.num_active_parameters() - architecture.num_active_parameters() == 2 * 8 * 128
+    chosen_more = TransformerConfig(**rest | {"moe_router_topk": 4})
+    assert chosen_more.num_parameters() == architecture.num_parameters()
+    assert chosen_more.flops_per_token(64) - architecture.flops_per_token(64) == 6 * 2 * expert
+    without_shared = TransformerConfig(**rest | {"moe_shared_expert_intermediate_size": None})
+    assert architecture.num_parameters() - without_shared.num_parameters() == 2 * 3 * 128 * 96
+    assert architecture.flops_per_token(64) - without_shared.flops_per_token(64) == 6 * 2 * 3 * 128 * 96
+
+
+def test_the_flops_of_the_stages_are_those_of_the_model() -> None:
+    architecture = DENSE_FIRST.resolve(100, 1, 64)
+    halves = [architecture.flops_of_layers(range(2 * i, 2 * i + 2), 64, has_output_layer=i == 1) for i in range(2)]
+    assert sum(halves) == architecture.flops_per_token(64)
+    dense, moe = (architecture.flops_of_layers([layer], 64, has_output_layer=False) for layer in (0, 1))
+    assert moe - dense == 6 * 128 * (8 + 3 * (3 * 192 + 96 - 384))
+
+
+def test_tiny_moe_computes_as_much_as_tiny() -> None:
+    tiny, moe = (preset(name).resolve(1000, 1, 64) for name in ("tiny", "tiny-moe"))
+    assert moe.flops_per_token(64) - tiny.flops_per_token(64) == 6 * 4 * 8 * 128, "the routers"
+    assert moe.num_active_parameters() - tiny.num_active_parameters() == 4 * 8 * 128
