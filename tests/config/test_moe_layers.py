@@ -8,8 +8,7 @@ import pytest
 
 from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.manifest import FORMAT_VERSION
-from megatron.checkpoint.schema import upgrade
+from megatron.checkpoint.schema import FORMAT_VERSION, upgrade
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.saved_run import state_of_weights
