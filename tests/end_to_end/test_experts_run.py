@@ -6,6 +6,7 @@ import pytest
 
 from tests.end_to_end.run_process import (
     Corpus,
+    FlagValue,
     assert_close,
     call_training,
     computed,
@@ -19,7 +20,7 @@ from tests.end_to_end.run_process import (
 )
 
 TOLERANCE = 1e-9
-EXPERTS = {
+EXPERTS: dict[str, FlagValue] = {
     "num_experts": 4,
     "moe_ffn_hidden_size": 32,
     "moe_router_score_function": "sigmoid",

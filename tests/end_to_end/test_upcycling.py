@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checkpointing import read_state
 from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.config.model import ModelConfig
 from megatron.core.initialization import normal_numbers, parameter_key
@@ -89,7 +89,7 @@ def test_a_router_starts_as_in_a_new_run_with_the_seed(dense: Path, tmp_path: Pa
 
 def test_the_flags_of_the_new_model_are_saved_and_advised(dense: Path, tmp_path: Path) -> None:
     advice = upcycle(dense, tmp_path, moe_router_topk=3, moe_layer_freq="[0]*1+[1]*2", iteration=5)
-    state = read_state(tmp_path, 5)
+    state = read_checkpoint(tmp_path, 5).state
     flags = ModelConfig(**state["flags"]["model"])
     assert (flags.num_experts, flags.moe_router_topk, flags.moe_ffn_hidden_size) == (EXPERTS, 3, 48)
     assert state["architecture"]["moe_layer_freq"] == "[0,1,1]"

@@ -67,7 +67,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.rule, self.forces_balance = parallel.routing, parallel.forces_balance
-        self.balances, self.balance = parallel.balance, parallel.balance.add_router(layer)
+        self.balance, self.with_loss = parallel.balance.add_router(layer), parallel.balance.with_loss
         layout = sharded_boxes((self.rule.num_experts,), (config.hidden_size,), rank=0, size=1)
         is_partial = context.parallel.sequence_parallel
         info = ParameterInfo(f"{name}.weight", *layout, config.init_method_std, True, False, is_partial)
@@ -86,7 +86,7 @@ class Router(nn.Module):
             loss = self.balance.observe(logits, routing.experts, num_sequences)
         if loss is None:
             return routing
-        return Routing(routing.experts, self.balances.with_loss(routing.weights, loss))
+        return Routing(routing.experts, self.with_loss(routing.weights, loss))
 
 
 class MoELayer(nn.Module):
