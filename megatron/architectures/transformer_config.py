@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron.architectures.layer_pattern import parse_layer_pattern
 
+RouterScoreFunction = Literal["softmax", "sigmoid"]
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -43,7 +45,7 @@ class TransformerConfig:
     """Hidden size of one expert; None only for a dense model. ``ffn_hidden_size`` is the one of dense layers."""
     moe_router_topk: int = 2
     """Experts of a token."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: RouterScoreFunction = "softmax"
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, not over the chosen ones."""
     moe_router_topk_scaling_factor: float | None = None

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
 from megatron.architectures.registry import PRESET_VOCABULARIES, PRESETS, ModelName
-from megatron.architectures.transformer_config import TransformerConfig
+from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
 from megatron.errors import ConfigError
 from megatron.flags import values_of
 from megatron.ranges import require_at_least, require_positive
@@ -63,7 +63,7 @@ class ModelConfig:
     """Hidden size of one expert (default: --ffn-hidden-size)."""
     moe_router_topk: int = 2
     """Number of experts that the router chooses for a token."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: RouterScoreFunction = "softmax"
     """Score of an expert: softmax of the router's logits (Mixtral, Qwen3), or sigmoid of its logit (DeepSeek-V3,
     Llama 4). The weights of the chosen experts are the softmax of their logits, or their sigmoids divided by the sum;
     with --moe-router-topk 1 the sigmoid itself."""

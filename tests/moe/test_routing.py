@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.moe import routing
 from megatron.core.moe.routing import (
     RoutingRule,
     balanced_routing,
@@ -96,6 +97,19 @@ def test_gradients_of_the_weights(rule: RoutingRule) -> None:
     logits, bias = random_logits(rule, tokens=3).requires_grad_(), random_bias(rule)
     assert torch.autograd.gradcheck(lambda values: route(values, rule, bias).weights, (logits,))
     assert torch.autograd.gradcheck(lambda values: balanced_routing(values, rule).weights, (logits,))
+
+
+def test_a_score_function_is_a_row_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    name: Any = "sqrtsoftplus"
+    monkeypatch.setattr(routing, "SCORES", {name: lambda logits: torch.nn.functional.softplus(logits).sqrt()})
+    rule = RoutingRule(4, 2, score_function=name)
+    logits = random_logits(rule)
+    scores = logits.exp().log1p().sqrt()
+    chosen = route(logits, rule)
+    assert torch.equal(chosen.experts, logits.topk(2, dim=1).indices)
+    best = scores.gather(1, chosen.experts)
+    torch.testing.assert_close(chosen.weights, best / best.sum(dim=1, keepdim=True))
+    torch.testing.assert_close(balancing_probabilities(logits, name), scores / scores.sum(dim=1, keepdim=True))
 
 
 def test_the_bias_changes_the_choice_and_no_weight() -> None:

@@ -4,19 +4,19 @@ Tokens ``[s, b]`` are flattened to n = s * b rows, E is the number of experts, k
 makes a tensor of n * k * E elements. Logits are fp32 or fp64: with bf16 logits many tokens have ties.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
+from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
 
-ScoreFunction = Literal["softmax", "sigmoid"]
-
+SCORES: Mapping[RouterScoreFunction, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid}
+"""Score functions of single logits. Softmax, the other one, is a function of all logits of a token."""
 _SMALL = 1e-20
-"""Added to the sum of sigmoid scores (DeepSeek-V3), which may be zero."""
+"""Added to sums of scores, which may be zero (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RoutingRule:
 
     num_experts: int
     topk: int
-    score_function: ScoreFunction = "softmax"
+    score_function: RouterScoreFunction = "softmax"
     pre_softmax: bool = False
     """Softmax over all experts, before the choice; otherwise over the chosen experts."""
     scaling_factor: float | None = None
@@ -103,10 +103,10 @@ def selection_margin(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | No
 def _selection_scores(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None) -> Tensor:
     """The scores by which experts are chosen, ``[n, E]``."""
     assert logits.dtype in (torch.float32, torch.float64), logits.dtype
-    if rule.score_function == "sigmoid":
-        scores = logits.sigmoid()
-    else:
+    if rule.score_function == "softmax":
         scores = logits.softmax(dim=1) if rule.pre_softmax else logits
+    else:
+        scores = SCORES[rule.score_function](logits)
     return scores if expert_bias is None else scores + expert_bias
 
 
@@ -144,15 +144,18 @@ def _exclude_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
 def _weights(logits: Tensor, experts: Tensor, rule: RoutingRule) -> Tensor:
     """The weights ``[n, k]`` of the chosen ``experts`` ``[n, k]``."""
     chosen = logits.gather(1, experts)
-    if rule.score_function == "sigmoid":
-        weights = chosen.sigmoid()
-        if rule.topk > 1:
-            weights = weights / (weights.sum(dim=1, keepdim=True) + _SMALL)
+    if rule.score_function != "softmax":
+        scores = SCORES[rule.score_function](chosen)
+        weights = scores if rule.topk == 1 else _normalized(scores)
     elif rule.pre_softmax:
         weights = (chosen - logits.logsumexp(dim=1, keepdim=True)).exp()
     else:
         weights = chosen.softmax(dim=1)
     return weights if rule.scaling_factor is None else weights * rule.scaling_factor
+
+
+def _normalized(scores: Tensor) -> Tensor:
+    return scores / (scores.sum(dim=1, keepdim=True) + _SMALL)
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
@@ -174,12 +177,11 @@ def _count(indices: Tensor, size: int) -> Tensor:
     return counts.scatter_add_(0, indices, torch.ones_like(indices))
 
 
-def balancing_probabilities(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+def balancing_probabilities(logits: Tensor, score_function: RouterScoreFunction) -> Tensor:
     """The probabilities of the load balancing loss, ``[n, E]``: every row sums to 1."""
     if score_function == "softmax":
         return logits.softmax(dim=1)
-    scores = logits.sigmoid()
-    return scores / (scores.sum(dim=1, keepdim=True) + _SMALL)
+    return _normalized(SCORES[score_function](logits))
 
 
 def load_balancing_loss(counts: Tensor, probability_sums: Tensor, topk: int, num_tokens: int) -> Tensor:
