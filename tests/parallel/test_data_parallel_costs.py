@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.moe import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
@@ -19,10 +20,11 @@ from megatron.core.communication import CollectiveRecord, Communicator, Observer
 from megatron.core.data_parallel.sharing import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_model
+from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerChunk
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.parameter import info_of
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
@@ -96,6 +98,43 @@ def test_grad_reduce_in_bf16_keeps_gradients_in_two_bytes(four_ranks: RankPool, 
     gradients = 2 if strategy in ("no_shard", "optim") else 2 / RANKS
     for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig(), in_bf16):
         assert measured == pytest.approx(STRATEGIES[strategy] - gradients, rel=0.03)
+
+
+WITH_EXPERTS = replace(FOUR_MILLION, num_experts=4, moe_ffn_hidden_size=512)
+
+
+def bytes_with_experts(strategy: ShardingStrategy, ep: int) -> tuple[int, int, int]:
+    """Bytes that this rank keeps, and its parameters without sharding: dense ones, and those of experts."""
+    config = ParallelConfig(data_parallel_sharding_strategy=strategy)
+    topology = topology_of(RankGrid(dp=RANKS, ep=ep, dp_replicas=config.data_parallel_replicas(RANKS)))
+    kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
+    experts = build_experts(WITH_EXPERTS, MoEConfig(), topology)
+    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel, experts=experts)
+    model = build_model(WITH_EXPERTS, context, seed=1)
+    sizes = {False: 0, True: 0}
+    for parameter in model.parameters():
+        sizes[info_of(parameter).is_expert] += parameter.numel()
+    data_parallel = wrap_data_parallel(model, number_formats(BF16, OptimizerConfig()), topology, config)
+    optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
+    return sum((data_parallel.memory() | optimizer.memory()).values()), sizes[False], sizes[True]
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_are_sharded_over_the_ranks_that_share_them(
+    four_ranks: RankPool, strategy: ShardingStrategy, ep: int
+) -> None:
+    """Two ranks, or one."""
+    shards = RANKS // ep
+    of_experts = {
+        "no_shard": 18,
+        "optim": 6 + 12 / shards,
+        "optim_grads": 2 + 16 / shards,
+        "optim_grads_params": 16 / shards,
+    }
+    for measured, dense, experts in four_ranks.run(bytes_with_experts, strategy, ep):
+        assert experts == WITH_EXPERTS.num_layers * 4 * 3 * 256 * 512 // ep
+        assert measured == pytest.approx(dense * STRATEGIES[strategy] + experts * of_experts[strategy], rel=0.01)
 
 
 def whole_units(overlap: bool) -> tuple[int, int]:
