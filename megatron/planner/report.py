@@ -12,7 +12,7 @@ from megatron.core.topology import EXPERT_AXES
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
 from megatron.planner.suggestions import Suggestion
-from megatron.planner.traffic import NODE_SIZE, expert_placement_advice, is_in_node
+from megatron.planner.traffic import expert_placement_advice, is_in_node
 
 _COLORS: dict[Kind, str] = {
     "weights": "blue",
@@ -40,13 +40,11 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
     described = {}
     for axis in (*_AXES, *(EXPERT_AXES if plan.run.architecture.num_experts is not None else ())):
         members = grid.group(rank, (axis,))
-        span = len(members) * (members[1] - members[0] if len(members) > 1 else 1)
-        stays = len(members) == 1 or grid.world_size <= NODE_SIZE or (NODE_SIZE % span == 0 and is_in_node(members))
         described[axis] = {
             "size": len(members),
             "groups": grid.world_size // len(members),
             "ranks": list(members),
-            "in_node": stays,
+            "in_node": all(map(is_in_node, grid.groups((axis,)))),
         }
     return described
 

@@ -48,14 +48,7 @@ def expert_placement_advice(grid: RankGrid) -> str | None:
 
 def _expert_group_across_nodes(grid: RankGrid) -> tuple[int, ...] | None:
     """The first group of ranks with a copy of the experts that is not on one node."""
-    seen: set[int] = set()
-    for rank in range(grid.world_size):
-        if rank not in seen:
-            group = grid.group(rank, ("etp", "ep"))
-            if not is_in_node(group):
-                return group
-            seen.update(group)
-    return None
+    return next((group for group in grid.groups(("etp", "ep")) if not is_in_node(group)), None)
 
 
 def is_in_node(ranks: Sequence[int]) -> bool:

@@ -1,8 +1,12 @@
 """The dry run says when an order of the ranks spreads expert-parallel ranks over nodes, and which order does not."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megatron.core.topology import RankGrid
+from megatron.planner.report import groups
 from megatron.planner.traffic import expert_placement_advice
 
 
@@ -34,3 +38,18 @@ def test_there_is_no_advice_where_no_order_is_better(grid: RankGrid) -> None:
 def test_expert_tensor_parallel_ranks_count() -> None:
     grid = RankGrid(tp=2, pp=4, dp=8, ep=4, etp=2)
     assert expert_placement_advice(grid) is not None
+
+
+def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
+    """Of three stages the ranks of a stage are 0 1 6 7 12 13 18 19 …: the first EP group is in a node, the second not."""
+    grid = RankGrid(tp=2, pp=3, dp=8, ep=4)
+    assert grid.group(0, ("ep",)) == (0, 1, 6, 7)
+    architecture = SimpleNamespace(num_experts=4)
+    plan: Any = SimpleNamespace(
+        run=SimpleNamespace(grid=grid, architecture=architecture), stages=[SimpleNamespace(rank=0)]
+    )
+    layout = groups(plan)
+    assert layout["ep"] == {"size": 4, "groups": 12, "ranks": [0, 1, 6, 7], "in_node": False}
+    assert layout["tp"]["in_node"] and layout["etp"]["in_node"] and not layout["edp"]["in_node"]
+    architecture.num_experts = None
+    assert list(groups(plan)) == ["tp", "cp", "pp", "dp"]
