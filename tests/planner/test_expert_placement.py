@@ -41,7 +41,7 @@ def test_expert_tensor_parallel_ranks_count() -> None:
 
 
 def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
-    """Of three stages the ranks of a stage are 0 1 6 7 12 13 18 19 …: the first EP group is in a node, the second not."""
+    """With three stages, those of the first are 0 1 6 7 12 13 18 19 …: the second EP group is on two nodes."""
     grid = RankGrid(tp=2, pp=3, dp=8, ep=4)
     assert grid.group(0, ("ep",)) == (0, 1, 6, 7)
     architecture = SimpleNamespace(num_experts=4)
