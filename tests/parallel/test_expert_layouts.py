@@ -80,6 +80,7 @@ L4 = Task(
     steps=3,
     moe=MIX_LOSSES,
 )
+L4_OVERLAP = replace(L4, moe=replace(MIX_LOSSES, moe_shared_expert_overlap=True))
 TASKS = {"mix": MIX, "dsv": DSV, "l4": L4}
 MOE_MODULES: tuple[RecomputeModule, ...] = ("moe_act", "shared_experts", "layernorm", "core_attn")
 
@@ -137,7 +138,8 @@ def expert_matrix() -> Iterator[Case]:
     yield DSV, Layout(2, 2, True, etp=2, ep=2, pp=2, microbatches=2)
     yield DSV, Layout(dp=8, ep=8, strategy="optim")
     yield MIX, Layout(dp=4, ep=2, strategy="optim_grads_params", microbatches=2)
-    yield L4, Layout(2, 2, True, ep=2, strategy="optim_grads_params", microbatches=2)
+    yield L4_OVERLAP, Layout(2, 2, True, ep=2, strategy="optim_grads_params", microbatches=2)
+    yield L4_OVERLAP, Layout(2, 2, True, ep=2, etp=2, strategy="optim", dispatcher="allgather")
     yield MIX, Layout(dp=8, ep=2, strategy="optim_grads_params", instances=2, overlap_param_gather=True)
     yield MIX_TIED, Layout(dp=4, ep=2, pp=2, strategy="optim", microbatches=4)
     yield MIX_TIED, Layout(2, 2, True, "optim_grads_params", ep=2, overlap_param_gather=True)
@@ -149,7 +151,7 @@ def expert_matrix() -> Iterator[Case]:
     in_documents = replace(MIX, masks_documents=True, resets_positions=True)
     yield in_documents, Layout(dp=2, ep=4, cp=2)
     for activations in (full("uniform", 1), full("uniform", 2), selective("moe"), selective(*MOE_MODULES)):
-        yield L4, Layout(dp=2, ep=2, microbatches=2, activations=activations)
+        yield L4_OVERLAP, Layout(dp=2, ep=2, microbatches=2, activations=activations)
         yield DSV, Layout(2, 1, True, ep=2, etp=1, activations=activations)
     offload = full("uniform", 1, cpu_offloading_num_layers=1)
     yield L4, Layout(dp=2, ep=2, activations=offload)
@@ -161,7 +163,7 @@ def expert_matrix() -> Iterator[Case]:
             activations=replace(offload, recompute_granularity=None, recompute_method=None, recompute_num_layers=None),
         ),
     )
-    yield L4, Layout(2, 2, True, ep=2, pp=2, schedule="zb-h1", microbatches=4, activations=selective("moe"))
+    yield L4_OVERLAP, Layout(2, 2, True, ep=2, pp=2, schedule="zb-h1", microbatches=4, activations=selective("moe"))
     yield L4, Layout(2, 1, True, ep=2, transformer_engine=True)
     # The auxiliary loss of a microbatch depends on its samples, which are the same here.
     of_microbatches = replace(

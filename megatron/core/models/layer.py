@@ -249,6 +249,7 @@ def moe_layer(layer: int, config: TransformerConfig, context: BuildContext) -> M
         parallel.dispatcher,
         Experts(f"{name}.experts", config, context, context.kernels, parallel.shard),
         SharedExperts(f"{name}.shared_experts", shared_width, config, context) if shared_width else None,
+        parallel.overlaps_shared_experts,
     )
 
 

@@ -158,7 +158,9 @@ def build_experts(
     dispatcher = token_dispatcher(
         dispatcher_type, routing.num_experts, topology, architecture.moe_apply_probs_on_input, expert_load
     )
-    return ExpertParallel(routing, shard, dispatcher, balance, moe.moe_router_force_load_balancing)
+    return ExpertParallel(
+        routing, shard, dispatcher, balance, moe.moe_router_force_load_balancing, moe.moe_shared_expert_overlap
+    )
 
 
 def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:

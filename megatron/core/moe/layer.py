@@ -34,6 +34,8 @@ class ExpertParallel:
     balance: ExpertBalance
     forces_balance: bool = False
     """``--moe-router-force-load-balancing``: round robin instead of the router's choices."""
+    overlaps_shared_experts: bool = False
+    """``--moe-shared-expert-overlap``: shared experts compute while tokens are under way."""
 
 
 class _RouterLogits(Function):
@@ -102,10 +104,12 @@ class MoELayer(nn.Module):
         dispatcher: TokenDispatcher,
         experts: Experts,
         shared_experts: nn.Module | None,
+        overlaps_shared_experts: bool = False,
     ) -> None:
         super().__init__()
         self.norm, self.router, self.dispatcher = norm, router, dispatcher
         self.experts, self.shared_experts = experts, shared_experts
+        self.overlaps_shared_experts = overlaps_shared_experts
 
     @property
     def segments(self) -> Mapping[str, str]:
@@ -117,9 +121,12 @@ class MoELayer(nn.Module):
         tokens = normed.flatten(0, 1)  # [n, h]
         routing = self.router(tokens, x.shape[1])  # experts and weights [n, k]
         dispatching = self.dispatcher.start(tokens, routing)
-        # The shared experts compute while the tokens are under way.
-        shared = None if self.shared_experts is None else self.shared_experts(normed)
+        shared = None
+        if self.shared_experts is not None and self.overlaps_shared_experts:
+            shared = self.shared_experts(normed)  # while tokens are under way, and their gradients in backward
         dispatched = dispatching.wait()
         outputs = self.experts(dispatched.rows, dispatched.counts)  # [m, h], sorted by expert
         output = dispatched.combine(outputs).view_as(x)  # [s/(cp tp), b, h]
-        return output if shared is None else output + shared
+        if self.shared_experts is None:
+            return output
+        return output + (self.shared_experts(normed) if shared is None else shared)
