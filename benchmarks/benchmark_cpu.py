@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -38,13 +39,16 @@ from torch import Tensor
 from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import Exchange
+from megatron.config.moe import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
+from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
 from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.ops.grouped import PaddedGroupedGemm
 from megatron.core.ops.matmul import linear
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
@@ -75,6 +79,9 @@ MODEL = TransformerConfig(
     padded_vocab_size=2048,
     max_position_embeddings=LENGTH,
 )
+EXPERTS_8 = replace(MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=384)
+"""The active FLOPs of MODEL, without the router's: two experts of half the width for each token."""
+EXPERTS_64 = replace(MODEL, num_experts=64, moe_router_topk=8, moe_ffn_hidden_size=96)
 RANKS = 2
 
 
@@ -116,16 +123,17 @@ class Contender:
     """The row whose speed it is compared with."""
 
 
-def samples(length: int = LENGTH) -> Tensor:
-    """The batch ``[4096 / length, length + 1]``, the same for all; by default 16 sequences."""
+def samples(length: int = LENGTH, seed: int = 0) -> Tensor:
+    """A batch ``[4096 / length, length + 1]``, the same for all; by default 16 sequences."""
     shape = (BATCH * LENGTH // length, length + 1)
-    return torch.randint(0, MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return torch.randint(0, MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     """A step of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
-    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``; on sequences of
-    ``length``."""
+    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``, ``ep`` and
+    ``dispatcher``; of another ``model``, on sequences of ``length``. Models with experts have another batch in every
+    step, so that the experts' numbers of rows are new."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
         tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
@@ -138,30 +146,45 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
             torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
         )
         replicas = config.data_parallel_replicas(dp)
-        topology = Topology(RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, dp_replicas=replicas), rank, CPU)
+        grid = RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, ep=layout.get("ep", 1), dp_replicas=replicas)
+        topology, architecture = Topology(grid, rank, CPU), layout.get("model", MODEL)
         overlap = P2POverlap(topology.tensor_parallel) if layout.get("tp_overlap", False) else None
         parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False), overlap)
         kernel = choose_attention_kernel("auto", CPU, torch.float32)
         schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
         placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
-        stages = split_evenly(MODEL.num_layers, pp, placement.num_chunks)
+        stages = split_evenly(architecture.num_layers, pp, placement.num_chunks)
         chunks = chunks_of_stage(stages, placement, topology.pipeline_parallel.rank)
         context_parallel = ContextParallel(topology.context_parallel, (layout.get("cp_comm_type", "p2p"),))
-        context = BuildContext(parallel, torch.float32, CPU, kernel, context_parallel=context_parallel)
-        model = build_model(MODEL, context, seed=1, virtual_stages=chunks)
+        moe = MoEConfig(moe_token_dispatcher_type=layout.get("dispatcher", "alltoall"))
+        context = BuildContext(
+            parallel,
+            torch.float32,
+            CPU,
+            kernel,
+            context_parallel=context_parallel,
+            kernels=LayerKernels(grouped_gemm=PaddedGroupedGemm()),
+            experts=build_experts(architecture, moe, topology),
+        )
+        model = build_model(architecture, context, seed=1, virtual_stages=chunks)
         executor = build_executor(model, topology, schedule, length, micro_batch_size)
         data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
         optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
-        mine = samples(length).view(-1, dp, micro_batch_size, length + 1)[:, topology.data_parallel.rank]
         places = context_parallel.split.positions(length)
-        parts = [(text[:, places], text[:, places + 1]) for text in mine]
-        microbatches = [
-            {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts
-        ]
 
-        module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology)
+        def read(seed: int) -> list[dict[str, Tensor]]:
+            mine = samples(length, seed).view(-1, dp, micro_batch_size, length + 1)[:, topology.data_parallel.rank]
+            parts = [(text[:, places], text[:, places + 1]) for text in mine]
+            return [
+                {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts
+            ]
+
+        batches = [read(seed) for seed in range(50 if model.has_experts else 1)]
+        steps = count()
+        module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology, experts=model.expert_balance)
 
         def step() -> None:
+            microbatches = batches[next(steps) % len(batches)]
             train_step(
                 module,
                 iter(microbatches),
@@ -200,25 +223,50 @@ def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
 def transformers_eager(micro_batch_size: int, rank: int) -> Callable[[], None]:
     """The same step with Hugging Face's Llama and torch's AdamW."""
     transformers: Any = importlib.import_module("transformers")
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=MODEL.vocab_size,
-            hidden_size=MODEL.hidden_size,
-            intermediate_size=MODEL.ffn_hidden_size,
-            num_hidden_layers=MODEL.num_layers,
-            num_attention_heads=MODEL.num_attention_heads,
-            num_key_value_heads=MODEL.num_query_groups,
-            max_position_embeddings=LENGTH,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-            use_cache=False,
+    config = transformers.LlamaConfig(intermediate_size=MODEL.ffn_hidden_size, **_hugging_face_sizes())
+    return _transformers_step(transformers.LlamaForCausalLM(config), micro_batch_size, num_batches=1)
+
+
+def transformers_mixtral(experts_implementation: str) -> Callable[[int, int], Callable[[], None]]:
+    """The same step with Hugging Face's Mixtral of eight experts."""
+
+    def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
+        transformers: Any = importlib.import_module("transformers")
+        config = transformers.MixtralConfig(
+            intermediate_size=EXPERTS_8.moe_ffn_hidden_size,
+            num_local_experts=EXPERTS_8.num_experts,
+            num_experts_per_tok=EXPERTS_8.moe_router_topk,
+            experts_implementation=experts_implementation,
+            **_hugging_face_sizes(),
         )
-    )
+        model = transformers.MixtralForCausalLM(config)
+        assert model.config._experts_implementation == experts_implementation
+        return _transformers_step(model, micro_batch_size, num_batches=50)
+
+    return build
+
+
+def _hugging_face_sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": MODEL.vocab_size,
+        "hidden_size": MODEL.hidden_size,
+        "num_hidden_layers": MODEL.num_layers,
+        "num_attention_heads": MODEL.num_attention_heads,
+        "num_key_value_heads": MODEL.num_query_groups,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": False,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
+
+
+def _transformers_step(model: Any, micro_batch_size: int, num_batches: int) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    microbatches = samples().split(micro_batch_size)
+    batches = [samples(seed=seed).split(micro_batch_size) for seed in range(num_batches)]
+    steps = count()
 
     def step() -> None:
-        for text in microbatches:
+        for text in batches[next(steps) % num_batches]:
             logits = model(input_ids=text[:, :-1]).logits
             loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
             (loss / (BATCH * LENGTH)).backward()
@@ -247,6 +295,7 @@ def bound(product: Product) -> Callable[[int, int], Callable[[], None]]:
     return build
 
 
+EXPERTS = "8 experts, 2 for a token"
 CONTENDERS = (
     Contender("bound, torch's matrix product", 1, bound(F.linear)),
     Contender("bound, our matrix product", 1, bound(linear)),
@@ -274,6 +323,14 @@ CONTENDERS = (
     Contender("PP2 1f1b", 2, ours(pp=2)),
     Contender("PP2 interleaved", 2, ours(pp=2, schedule="interleaved", chunks=3)),
     Contender("PP2 zb-h1", 2, ours(pp=2, schedule="zb-h1")),
+    Contender("64 experts, 8 for a token", 1, ours(model=EXPERTS_64)),
+    Contender(EXPERTS, 1, ours(model=EXPERTS_8)),
+    Contender(f"{EXPERTS}, transformers eager", 1, transformers_mixtral("eager"), reference=EXPERTS),
+    Contender(f"{EXPERTS}, transformers grouped_mm", 1, transformers_mixtral("grouped_mm"), reference=EXPERTS),
+    *(
+        Contender(f"{EXPERTS}, EP2 {kind}", 2, ours(model=EXPERTS_8, dp=2, ep=2, dispatcher=kind), reference=EXPERTS)
+        for kind in get_args(TokenDispatcherType)
+    ),
 )
 
 
@@ -315,12 +372,12 @@ def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str
     """Tokens/s and ratios: medians, ratios turn by turn against one rank on sequences of the same length."""
     references = {contender.name: seconds[contender.reference] for contender in config.contenders}
     rows = {}
-    print(f"{'':32}{'tokens/s':>10}{'x one rank':>12}")
+    print(f"{'':44}{'tokens/s':>10}{'x one rank':>12}")
     for name, times in seconds.items():
         speed = BATCH * LENGTH / median(times)
         ratio = median(one / mine for one, mine in zip(references[name], times))
         rows[name] = {"tokens_per_s": speed, "ratio_to_one_rank": ratio, "seconds_per_step": times}
-        print(f"{name:32}{speed:10.0f}{ratio:12.3f}")
+        print(f"{name:44}{speed:10.0f}{ratio:12.3f}")
     return {"machine": platform.machine(), "torch": torch.__version__, "flags": asdict(config), "rows": rows}
 
 
