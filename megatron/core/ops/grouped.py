@@ -132,7 +132,10 @@ class PaddedGroupedGemm:
         """``inputs`` ``[m, k]`` with ``matrices`` ``[groups, n, k]``: ``[m, n]``."""
         output = inputs.new_empty(inputs.shape[0], matrices.shape[1])
         for matrix, (rows, window, own) in zip(matrices, _windows(counts, self.ROWS)):
-            if rows.start < rows.stop:
+            if window.start == rows.start:
+                # Rows behind those of the group are written again: groups are multiplied in order.
+                write_linear(output[window], inputs[window], matrix)
+            else:
                 output[rows] = linear(inputs[window], matrix)[own]
         return output
 
