@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from megatron.architectures.transformer_config import TransformerConfig
     from megatron.core.models.transformer import TransformerModel
     from megatron.core.pipeline_parallel.executor import PipelineExecutor
     from megatron.core.topology import Topology
@@ -117,15 +118,17 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     from megatron.checkpoint.finding import find_checkpoint
     from megatron.checkpoint.remote_path import path_of
     from megatron.config.data import TokenizerConfig
+    from megatron.config.moe import MoEConfig
     from megatron.core.data_parallel.strategy import whole_params
     from megatron.core.models.layer import BuildContext
+    from megatron.core.models.parallelize import build_experts
     from megatron.core.models.transformer import TransformerModel
     from megatron.core.ops.attention_kernels import choose_attention_kernel
     from megatron.core.run_on_ranks import run_on_rank0
     from megatron.core.tensor_parallel.collectives import TensorParallel
     from megatron.data.tokenizers import build_tokenizer
     from megatron.schedules.stages import split_nearly_evenly
-    from megatron.training.checkpoints.tensors import model_tensors
+    from megatron.training.checkpoints.tensors import bias_tensors, model_tensors
 
     root = path_of(config.load)
     iteration = run_on_rank0(topology.control, lambda: find_checkpoint(root, config.ckpt_step))
@@ -138,10 +141,11 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     tokenizer = build_tokenizer(flags)
     ranks, stages = topology.tensor_parallel.size, topology.pipeline_parallel.size
     architecture = state.architecture
-    if any(size % ranks for size in (architecture.num_query_groups, architecture.ffn_hidden_size)):
+    widths = mlp_widths(architecture)
+    if any(size % ranks for size in (architecture.num_query_groups, *widths)):
         raise ConfigError(
             f"{ranks} processes cannot divide {architecture.num_query_groups} key-value heads and an MLP of width "
-            f"{architecture.ffn_hidden_size}: start a divisor of both, times --pipeline-model-parallel-size."
+            f"{' and '.join(map(str, widths))}: start a divisor of all, times --pipeline-model-parallel-size."
         )
     if stages > architecture.num_layers:
         raise ConfigError(
@@ -152,14 +156,26 @@ def load_model(config: GenerateConfig, topology: "Topology") -> "tuple[Transform
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = halves.get(state.flag_group("precision", PrecisionConfig).name, torch.float32)
     kernel = choose_attention_kernel("auto", topology.device, dtype)
-    context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, kernel)
+    # Without sequence parallelism every tensor-parallel rank sends the same tokens to the experts: more work than
+    # needed, and the same result.
+    experts = build_experts(architecture, MoEConfig(), topology)
+    context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, kernel, experts=experts)
     virtual_stages = split_nearly_evenly(architecture.num_layers, stages)
     model = TransformerModel(architecture, context, [virtual_stages[topology.pipeline_parallel.rank]])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # the vocabulary's padding, which is in no checkpoint
-    load_checkpoint(root, iteration, model_tensors(whole_params(model.parameters())), topology.control)
+    tensors = model_tensors(whole_params(model.parameters())) | bias_tensors(model.expert_balance)
+    load_checkpoint(root, iteration, tensors, topology.control)
     return model, tokenizer
+
+
+def mlp_widths(architecture: "TransformerConfig") -> list[int]:
+    """The widths of the MLP of dense layers, of an expert, and of the shared expert, of those that the model has."""
+    is_moe = architecture.moe_layers()
+    expert_widths = [architecture.moe_ffn_hidden_size, architecture.moe_shared_expert_intermediate_size]
+    widths = [] if all(is_moe) else [architecture.ffn_hidden_size]
+    return [*widths, *(width for width in expert_widths if any(is_moe) and width is not None)]
 
 
 def continue_text(

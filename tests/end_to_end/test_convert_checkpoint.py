@@ -23,7 +23,9 @@ from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsStream
 from megatron.config.data import TokenizerConfig
+from megatron.config.moe import MoEConfig
 from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
@@ -44,7 +46,7 @@ from tests.end_to_end.run_process import (
     run_training,
     tiny_corpus,
 )
-from tests.model.test_transformers_parity import EXPERTS, fp32_means_fp64, relative_error
+from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
 from tests.whole_model import logits_of
 from tools import convert_checkpoint, generate_text, inspect_checkpoint
 from tools.convert_checkpoint import DtypeName, FromHuggingFace, ToHuggingFace
@@ -53,8 +55,18 @@ transformers: Any = pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
-DENSE = [name for name in ARCHITECTURES if name not in EXPERTS]
-"""The families without experts."""
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # A dense layer, and experts of another width than its MLP.
+    "qwen3_moe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+}
+"""The experts of the families that have some."""
 SCALED_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -83,6 +95,8 @@ def their_model(tied: bool, family: str = "llama") -> Any:
         rope_parameters=rope,
         tie_word_embeddings=tied,
         attn_implementation="eager",
+        experts_implementation="eager",
+        **EXPERTS.get(family, {}),
     )
     model = transformers.AutoModelForCausalLM.from_config(settings)
     with torch.no_grad():
@@ -93,7 +107,7 @@ def their_model(tied: bool, family: str = "llama") -> Any:
 
 @pytest.fixture(
     scope="module",
-    params=[(False, "llama"), (True, "llama"), *((name == "qwen2", name) for name in DENSE if name != "llama")],
+    params=[(False, "llama"), (True, "llama"), *((name == "qwen2", name) for name in ARCHITECTURES if name != "llama")],
     ids=lambda param: f"{param[1]}, {'tied' if param[0] else 'untied, scaled rope'}",
 )
 def model(request: pytest.FixtureRequest) -> Any:
@@ -192,7 +206,7 @@ def test_a_run_of_gains_minus_one_starts_from_hugging_face_and_from_its_own_chec
 @pytest.mark.slow(reason="four ranks")
 def test_back_again_through_a_run_of_four_ranks_every_bit_is_the_same(hf: Path, tmp_path: Path) -> None:
     flags = continued(from_hf(hf, tmp_path / "ours"), tmp_path / "saved")
-    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     run_training([*flags, *layout.split()], processes=4).succeeded()
     to_hf(tmp_path / "saved", tmp_path / "back")
     assert_same_weights(tmp_path / "back", hf)
@@ -206,7 +220,9 @@ def test_transformers_loads_the_result_as_it_is(model: Any, hf: Path, tmp_path: 
 
 def assert_same_logits(exported: Path, model: Any) -> None:
     """transformers loads the files as the class of ``model``, and computes the same bits."""
-    again = transformers.AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, attn_implementation="eager", experts_implementation="eager"
+    )
     assert type(again) is type(model)
     tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
     with torch.no_grad():
@@ -235,7 +251,8 @@ def our_model(root: Path) -> TransformerModel:
     architecture = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
     kernel = choose_attention_kernel("auto", CPU, torch.float64)
     parallel = TensorParallel(single_process().tensor_parallel)
-    model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel))
+    experts = build_experts(architecture, MoEConfig(), single_process())
+    model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel, experts=experts))
     load_checkpoint(root, 0, {f"model/{info_of(weight).name}": weight.detach() for weight in model.parameters()})
     return model
 
@@ -468,7 +485,7 @@ def test_a_presets_name_is_advised() -> None:
 
 
 @pytest.mark.slow(reason="starts four processes")
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_commands_as_they_are_typed(family: str, tmp_path: Path) -> None:
     model = their_model(tied=True, family=family)
     model.save_pretrained(tmp_path / "hf")
@@ -479,8 +496,8 @@ def test_the_commands_as_they_are_typed(family: str, tmp_path: Path) -> None:
     assert_same_logits(back, model)
     found = json.loads(run_tool("tools/inspect_checkpoint.py", "--load", ours, "--verify", "--json"))
     assert (found["iteration"], found["damage"]) == (0, [])
-    table = found["tensors"]["model/layers.1.mlp.linear_fc1.weight"]
-    assert (table["dtype"], table["shape"]) == ("float32", [112, 32])
+    table = found["tensors"]["model/layers.1.self_attention.linear_proj.weight"]
+    assert (table["dtype"], table["shape"]) == ("float32", [32, 32])
     assert sum(tensor["bytes"] for tensor in found["tensors"].values()) <= found["bytes"]
 
 
@@ -550,6 +567,6 @@ def test_another_architecture_than_the_flags_is_told_flag_by_flag(hf: Path, tmp_
     advice = from_hf(hf, tmp_path / "ours")
     common = continued(advice, tmp_path / "saved")
     direct = [word for word in common if word not in ("--finetune", "--load", str(tmp_path / "ours"))]
-    outcome = call_training([*direct, "--load-hf", str(hf), "--num-layers", "3", "--ffn-hidden-size", "64"])
+    outcome = call_training([*direct, "--load-hf", str(hf), "--rotary-base", "7", "--ffn-hidden-size", "64"])
     (sentence,) = outcome.errors
-    assert "--num-layers is 3 here and 2 there" in sentence and "--ffn-hidden-size is 64 here and 56 there" in sentence
+    assert "--rotary-base is 7.0 here and" in sentence and "--ffn-hidden-size is 64 here and 56 there" in sentence

@@ -14,8 +14,11 @@ from megatron.config.model import ModelConfig
 from megatron.core.initialization import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.run_process import bytes_under, call_training, words_of
+from tests.end_to_end.test_convert_checkpoint import our_model
+from tests.model.test_transformers_parity import relative_error
+from tests.whole_model import logits_of
 from tools import convert_checkpoint
-from tools.convert_checkpoint import Upcycle
+from tools.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
 
 EXPERTS = 4
 DENSE_RUN: dict[str, Any] = {
@@ -77,6 +80,18 @@ def test_every_expert_is_the_mlp_and_all_else_is_as_it_was(dense: Path, tmp_path
     assert after.keys() - before.keys() == added
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
+
+
+def test_the_new_model_computes_what_the_dense_model_computes(dense: Path, tmp_path: Path) -> None:
+    """Whatever the routers choose, because the weights of the chosen experts sum to one."""
+    weights = tmp_path / "dense"
+    convert_checkpoint.convert(ToHuggingFace(str(dense), str(tmp_path / "hf"), dtype="fp32"))
+    convert_checkpoint.convert(FromHuggingFace(str(tmp_path / "hf"), str(weights)))
+    upcycle(weights, tmp_path / "experts", moe_layer_freq="[1,0,1]", moe_router_topk=3)
+    tokens = torch.arange(48).remainder(61).view(2, 24)
+    with torch.no_grad():
+        before, after = (logits_of(our_model(root), tokens) for root in (weights, tmp_path / "experts"))
+    assert relative_error(after, before) < 1e-12
 
 
 def test_a_router_starts_as_in_a_new_run_with_the_seed(dense: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Our architectures are those of transformers: logits, loss and every gradient agree in fp64, at TP 1, 2 and 4."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +14,9 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
 from megatron.checkpoint.hugging_face_config import config_fields
 from megatron.config.model import preset
+from megatron.config.moe import MoEConfig
 from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_model
+from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
@@ -98,7 +99,7 @@ def hugging_face_model(config: TransformerConfig) -> Any:
         attn_implementation="eager",
         **hugging_face_experts(config),
     )
-    return getattr(transformers, architecture.hugging_face_class)(settings).double()
+    return getattr(transformers, architecture.hugging_face_class)(settings)
 
 
 def hugging_face_experts(config: TransformerConfig) -> dict[str, Any]:
@@ -210,22 +211,36 @@ def fp32_means_fp64() -> Iterator[None]:
         yield
 
 
-@fp32_means_fp64()
-def expected(config: TransformerConfig) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
-    """Weights, logits ``[b, s, v]``, loss of each token ``[b, s]``, and gradients of their sum."""
+def random_model(config: TransformerConfig, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of transformers with random weights."""
     torch.manual_seed(3)
-    model = hugging_face_model(config)
+    model = hugging_face_model(config).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
-    tokens, labels = batch(config)
-    logits = model(tokens).logits
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    losses.sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return model
+
+
+def expected(
+    config: TransformerConfig, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
+    """Weights, logits ``[b, s, v]``, loss of each token ``[b, s]``, and gradients of their sum."""
+    with fp32_means_fp64() if dtype == torch.float64 else nullcontext():
+        model = random_model(config, dtype)
+        tokens, labels = batch(config)
+        logits = model(tokens).logits
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        losses.sum().backward()
+    weights, gradients = weights_and_gradients(model, config)
+    return weights, logits.detach(), losses.detach().view_as(labels), gradients
+
+
+def weights_and_gradients(model: Any, config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Those of a model of transformers after its backward pass, under our names and in our shapes."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    ours = [to_global(as_published(state, model.config.model_type), config) for state in (weights, gradients)]
-    return ours[0], logits.detach(), losses.detach().view_as(labels), ours[1]
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    family = model.config.model_type
+    return to_global(as_published(weights, family), config), to_global(as_published(gradients, family), config)
 
 
 def batch(config: TransformerConfig) -> tuple[Tensor, Tensor]:
@@ -242,13 +257,17 @@ def load(model: TransformerModel, weights: dict[str, Tensor]) -> None:
                 box.view(parameter).copy_(source[place])
 
 
-def compare_on_rank(config: TransformerConfig, tp: int, sequence_parallel: bool) -> float:
+def compare_on_rank(
+    config: TransformerConfig, tp: int, sequence_parallel: bool, ep: int = 1, dtype: torch.dtype = torch.float64
+) -> float:
     """Build this rank's part, compare all that it holds with transformers, and return the largest error."""
-    weights, logits, losses, gradients = expected(config)
-    topology = Topology(RankGrid(tp=tp), torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
+    weights, logits, losses, gradients = expected(config, dtype)
+    grid = RankGrid(tp=tp, ep=ep, etp=tp // ep)
+    topology = Topology(grid, torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
     parallel = TensorParallel(topology.tensor_parallel, sequence_parallel)
-    kernel = choose_attention_kernel("auto", CPU, torch.float64)
-    model = build_model(config, BuildContext(parallel, torch.float64, CPU, kernel), seed=1)
+    kernel = choose_attention_kernel("auto", CPU, dtype)
+    experts = build_experts(config, MoEConfig(), topology)
+    model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
     load(model, weights)
     tokens, labels = batch(config)
     with torch.no_grad():
@@ -260,6 +279,12 @@ def compare_on_rank(config: TransformerConfig, tp: int, sequence_parallel: bool)
     found = token_losses_of(model, tokens, labels)
     errors.append(relative_error(found.detach(), losses))
     found.sum().backward()
+    return max(*errors, *gradient_errors(model, topology, gradients))
+
+
+def gradient_errors(model: TransformerModel, topology: Topology, wanted: dict[str, Tensor]) -> list[float]:
+    """The error of every part of a gradient that this rank has."""
+    errors = []
     for parameter in model.parameters():
         info, gradient = info_of(parameter), parameter.grad
         assert gradient is not None, info.name
@@ -267,8 +292,8 @@ def compare_on_rank(config: TransformerConfig, tp: int, sequence_parallel: bool)
             gradient = topology.tensor_parallel.all_reduce(gradient)
         for box in info.boxes:
             place = tuple(slice(start, start + size) for start, size in zip(box.global_offset, box.shape))
-            errors.append(relative_error(box.view(gradient), gradients[info.name][place]))
-    return max(errors)
+            errors.append(relative_error(box.view(gradient), wanted[info.name][place]))
+    return errors
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
