@@ -16,12 +16,13 @@ ITERATIONS=${ITERATIONS:-300}
 DATA=${DATA:-runs/quickstart}      # corpus, tokenizer and tokens, made if missing
 source examples/quickstart_recipe.sh
 
-SIGMOID="--moe-router-score-function sigmoid"
+# In a few hundred steps a bias that changes by 1e-3 (DeepSeek-V3) would not balance.
+BIAS="--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2"
 declare -A FLAGS=(
     [dense]="--model tiny"
     [unbalanced]="--model tiny-moe --moe-router-load-balancing-type none"
     [seq_aux_loss]="--model tiny-moe --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
-    [bias]="--model tiny-moe --moe-router-load-balancing-type none $SIGMOID --moe-router-enable-expert-bias"
+    [bias]="--model tiny-moe --moe-router-load-balancing-type none $BIAS"
 )
 NAMES=(dense unbalanced seq_aux_loss bias)
 
