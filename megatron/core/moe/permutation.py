@@ -6,6 +6,7 @@ deterministic.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ class RowOrder:
         rows.view(-1).scatter_(0, choices, numbers)
         return cls(choices, rows)
 
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """The token of each row: ``[m]``."""
-        return self.choices // self.rows.shape[1]
+        return self.choices // self.rows.shape[1] if self.rows.shape[1] > 1 else self.choices
 
 
 def rows_of(tokens: Tensor, order: RowOrder) -> Tensor:
@@ -55,7 +56,7 @@ def sum_of_choices(rows: Tensor, order: RowOrder, weights: Tensor | None = None)
 
 
 def _take_rows(tokens: Tensor, order: RowOrder) -> Tensor:
-    return tokens.index_select(0, order.tokens if order.rows.shape[1] > 1 else order.choices)
+    return tokens.index_select(0, order.tokens)
 
 
 def _sum_choices(rows: Tensor, order: RowOrder, weights: Tensor | None = None) -> Tensor:
