@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.config.moe import TokenDispatcherType
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.moe import dispatch
 from megatron.core.moe.dispatch import AssumedCounts, Dispatched, dispatcher_groups, token_dispatcher
@@ -256,6 +257,10 @@ FAULTS = {
 )
 def test_a_fault_is_caught(four_ranks: RankPool, name: str, fault: str) -> None:
     assert difference(Case(name, 2, 2, fault=fault), four_ranks, 4) > 1e-3
+
+
+def test_every_name_of_the_flag_has_a_dispatcher() -> None:
+    assert set(get_args(TokenDispatcherType)) == dispatch.DISPATCHERS.keys()
 
 
 # Bytes
