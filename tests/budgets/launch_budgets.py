@@ -23,6 +23,12 @@ MODELS = {
     "70B, TP4": "--model llama3-70b --tensor-model-parallel-size 4 --sequence-parallel",
     "405B, TP8": "--model llama3.1-405b --tensor-model-parallel-size 8 --sequence-parallel",
 }
+EXPERTS = {
+    "8x7B": "--model mixtral-8x7b",
+    "8x7B, TP2 EP2": "--model mixtral-8x7b --tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall",
+}
+"""In bf16 alone. The counts of rows are assumed, so the host sync for the real ones is not in the table."""
 PRECISIONS = {
     "bf16": "",
     "FP8 delayed": "--fp8-format hybrid --fp8-recipe delayed",
@@ -58,7 +64,7 @@ class Row:
         documents = "--reset-attention-mask --kernel attention=flash" if self.has_documents else _WITHOUT_DOCUMENTS
         precision = (PRECISIONS | GATHERED)[self.precision]
         flags = (
-            f"{_COMMON} {MODELS[self.model]} {precision} {documents} --num-layers {num_stages} "
+            f"{_COMMON} {(MODELS | EXPERTS)[self.model]} {precision} {documents} --num-layers {num_stages} "
             f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
         )
         config = parse_command_line(flags.split())
@@ -90,6 +96,7 @@ ROWS = (
     *(Row(model, precision) for model in MODELS for precision in PRECISIONS),
     *(Row("8B", precision) for precision in GATHERED),
     Row("8B", "bf16", True),
+    *(Row(model, "bf16") for model in EXPERTS),
 )
 
 
