@@ -93,7 +93,9 @@ def candidates(config: RunConfig) -> Iterator[RunConfig]:
     if config.model.num_experts:
         yield _parallel(everything, expert_model_parallel_size=2 * config.parallel.expert_model_parallel_size)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        yield _parallel(everything, **{name: 2 * getattr(config.parallel, name)})
+        larger = _parallel(everything, **{name: 2 * getattr(config.parallel, name)})
+        # Experts with tensor parallelism need it.
+        yield (_split_sequence(larger) or larger) if config.model.num_experts else larger
 
 
 def flags_between(before: RunConfig, after: RunConfig) -> str:

@@ -155,6 +155,7 @@ REFUSED = [
 ACCEPTED = [
     (EXPERTS, 1),
     (f"{GOOD} --num-experts 0", 1),
+    (f"{EXPERTS} --moe-layer-freq 2 {SELECTIVE} mlp moe", 1),
     (f"{EXPERTS} --moe-router-topk 8 --moe-layer-freq ([0]*1+[1]*1)*2 {SELECTIVE} mlp moe_act layernorm", 1),
     (f"{EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", 1),
     (f"{SIGMOID} --moe-router-topk 1 --moe-apply-probs-on-input --moe-shared-expert-intermediate-size 64", 1),

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.architectures.registry import PRESETS
 from megatron.config.command_line import flag_names, parse_command_line
-from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.megatron_flags import NOT_SUPPORTED, NOT_SUPPORTED_VALUES
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -152,6 +152,17 @@ def test_a_megatron_flag_that_is_not_supported_says_so_and_what_to_do(remedy: st
     assert refusal("--model", "tiny", flag) == expected
     assert refusal(flag.replace("-", "_").replace("__", "--", 1), "7") == expected
     assert refusal(f"{flag}=7") == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [(flag, value) for flag, values in NOT_SUPPORTED_VALUES.items() for value in values]
+)
+def test_a_megatron_value_that_is_not_supported_says_so_and_what_to_do(flag: str, value: str) -> None:
+    expected = f"{flag} {value} of Megatron-LM is not supported: {NOT_SUPPORTED_VALUES[flag][value]}"
+    assert refusal("--model", "tiny-moe", flag, value) == expected
+    assert refusal(f"{flag.replace('-', '_').replace('__', '--', 1)}={value}") == expected
+    # A value of another flag is no reason.
+    assert refusal("--run-dir", value, flag, "other").startswith(f"invalid choice 'other' for argument '{flag}'")
 
 
 def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() -> None:

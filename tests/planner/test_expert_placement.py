@@ -1,13 +1,15 @@
-"""The dry run says when an order of the ranks spreads expert-parallel ranks over nodes, and which order does not."""
+"""What the dry run says about experts: nodes of their ranks, axes of their traffic, and flags with which they fit."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.config.command_line import parse_command_line
 from megatron.core.topology import RankGrid
 from megatron.planner.report import groups
-from megatron.planner.traffic import expert_placement_advice
+from megatron.planner.suggestions import candidates
+from megatron.planner.traffic import axis_of, expert_placement_advice
 
 
 def test_the_default_order_spreads_the_experts_of_a_pipeline_over_nodes() -> None:
@@ -53,3 +55,30 @@ def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
     assert layout["tp"]["in_node"] and layout["etp"]["in_node"] and not layout["edp"]["in_node"]
     architecture.num_experts = None
     assert list(groups(plan)) == ["tp", "cp", "pp", "dp"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis"),
+    [("ep", "ep"), ("etp", "etp"), ("etpxep", "ep"), ("edp", "edp"), ("edp_shard", "edp"), ("edp_replicate", "edp")],
+)
+def test_the_traffic_of_experts_has_axes_of_its_own(axes: str, axis: str) -> None:
+    assert axis_of(axes) == axis
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--model tiny", {"mlp", "mlp_act"}),
+        ("--model tiny-moe", {"moe", "moe_act"}),
+        ("--model tiny-moe --moe-layer-freq 2", {"mlp", "mlp_act", "moe", "moe_act"}),
+    ],
+)
+def test_suggestions_recompute_what_the_layers_have(flags: str, parts: set[str]) -> None:
+    words = f"{flags} --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1"
+    suggested = list(candidates(parse_command_line(words.split())))
+    for config in suggested:
+        config.check(16)
+    modules = {module for config in suggested for module in config.activations.modules}
+    assert modules == {"core_attn", "layernorm"} | parts
+    sizes = {config.parallel.expert_model_parallel_size for config in suggested}
+    assert sizes == ({1, 2} if "moe" in flags else {1})

@@ -23,7 +23,8 @@ def check_experts(run: "RunConfig", world_size: int) -> None:
     experts, topk = model.num_experts, model.moe_router_topk
     if topk > experts:
         raise ConfigError(f"--moe-router-topk {topk} exceeds --num-experts {experts}: lower it.")
-    if "1" not in model.canonical_layer_pattern:
+    tensor_size, length = run.parallel.tensor_model_parallel_size, run.data.seq_length or 1
+    if not any(model.resolve(1, tensor_size, length).moe_layers()):
         raise ConfigError(
             f"--moe-layer-freq {model.moe_layer_freq} has no MoE layer for --num-experts {experts}: add a 1, or remove "
             "--num-experts."
