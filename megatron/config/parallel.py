@@ -74,8 +74,8 @@ class ParallelConfig:
     With optim_grads_params: prefetch the weights of the next layer, in the forward and the backward pass."""
     ddp_bucket_size: int | None = None
     """Elements per bucket, the unit of gradient reduction and weight all-gather (default: one bucket; with overlap or
-    optim_grads the larger of 40 million and 1 million x data-parallel size). With optim_grads_params a layer is a
-    bucket."""
+    optim_grads the larger of 40 million and 1 million x the ranks with the same weights). With optim_grads_params a
+    layer is a bucket."""
     ddp_num_buckets: int | None = None
     """Approximate number of buckets of a rank, instead of --ddp-bucket-size."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
