@@ -19,14 +19,14 @@ def run_tests(stage: StageRun) -> None:
     """Kernels against their references."""
     with stage.check("tests/gpu") as figures:
         # A rehearsal runs few of them: CI runs all that a CPU can.
-        few = ["-k", "rehearsed and not compiled"] if stage.is_tiny else []
+        few = ["-k", "rehearsed and test_quantization"] if stage.is_tiny else []
         figures |= run_pytest(stage, "tests", ["tests/gpu", *few])
 
 
 def run_ranks(stage: StageRun) -> None:
     """Layouts of two and four ranks on one device, over the staged transport."""
     layouts = "tests/parallel/test_staged_layouts.py"
-    few = ["-k", "rehearsed"] if stage.is_tiny else ["--whole-matrix"]
+    few = ["-k", "rehearsed and sequence"] if stage.is_tiny else ["--whole-matrix"]
     with stage.check("layouts on one device") as figures:
         figures |= run_pytest(stage, "layouts", [layouts, *few])
     if not figures and stage.device.type == "cuda":
