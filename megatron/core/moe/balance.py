@@ -162,6 +162,8 @@ class ExpertBalance:
         self._sequence_ranks, self._world, self._device = sequence_ranks, world, device
         self._routers: dict[int, RouterBalance] = {}
         self._scale = 0.0
+        self._counts = torch.zeros(len(self._layers), routing_rule.num_experts, dtype=torch.float64, device=device)
+        """How many tokens of the global batch chose each expert of each layer."""
 
     def add_router(self, layer: int) -> RouterBalance:
         """The balance of the router of ``layer``, which this rank has."""
@@ -193,14 +195,16 @@ class ExpertBalance:
             total[self._layers.index(layer)] = torch.cat((router.counts.to(torch.float64), router.sums))
         return self._world.start_all_reduce(total)
 
-    def finish_step(self, total: Tensor, updates: bool) -> dict[str, float]:
-        """Update the expert biases, unless the step was skipped; returns the metrics. ``total`` is the sum of
-        :meth:`start_sum`."""
-        counts, sums = total[:, :-2], total[:, -2:]
-        if updates and self._rule.bias_update_rate is not None:
+    def finish_sum(self, total: Tensor) -> dict[str, float]:
+        """The metrics of the step from the ``total`` of :meth:`start_sum`. Waits for the device."""
+        self._counts = total[:, :-2]
+        return self._metrics(self._counts, total[:, -2:])
+
+    def update_biases(self) -> None:
+        """Update the expert biases by the counts of :meth:`finish_sum`; not in a skipped step."""
+        if self._rule.bias_update_rate is not None:
             for layer, router in self._routers.items():
-                router.update_bias(counts[self._layers.index(layer)])
-        return self._metrics(counts, sums)
+                router.update_bias(self._counts[self._layers.index(layer)])
 
     def _metrics(self, counts: Tensor, sums: Tensor) -> dict[str, float]:
         """The losses without coefficients, as means over tokens and layers, and the worst layer's ratio of the largest

@@ -5,7 +5,7 @@ up losses and token counts, never means.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.optimizer.hyperparameters import Hyperparameters
@@ -84,6 +84,8 @@ def train_step(
         module.data_parallel.finish_grad_sync()
         total, num_tokens, *counts = pending_sum.wait().tolist()
         loss = TokenLoss(total, num_tokens)
+        # Before the update, because reading these values waits for the device.
+        balance = {} if experts is None or pending_balance is None else experts.finish_sum(pending_balance.wait())
     if fp8 is not None:
         # Also in a skipped step: its finite amax values set the scales of the next step.
         fp8.finish_step()
@@ -99,9 +101,8 @@ def train_step(
     if not result.is_applied:
         module.data_parallel.finish_skipped_step()
     is_fault = not module.loss_scaler.update(overflowed=not result.is_applied)
-    balance: Mapping[str, float] = {}
-    if experts is not None and pending_balance is not None:
-        balance = experts.finish_step(pending_balance.wait(), updates=result.is_applied)
+    if experts is not None and result.is_applied:
+        experts.update_biases()
     return StepOutcome(
         loss.mean,
         result.grad_norm,
