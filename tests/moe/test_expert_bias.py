@@ -73,7 +73,7 @@ class StepParts:
 
 @pytest.mark.parametrize(("loss", "is_applied"), ((1.0, True), (1.0, False), (math.nan, True)))
 def test_a_skipped_step_changes_no_bias(loss: float, is_applied: bool) -> None:
-    balance, router = biased_router((0, 0, 5))  # of the step before
+    balance, router = biased_router((9, 9, 0))  # counts of the step before
     parts: Any = StepParts(router, loss, is_applied)
     scaler = build_loss_scaler(PrecisionConfig())
     module = TrainModule(parts, parts, parts, scaler, single_process(), experts=balance)
