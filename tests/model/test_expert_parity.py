@@ -101,5 +101,5 @@ def test_the_balancing_loss_is_the_one_of_transformers_divided_by_the_choices_of
     balance.start_step(scale=1.0)
     token_losses_of(model, tokens, labels).sum().backward()
     assert max(gradient_errors(model, single_process(), gradients)) < TOLERANCE
-    metrics = balance.finish_step(balance.start_sum().wait(), updates=False)
+    metrics = balance.finish_sum(balance.start_sum().wait())
     assert topk * metrics["load_balancing_loss"] == pytest.approx(output.aux_loss.item(), rel=TOLERANCE)
