@@ -100,3 +100,18 @@ def test_counts_on_the_device_are_those_on_the_host() -> None:
     assert counts.ends.tolist() == [3, 3, 5]
     assert counts.ends.dtype == torch.int32
     assert [list(range(10)[rows]) for rows in counts.slices()] == [[0, 1, 2], [], [3, 4]]
+
+
+def test_padded_gemms_have_few_shapes() -> None:
+    """Also at the end of the rows; a new shape costs oneDNN more than the GEMM."""
+    rows: list[int] = []
+
+    class Recording(SeparateWeightGradient):
+        def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
+            rows.extend((grad_outputs.shape[0], inputs.shape[0]))
+
+    for sizes in ((5, 1, 33, 61), (90, 0, 3, 7), (0, 0, 100, 0)):
+        counts = RowCounts.of(sizes)
+        x, weight, dy = operands(counts, torch.float32)
+        PaddedGroupedGemm(Recording()).weight_gradient(dy, x, counts).write_to(weight, accumulate=True)
+    assert set(rows) == {32, 64, 96, 100}
