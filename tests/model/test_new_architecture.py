@@ -24,7 +24,6 @@ from tests.end_to_end.test_convert_checkpoint import (
 from tests.model.test_transformers_parity import TOLERANCE, architecture, compare_on_rank, transformers
 from tests.rank_pool import RankPool
 
-
 # --- its file ------------------------------------------------------------------------------------------------
 
 
