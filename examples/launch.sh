@@ -12,9 +12,10 @@
 #   MASTER_PORT        a free port there (29500)
 #   MAX_RESTARTS       restarts of the ranks on the same machines after a crash (3)
 #   OUTPUT             directory for checkpoints and metrics, on storage that all machines share (runs/NAME)
-#   TOKENIZER_MODEL    Llama 3's tokenizer.model
+#   TOKENIZER_MODEL    the tokenizer's file (tokenizer.model)
+#   TOKENIZER_TYPE     its kind (TikTokenizer, which is Llama 3's)
 #   DATA_PATH          tokenized corpora, as --data-path takes them: "0.7 data/web_text_document 0.3 data/code_text_document"
-#   VOCAB_SIZE         vocabulary of a run without DATA_PATH (Llama 3's, 128256)
+#   VOCAB_SIZE         vocabulary of a run without DATA_PATH (128256, which is Llama 3's)
 #   DATA_CACHE_PATH    directory for the cached sample order, on shared storage (beside the first corpus)
 #
 # Without DATA_PATH the run trains on synthetic tokens, for measurements of a cluster.
@@ -38,6 +39,7 @@ MAX_RESTARTS=${MAX_RESTARTS:-3}
 OUTPUT=${OUTPUT:-runs/$(basename "$0" .sh)}
 DATA_PATH=${DATA_PATH:-}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-tokenizer.model}
+TOKENIZER_TYPE=${TOKENIZER_TYPE:-TikTokenizer}
 VOCAB_SIZE=${VOCAB_SIZE:-128256}
 
 data_flags() {
@@ -48,7 +50,7 @@ data_flags() {
     fi
     local corpora
     read -ra corpora <<< "$DATA_PATH"
-    DATA=(--data-path "${corpora[@]}" --tokenizer-type TikTokenizer --tokenizer-model "$TOKENIZER_MODEL")
+    DATA=(--data-path "${corpora[@]}" --tokenizer-type "$TOKENIZER_TYPE" --tokenizer-model "$TOKENIZER_MODEL")
     if [ -n "${DATA_CACHE_PATH:-}" ]; then
         DATA+=(--data-cache-path "$DATA_CACHE_PATH")
     fi

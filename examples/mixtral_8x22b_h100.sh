@@ -7,6 +7,8 @@
 #   DRY_RUN=1 bash examples/mixtral_8x22b_h100.sh
 set -euo pipefail
 NODES=${NODES:-${SLURM_NNODES:-16}}
+TOKENIZER_TYPE=${TOKENIZER_TYPE:-SentencePieceTokenizer}
+VOCAB_SIZE=${VOCAB_SIZE:-32768}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 FLAGS=(

@@ -86,6 +86,13 @@ class TransformerConfig:
             return (False,) * self.num_layers
         return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
 
+    def largest_expert_load(self, expert_parallel_size: int) -> float:
+        """The most rows that one expert-parallel rank can receive, relative to the mean: it has every token's choice,
+        as often as it has experts."""
+        assert self.num_experts is not None
+        most = min(self.moe_router_topk, self.num_experts // expert_parallel_size)
+        return most * expert_parallel_size / self.moe_router_topk
+
     def layer_gemm_parameters(self, experts: int | None = None) -> int:
         """Number of weights of one layer that are GEMM operands: of a dense layer, or of an MoE layer with its router,
         its shared expert and ``experts`` of its experts."""

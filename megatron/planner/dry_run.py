@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.planner.expert_load import largest_fitting_load
 from megatron.planner.plan import Plan, Run, make_plan, planned_vocabulary
 from megatron.planner.report import as_json, print_report
 from megatron.planner.suggestions import find_suggestions
@@ -29,8 +30,9 @@ def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
         print("layers of Transformer Engine are simulated with the local layers, whose memory is similar")
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
     suggestions = [] if plan.fits else find_suggestions(plan, config)
+    fitting_load = largest_fitting_load(plan)
     if (path := config.dry_run.dry_run_json) is not None:
-        text = json.dumps(as_json(plan, suggestions, time.monotonic() - started))
+        text = json.dumps(as_json(plan, suggestions, fitting_load, time.monotonic() - started))
         try:
             Path(path).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
@@ -40,5 +42,5 @@ def plan_and_report(config: RunConfig, console: Console | None = None) -> Plan:
     if console is None:
         # Lines are at least as wide as the tables, also in a narrow terminal or a file.
         console = Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
-    print_report(plan, suggestions, console)
+    print_report(plan, suggestions, fitting_load, console)
     return plan

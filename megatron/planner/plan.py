@@ -151,15 +151,22 @@ class Run:
         by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
         neighbours = [self.rank_of_stage((stage + step) % stages) for step in (-1, 1)]
         is_moe = self.architecture.moe_layers()
-        axes = ("tp", "cp", "dp", *(EXPERT_AXES if any(is_moe) else ()))
+        groups: list[tuple[str, ...]] = [("tp",), ("cp",), ("dp",)]
+        if any(is_moe):
+            groups += [*((axis,) for axis in EXPERT_AXES), ("etp", "ep")]
         return (
             tuple(chunk.layers if by_number else tuple(is_moe[layer] for layer in chunk.layers) for chunk in chunks),
             tuple((chunk.has_embedding, chunk.has_output_layer) for chunk in chunks),
             live_peaks(self.schedule(self.num_microbatches), stage),
             tuple(is_in_node((rank, other)) for other in neighbours),
-            tuple(is_in_node(grid.group(rank, (axis,))) for axis in axes),
+            tuple(is_in_node(grid.group(rank, axes)) for axes in groups),
             tuple(map(is_in_node, grid.levels(rank, "cp", config.parallel.hierarchical_context_parallel_sizes))),
         )
+
+    def with_expert_load(self, load: float) -> "Run":
+        """The same run, whose simulated rank has experts with another load."""
+        dry_run = replace(self.config.dry_run, dry_run_expert_load=load)
+        return replace(self, config=replace(self.config, dry_run=dry_run))
 
     @property
     def flops_per_token(self) -> float:
@@ -235,6 +242,8 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
         topology = run.topology(rank, tracker, traffic)
         module = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
         steady = tracker.now
+        # As between steps: with --overlap-param-gather a step gathers most weights that the step before has updated.
+        module.data_parallel.start_param_all_gather()
         one: Traffic | None = None
         traffic.clear()
         if count < run.num_microbatches:

@@ -1,5 +1,6 @@
 """A plan as JSON and as tables."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -49,9 +50,12 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
     return described
 
 
-def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> dict[str, Any]:
+def as_json(
+    plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None, seconds: float
+) -> dict[str, Any]:
     """The report; docs/dry_run.md explains its fields."""
     run = plan.run
+    has_experts = run.architecture.num_experts is not None
 
     def by_stage(value: Callable[[StagePlan], Any]) -> dict[str, Any]:
         return {str(stage.stage): value(stage) for stage in plan.stages}
@@ -72,6 +76,8 @@ def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> di
         "fits": plan.fits,
         "tightest_stage": plan.tightest.stage,
         "missing_bytes": max(0, plan.tightest.needed - plan.limit),
+        "expert_load": run.config.dry_run.dry_run_expert_load if has_experts else None,
+        "largest_fitting_expert_load": fitting_load,
         "warnings": warnings(plan),
         "remedies": [vars(suggestion) for suggestion in suggestions],
         "global_batch_size": run.global_batch_size,
@@ -86,10 +92,10 @@ def as_json(plan: Plan, suggestions: Sequence[Suggestion], seconds: float) -> di
     }
 
 
-def print_report(plan: Plan, suggestions: Sequence[Suggestion], console: Console) -> None:
+def print_report(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None, console: Console) -> None:
     tables = _layout_table(plan), _memory_table(plan), _bars(plan), _traffic_table(plan)
     notes = [Text(f"\nWARNING: {warning}", style="yellow") for warning in warnings(plan)]
-    console.print(Group(_summary(plan), *tables, *notes, _verdict(plan, suggestions)))
+    console.print(Group(_summary(plan), *tables, *notes, _verdict(plan, suggestions, fitting_load)))
 
 
 def _summary(plan: Plan) -> Text:
@@ -204,14 +210,29 @@ def _traffic_table(plan: Plan) -> Table:
     return table
 
 
-def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> Text:
+def _expert_load(plan: Plan, fitting_load: float | None) -> str:
+    """What is assumed of the load of the experts, and what still fits; empty where it does not matter."""
+    run = plan.run
+    if run.architecture.num_experts is None or run.grid.ep == 1:
+        return ""
+    assumed = run.config.dry_run.dry_run_expert_load
+    text = f"\nassumed expert load: {assumed:g}" + (", which is balanced" if assumed == 1 else "")
+    if fitting_load is None:
+        return text
+    if fitting_load == run.architecture.largest_expert_load(run.grid.ep):
+        return f"{text}; fits with every load, at most {fitting_load:g}"
+    return f"{text}; fits up to an expert load of {max(assumed, math.floor(100 * fitting_load) / 100):g}"
+
+
+def _verdict(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None) -> Text:
     tightest = plan.tightest
     limit, needed, distance = (_gib(size) for size in (plan.limit, tightest.needed, abs(tightest.needed - plan.limit)))
     # With --dry-run-rank the other stages are unknown.
     is_alone = len(plan.stages) < plan.run.grid.pp
     where = f"{'looked at alone:' if is_alone else 'tightest on'} stage {tightest.stage} (rank {tightest.rank})"
     if plan.fits:
-        return Text(f"\nfits {limit} GiB: {where}, which needs {needed} and leaves {distance}", style="bold green")
+        text = Text(f"\nfits {limit} GiB: {where}, which needs {needed} and leaves {distance}", style="bold green")
+        return text.append(_expert_load(plan, fitting_load), style="not bold")
     text = Text(
         f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many",
         style="bold red",
@@ -219,4 +240,4 @@ def _verdict(plan: Plan, suggestions: Sequence[Suggestion]) -> Text:
     lines = [f"{one.flags}: fits, {_gib(one.needed)} GiB on stage {one.stage}" for one in suggestions]
     for line in lines or ["nothing that was tried makes it fit: use more GPUs for a copy of the model"]:
         text.append(f"\n  {line}", style="not bold")
-    return text
+    return text.append(_expert_load(plan, None), style="not bold")

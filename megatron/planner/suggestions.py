@@ -90,12 +90,15 @@ def candidates(config: RunConfig) -> Iterator[RunConfig]:
         for count in sorted({most // 4, most // 2, most * 3 // 4, most} - {0}):
             yield _recompute_layers(base, "block", count)
     everything = _recompute_layers(together, "uniform", 1)
+    parallel = everything.parallel
     if config.model.num_experts:
-        yield _parallel(everything, expert_model_parallel_size=2 * config.parallel.expert_model_parallel_size)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        larger = _parallel(everything, **{name: 2 * getattr(config.parallel, name)})
-        # Experts with tensor parallelism need it.
-        yield (_split_sequence(larger) or larger) if config.model.num_experts else larger
+        yield _parallel(everything, expert_model_parallel_size=2 * parallel.expert_model_parallel_size)
+    # Experts are divided as before, and without --sequence-parallel activations would hardly be smaller.
+    kept = {"expert_tensor_parallel_size": parallel.expert_tensor_size} if config.model.num_experts else {}
+    tensor_size = 2 * parallel.tensor_model_parallel_size
+    yield _parallel(everything, tensor_model_parallel_size=tensor_size, sequence_parallel=True, **kept)
+    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+        yield _parallel(everything, **{name: 2 * getattr(parallel, name)})
 
 
 def flags_between(before: RunConfig, after: RunConfig) -> str:

@@ -32,7 +32,13 @@ REFUSED = [
     (
         f"{EXPERTS} --expert-model-parallel-size 2 --dry-run --num-gpus 8 --dry-run-expert-load 2.5",
         8,
-        "--dry-run-expert-load 2.5, --expert-model-parallel-size 2",
+        "--dry-run-expert-load 2.5, 2, --expert-model-parallel-size 2",
+    ),
+    # One expert on a rank: half of the two choices of every token.
+    (
+        f"{EXPERTS} --expert-model-parallel-size 8 --dry-run --num-gpus 8 --dry-run-expert-load 4.5",
+        8,
+        "--dry-run-expert-load 4.5, 4, --expert-model-parallel-size 8",
     ),
     # The pattern of MoE layers.
     *(

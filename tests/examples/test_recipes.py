@@ -85,6 +85,9 @@ LAYOUTS = [
     ("llama3_405b_h100.sh", {"STAGE": "anneal"}, 16384, (8, 16, 16, 8), 128 * 131072, 405_853_388_800),
     ("single_gpu.sh", {}, 1, (1, 1, 1, 1), 16 * 4096, 1_235_814_400),
     ("cpu.sh", {"VOCAB_SIZE": "128256"}, 2, (2, 1, 1, 1), 4 * 128, 33_621_120),
+    ("mixtral_8x22b_h100.sh", {}, 128, (4, 1, 8, 4), 1024 * 4096, 140_630_071_296),
+    ("mixtral_8x22b_h100.sh", {"NODES": "32"}, 256, (4, 1, 8, 8), 1024 * 4096, 140_630_071_296),
+    ("moe_cpu.sh", {"VOCAB_SIZE": "128256"}, 2, (1, 1, 1, 2), 4 * 128, 0),
 ]
 
 
@@ -111,7 +114,8 @@ def test_a_recipe_has_the_layout_that_it_states(
         config.data_parallel_size(gpus),
     )
     assert sizes == grid
-    model = config.model.resolve(128256, parallel.tensor_model_parallel_size, config.seq_length)
+    vocab_size = config.model.preset_vocab_size or 128256
+    model = config.model.resolve(vocab_size, parallel.tensor_model_parallel_size, config.seq_length)
     assert model.num_parameters() == parameters
     first = config.training.global_batch_size or int(str(config.training.step_batch_size_schedule).split()[0][2:])
     assert first * config.seq_length == tokens
@@ -140,6 +144,7 @@ FULLEST = [
     ("llama3_405b_h100.sh", {"STAGE": "long"}, 128),
     ("single_gpu.sh", {}, 0),
     ("cpu.sh", {}, 0),
+    ("moe_cpu.sh", {}, 0),
 ]
 
 
@@ -196,6 +201,51 @@ def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path
     assert one.returncode == 0 and ratio < 12, ratio
     # There are as many processes as cores, but no more than 8.
     assert memory and max(memory.values()) < 2**30
+
+
+@pytest.mark.slow(reason="plans large models")
+def test_all_of_mixtral_8x22b_is_planned_and_fits(tmp_path: Path) -> None:
+    """Every stage of 128 ranks: the bytes between steps and those of the exchanged tokens are what formulas say."""
+    report = tmp_path / "report.json"
+    command = start(tmp_path, "mixtral_8x22b_h100.sh", DRY_RUN="1")
+    outcome = call_training([*command.flags, "--dry-run-json", str(report)])
+    assert outcome.exit_code == 0, outcome.stderr
+    found = json.loads(report.read_text())
+    layers, hidden, width, experts, topk = 56, 6144, 16384, 8, 2
+    assert found["total_parameters"] == 140_630_071_296
+    assert found["fits"] and found["warnings"] == [] and found["remedies"] == []
+    assert found["largest_fitting_expert_load"] > 2
+    # bf16 weights, fp32 gradients, and 12 bytes of optimizer state divided by the ranks with the same parameters: dense
+    # TP 4, DP 4; experts EP 8, 2 copies.
+    of_experts = layers * experts * 3 * hidden * width
+    dense = found["total_parameters"] - of_experts
+    formula = dense / (4 * 8) * (6 + 12 / 4) + of_experts / (8 * 8) * (6 + 12 / 2)
+    assert sum(found["steady_bytes"].values()) / 8 == pytest.approx(formula, rel=0.01)
+    # Forward and backward, to the 7 other ranks; and the counts of rows.
+    rows = 4096 // 4 * topk
+    of_layer = 4 * rows * hidden * 2 * 7 // 8 + experts * 8 * 7 // 8
+    assert {sent["ep"] for sent in found["bytes_sent"].values()} == {found["num_microbatches"] * layers // 8 * of_layer}
+    layout = found["layout"]
+    assert [layout[axis]["size"] for axis in ("etp", "ep", "edp")] == [1, 8, 2]
+    assert layout["tp"]["in_node"] and layout["ep"]["in_node"] and not layout["edp"]["in_node"]
+
+
+@pytest.mark.slow(reason="trains a tiny model in two processes")
+def test_experts_train_on_two_processes(tmp_path: Path) -> None:
+    """As a user starts the recipe."""
+    metrics = tmp_path / "metrics.jsonl"
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", str(EXAMPLES / "moe_cpu.sh"), "--metrics-jsonl", str(metrics)],
+        env=environment | {"OUTPUT": str(tmp_path / "run")},
+        check=True,
+        timeout=300,
+    )
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    records = [record for record in records if "expert_load_max" in record]
+    assert records[-1]["iteration"] == 20
+    assert 1 <= records[-1]["expert_load_max"] < 8
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"]
 
 
 @pytest.mark.slow(reason="plans large models")

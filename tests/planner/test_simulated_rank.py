@@ -134,6 +134,8 @@ def test_tokens_of_experts_have_the_bytes_of_the_formula(flags: str, num_tokens:
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --overlap-grad-reduce --use-distributed-optimizer",
         "--data-parallel-sharding-strategy optim_grads",
+        # A step gathers the weights that the step before has updated.
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000",
     ],
 )
 def test_a_few_microbatches_show_the_peak_and_the_traffic_of_all(flags: str) -> None:
@@ -203,6 +205,22 @@ def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
             "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
             4,
             [0, 1, 2, 3],
+        ),
+        ("--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --num-experts 4", 4, [0, 1, 1, 3]),
+        # The layers of stage 1 are dense, those of stage 2 MoE layers.
+        (
+            "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --num-experts 4 --num-layers 8 "
+            "--moe-layer-freq [0]*4+[1]*4",
+            4,
+            [0, 1, 2, 3],
+        ),
+        # Stages of 12 ranks: the first expert-parallel ranks of stage 2 are in a node, those of stage 1 in two.
+        (
+            "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --rank-order tp-cp-ep-dp-pp --num-experts 6 "
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 6 "
+            "--expert-tensor-parallel-size 1",
+            48,
+            [0, 12, 24, 36],
         ),
     ],
 )

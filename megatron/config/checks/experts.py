@@ -149,10 +149,11 @@ def check_expert_layout(run: "RunConfig", world_size: int) -> None:
             f"--dry-run-expert-load {load:g} has no effect with --expert-model-parallel-size 1, where every rank has "
             "all experts: remove it."
         )
-    if load > size:
+    largest = model.largest_expert_load(size)
+    if load > largest:
         raise ConfigError(
-            f"--dry-run-expert-load {load:g} exceeds --expert-model-parallel-size {size}, the load of a rank that "
-            "receives all tokens: lower it."
+            f"--dry-run-expert-load {load:g} exceeds {largest:g}, the load of a rank whose experts every token chooses "
+            f"with --expert-model-parallel-size {size}: lower it."
         )
 
 
