@@ -20,9 +20,9 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of the manifest and of the state in it."""
-READABLE_VERSIONS = (2, 3)
+READABLE_VERSIONS = (2, 3, 4)
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -80,7 +80,12 @@ def _from_version_2(state: State) -> State:
     return state
 
 
-MIGRATIONS: Mapping[int, Callable[[State], State]] = {2: _from_version_2}
+def _from_version_3(state: State) -> State:
+    """Version 4 added models with experts; those of older versions are dense, as by default."""
+    return state
+
+
+MIGRATIONS: Mapping[int, Callable[[State], State]] = {2: _from_version_2, 3: _from_version_3}
 """Migration from each version to the next."""
 
 

@@ -34,9 +34,9 @@ class ActivationConfig:
     """Same as --recompute-granularity selective."""
     recompute_modules: tuple[RecomputeModule, ...] | None = None
     """Selective: modules to recompute in every layer (default: core_attn): the attention between the query-key-value
-    projection and the output projection (core_attn), both norms (layernorm), SwiGLU (mlp_act) or the MLP with its norm
-    (mlp) of dense layers, SwiGLU of the experts (moe_act), the shared expert (shared_experts), or the whole MoE part of
-    a layer with its norm, its router and the exchange of tokens (moe)."""
+    projection and the output projection (core_attn), the norms before query-key-value and dense MLP (layernorm), SwiGLU
+    (mlp_act) or the MLP with its norm (mlp) of dense layers, SwiGLU of the experts (moe_act), the shared expert
+    (shared_experts), or the whole MoE part of a layer with its norm, its router and the exchange of tokens (moe)."""
     recompute_method: RecomputeMethod | None = None
     """Full: divide each pipeline chunk into units of --recompute-num-layers layers and save only the input of each unit
     (uniform), or recompute the first --recompute-num-layers layers of each chunk one by one and save the activations of

@@ -112,6 +112,23 @@ CASES = {
         {"fp64": True, "train_iters": LENGTH - SAVED_AT, "max_position_embeddings": 16},
         first_flags={"load_optim": False},
     ),
+    "experts": Case(
+        {
+            "fp64": True,
+            "num_experts": 4,
+            "moe_ffn_hidden_size": 16,
+            "moe_layer_freq": "[0,1]",
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 1e-2,
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "expert_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+        },
+        processes=2,
+    ),
     "sgd_wsd": Case({"fp64": True, "optimizer": "sgd", "lr_decay_style": "WSD", "lr_wsd_decay_iters": 2}),
 }
 
