@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains tiny, and tiny-moe with three kinds of balance, on the quickstart's data: the load of the experts without any
-# rule, with the balancing loss of sequences, and with the expert bias, and what experts do to the loss. It takes a few
-# minutes on two CPU cores. It can be interrupted and restarted: finished runs with the same flags are kept.
+# rule, with the balancing loss of sequences, and with the expert bias, and what experts do to the loss. It takes half an
+# hour on two CPU cores. It can be interrupted and restarted: finished runs with the same flags are kept.
 #
 #   bash examples/compare_experts.sh
 #   ITERATIONS=50 RUN=runs/short bash examples/compare_experts.sh --lr 1e-3
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 source tools/environment.sh requirements.txt
 
 RUN=${RUN:-runs/experts}           # curves, logs and the drawing
-ITERATIONS=${ITERATIONS:-300}
+ITERATIONS=${ITERATIONS:-900}
 DATA=${DATA:-runs/quickstart}      # corpus, tokenizer and tokens, made if missing
 source examples/quickstart_recipe.sh
 

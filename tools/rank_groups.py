@@ -14,6 +14,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.errors import ConfigError, UserError
 from megatron.training.initialize import rank_grid
+from megatron.urls import refuse_urls
 
 AXES = ("tp", "cp", "dp", "pp", *EXPERT_AXES)
 COLORS = (
@@ -98,6 +99,7 @@ def main() -> int:
     """Print and draw; the exit code."""
     try:
         config = tyro.cli(RankGroupsConfig, description=__doc__)
+        refuse_urls({"--svg": config.svg}, "name a local file")
         grid = grid_of(config)
         print("\n".join(describe(grid, config.node_size)))
         if config.svg is not None:

@@ -44,6 +44,7 @@ REFUSED = [
     ("plot_metrics", "--metrics", ["--output", "a.png"]),
     ("plot_metrics", "--output", ["--metrics", "a.jsonl"]),
     ("preprocess_data", "--output-prefix", ["--input", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]),
+    ("rank_groups", "--svg", ["--num-gpus", "8"]),
     ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
 ]
 TAKES_A_URL = {
@@ -58,6 +59,7 @@ TAKES_A_URL = {
 NAMES_NO_PLACE = {
     "dataset_config",
     "dataset_split",
+    "device",
     "json_key",
     "moe_layer_freq",
     "json_keys",
@@ -65,6 +67,7 @@ NAMES_NO_PLACE = {
     "names",
     "prompt",
     "rows",
+    "shapes",
 }
 
 
