@@ -323,12 +323,12 @@ CONTENDERS = (
     Contender("PP2 1f1b", 2, ours(pp=2)),
     Contender("PP2 interleaved", 2, ours(pp=2, schedule="interleaved", chunks=3)),
     Contender("PP2 zb-h1", 2, ours(pp=2, schedule="zb-h1")),
-    Contender("64 experts, 8 for a token", 1, ours(model=EXPERTS_64)),
+    Contender("64 experts, 8 for a token", 1, ours(model=EXPERTS_64), 8),
     Contender(EXPERTS, 1, ours(model=EXPERTS_8)),
     Contender(f"{EXPERTS}, transformers eager", 1, transformers_mixtral("eager"), reference=EXPERTS),
     Contender(f"{EXPERTS}, transformers grouped_mm", 1, transformers_mixtral("grouped_mm"), reference=EXPERTS),
     *(
-        Contender(f"{EXPERTS}, EP2 {kind}", 2, ours(model=EXPERTS_8, dp=2, ep=2, dispatcher=kind), reference=EXPERTS)
+        Contender(f"{EXPERTS}, EP2 {kind}", 2, ours(model=EXPERTS_8, dp=2, ep=2, dispatcher=kind), 8, reference=EXPERTS)
         for kind in get_args(TokenDispatcherType)
     ),
 )
