@@ -20,6 +20,7 @@ from tests.end_to_end.run_process import call_training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path.name for path in EXAMPLES.glob("*.sh") if "\nlaunch " in path.read_text(encoding="utf-8"))
+PLANS_LARGE_MODELS = pytest.mark.slow(reason="plans large models")
 
 LAUNCHER_MODULE = "megatron.operation.launch"
 LAUNCHER = """#!/usr/bin/env bash
@@ -125,7 +126,7 @@ def test_every_recipe_is_checked() -> None:
     assert {recipe for recipe, *_ in LAYOUTS} == set(RECIPES)
 
 
-@pytest.mark.slow(reason="plans large models")
+@PLANS_LARGE_MODELS
 @pytest.mark.parametrize(("recipe", "knobs", "gpus"), [row[:3] for row in LAYOUTS])
 def test_a_dry_run_has_the_same_flags(tmp_path: Path, recipe: str, knobs: dict[str, str], gpus: int) -> None:
     real = start(tmp_path, recipe, "--seed", "7", **knobs)
@@ -137,18 +138,18 @@ def test_a_dry_run_has_the_same_flags(tmp_path: Path, recipe: str, knobs: dict[s
 
 FULLEST = [
     # recipe, knobs, rank of the stage that needs most
-    ("llama3_8b_h100.sh", {}, 0),
-    ("llama3_70b_h100.sh", {}, 0),
-    ("llama3_70b_h100.sh", {"PRECISION": "fp8", "NODES": "64"}, 0),
-    ("llama3_405b_h100.sh", {"STAGE": "start"}, 8),
-    ("llama3_405b_h100.sh", {"STAGE": "long"}, 128),
-    ("single_gpu.sh", {}, 0),
+    pytest.param("llama3_8b_h100.sh", {}, 0, marks=PLANS_LARGE_MODELS),
+    pytest.param("llama3_70b_h100.sh", {}, 0, marks=PLANS_LARGE_MODELS),
+    pytest.param("llama3_70b_h100.sh", {"PRECISION": "fp8", "NODES": "64"}, 0, marks=PLANS_LARGE_MODELS),
+    pytest.param("llama3_405b_h100.sh", {"STAGE": "start"}, 8, marks=PLANS_LARGE_MODELS),
+    pytest.param("llama3_405b_h100.sh", {"STAGE": "long"}, 128, marks=PLANS_LARGE_MODELS),
+    ("mixtral_8x22b_h100.sh", {}, 0),
+    pytest.param("single_gpu.sh", {}, 0, marks=PLANS_LARGE_MODELS),
     ("cpu.sh", {}, 0),
     ("moe_cpu.sh", {}, 0),
 ]
 
 
-@pytest.mark.slow(reason="plans large models")
 @pytest.mark.parametrize(("recipe", "knobs", "rank"), FULLEST)
 def test_a_recipe_fits(tmp_path: Path, recipe: str, knobs: dict[str, str], rank: int) -> None:
     report = tmp_path / "report.json"
@@ -173,7 +174,7 @@ def most_memory(parent: int) -> dict[int, int]:
     return found
 
 
-@pytest.mark.slow(reason="plans large models")
+@PLANS_LARGE_MODELS
 def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path: Path) -> None:
     """Every stage of 16,384 ranks, as a user asks for it."""
     report = tmp_path / "report.json"
@@ -203,7 +204,7 @@ def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path
     assert memory and max(memory.values()) < 2**30
 
 
-@pytest.mark.slow(reason="plans large models")
+@PLANS_LARGE_MODELS
 def test_all_of_mixtral_8x22b_is_planned_and_fits(tmp_path: Path) -> None:
     """Every stage of 128 ranks: the bytes between steps and those of the exchanged tokens are what formulas say."""
     report = tmp_path / "report.json"
@@ -248,7 +249,7 @@ def test_experts_train_on_two_processes(tmp_path: Path) -> None:
     assert records[-1]["lm_loss"] < records[0]["lm_loss"]
 
 
-@pytest.mark.slow(reason="plans large models")
+@PLANS_LARGE_MODELS
 def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path) -> None:
     """On the fullest stage, with the outputs of norms computed again instead of SwiGLU's."""
     report = tmp_path / "report.json"
@@ -264,7 +265,7 @@ def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path
         assert line in outcome.stdout
 
 
-@pytest.mark.slow(reason="plans large models")
+@PLANS_LARGE_MODELS
 def test_the_stages_of_405b_are_one_run(tmp_path: Path) -> None:
     """Each resumes where the one before ends, under a name of its own, with the tokens and rates of the paper."""
     consumed, tokens = 0, 0
