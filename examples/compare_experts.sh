@@ -39,18 +39,7 @@ for name in "${NAMES[@]}"; do
         --lr-warmup-iters $((ITERATIONS / 12)) --adam-beta2 0.95 --weight-decay 0.1 \
         --data-path "$DATA/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}" \
         --eval-interval "$ITERATIONS" --eval-iters 8 "$@")
-    if [ -f "$metrics" ] && [ "$(cat "$RUN/$name.flags")" = "$flags" ]; then
-        step "$name: kept from $metrics (remove it to train again)"
-        continue
-    fi
-    step "$name: $ITERATIONS iterations"
-    rm -f "$metrics" "$metrics.part"
-    echo "$flags" > "$RUN/$name.flags"
-    mapfile -t WORDS <<< "$flags"
-    python -m megatron.operation.launch --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${WORDS[@]}" \
-        --log-interval 1 --metrics-jsonl "$metrics.part" \
-        > "$RUN/$name.log" 2>&1 || { tail -n 20 "$RUN/$name.log"; exit 1; }
-    mv "$metrics.part" "$metrics"
+    train "$name" "$flags"
 done
 
 step "Curves: $RUN/experts.png"

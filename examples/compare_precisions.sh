@@ -57,18 +57,7 @@ for name in "${NAMES[@]}"; do
     fi
     # shellcheck disable=SC2086
     flags=$(recipe "$ITERATIONS"; printf '%s\n' ${FLAGS[$name]} --eval-interval "$ITERATIONS" --eval-iters 8 "$@")
-    if [ -f "$metrics" ] && [ "$(cat "$RUN/$name.flags")" = "$flags" ]; then
-        step "$name: kept from $metrics (remove it to train again)"
-        continue
-    fi
-    step "$name: $ITERATIONS iterations"
-    rm -f "$metrics" "$metrics.part"
-    echo "$flags" > "$RUN/$name.flags"
-    mapfile -t WORDS <<< "$flags"
-    python -m megatron.operation.launch --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${WORDS[@]}" \
-        --log-interval 1 --metrics-jsonl "$metrics.part" \
-        > "$RUN/$name.log" 2>&1 || { tail -n 20 "$RUN/$name.log"; exit 1; }
-    mv "$metrics.part" "$metrics"
+    train "$name" "$flags"
 done
 
 step "Loss curves: $RUN/precisions.png"

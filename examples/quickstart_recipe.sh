@@ -1,5 +1,5 @@
 # Sourced after tools/environment.sh by scripts that train the quickstart's model: makes corpus, tokenizer and data in
-# DATA if they are missing, sets TOKENIZER, and defines count_processes and recipe.
+# DATA if they are missing, sets TOKENIZER, and defines count_processes, recipe and train.
 # shellcheck shell=bash
 
 VOCABULARY=${VOCABULARY:-4096}
@@ -38,4 +38,22 @@ recipe() {
         --train-iters "$1" --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters $(($1 / 12)) \
         --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
         --data-path "$DATA/corpus_text_document" --split 95,5,0 --num-workers 1 "${TOKENIZER[@]}"
+}
+
+# train NAME FLAGS: ITERATIONS iterations with FLAGS, one flag or value per line, and metrics in RUN/NAME.jsonl. A finished
+# run with the same flags is kept.
+train() {
+    local name=$1 flags=$2 metrics=$RUN/$1.jsonl words
+    if [ -f "$metrics" ] && [ "$(cat "$RUN/$name.flags")" = "$flags" ]; then
+        step "$name: kept from $metrics (remove it to train again)"
+        return
+    fi
+    step "$name: $ITERATIONS iterations"
+    rm -f "$metrics" "$metrics.part"
+    echo "$flags" > "$RUN/$name.flags"
+    mapfile -t words <<< "$flags"
+    python -m megatron.operation.launch --standalone --nproc-per-node "$PROCESSES" pretrain_llama.py "${words[@]}" \
+        --log-interval 1 --metrics-jsonl "$metrics.part" \
+        > "$RUN/$name.log" 2>&1 || { tail -n 20 "$RUN/$name.log"; exit 1; }
+    mv "$metrics.part" "$metrics"
 }

@@ -81,7 +81,7 @@ def _from_version_2(state: State) -> State:
 
 
 def _from_version_3(state: State) -> State:
-    """Version 4 added models with experts; those of older versions are dense, as by default."""
+    """Version 4 added the fields of experts. Their defaults describe a dense model, as all older checkpoints are."""
     return state
 
 

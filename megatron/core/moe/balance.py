@@ -12,7 +12,7 @@ which have no gradient. They do not add probabilities, because the loss is linea
 addend, and only the sum over the ranks is the loss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -226,15 +226,11 @@ class ExpertBalance:
         return metrics
 
     def state(self) -> dict[str, Tensor]:
-        """The expert biases of this rank's layers, for checkpoints. Ranks with the same layers have the same."""
+        """The expert biases of this rank's layers, for checkpoints, which load them in place. Ranks with the same
+        layers have the same."""
         return {
             router.bias_name: router.expert_bias for router in self._routers.values() if router.expert_bias is not None
         }
-
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Set the biases to those of a checkpoint, which has all of them."""
-        for name, bias in self.state().items():
-            bias.copy_(saved[name])
 
 
 class _WithLoss(Function):
