@@ -6,8 +6,10 @@
 
 import gc
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -100,6 +102,15 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def ranks_store() -> Any:
+    """The store through which the ranks have joined; for a single process one in its memory."""
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    from torch._C._distributed_c10d import HashStore
+
+    return HashStore()
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change the timeout of the collectives of a gloo or NCCL group."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -118,3 +129,53 @@ def release_meshes() -> None:
 def forget_workers(batches: object) -> None:
     """Take the worker processes of a loader's iterator out of the table of those whose deaths torch reports."""
     signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+
+
+def construct_optimizers_without_compiler() -> None:
+    """Otherwise the constructor of every optimizer loads torch's compiler, which takes most of a second, to exclude one
+    of its methods from compilation."""
+    method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if method is not None and not hasattr(method, "__dynamo_disable"):
+        setattr(method, "__dynamo_disable", method)
+
+
+def renew_store_address(rendezvous_handler: Any) -> None:
+    """Let the nodes of the next c10d rendezvous agree on a new store for their ranks. torch 2.13 keeps the address of
+    the first one, whose node may be gone, or no longer be the first."""
+    if hasattr(rendezvous_handler, "_bootstrap_store_info"):
+        rendezvous_handler._bootstrap_store_info = None
+
+
+def leave_rendezvous(rendezvous_handler: Any, seconds: float) -> None:
+    """Remove this node from a c10d rendezvous, as the next one does first: a node that waits may take its place."""
+    if hasattr(rendezvous_handler, "_op_executor"):
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
+
+        rendezvous_handler._stop_heartbeats()
+        rendezvous_handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + seconds)
+
+
+def start_ranks_by(start: Callable[[Any, Sequence[str], Mapping[str, str]], Popen[Any]]) -> None:
+    """Let torch's elastic agent start a process with ``start(handler, arguments, environment)``; ``start_rank`` is its
+    own way. A handler has the ``local_rank_id`` and the files ``_stdout`` and ``_stderr`` (None: not redirected)."""
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    class RankHandler(SubprocessHandler):
+        def _popen(self, args: Any, env: dict[str, str]) -> Popen[Any]:
+            return start(self, args, env)
+
+    vars(api)["get_subprocess_handler"] = RankHandler
+
+
+def start_rank(handler: Any, arguments: Sequence[str], environment: Mapping[str, str]) -> Popen[Any]:
+    """Start a process as torch's elastic agent does."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    return SubprocessHandler._popen(handler, tuple(arguments), dict(environment))
+
+
+def redirected_to(handler: Any) -> tuple[str | None, str | None]:
+    """The files of standard output and standard error of a rank; None if they are not redirected."""
+    stdout, stderr = (None if file is None else str(file.name) for file in (handler._stdout, handler._stderr))
+    return stdout, stderr

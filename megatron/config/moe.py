@@ -34,6 +34,9 @@ class MoEConfig:
     """Compute the shared expert while the tokens are exchanged."""
     moe_per_layer_logging: bool = False
     """Report the balance of the load of every MoE layer."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. The gradients of the tokens are always sent back
+    during a weight gradient of the experts."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Accepted for Megatron-LM compatibility; no effect. The router computes in fp32, and in fp64 under --fp64."""
     moe_grouped_gemm: bool = True

@@ -254,22 +254,22 @@ class Communicator:
         )
         return Work(works, lambda: received)
 
-    def all_to_all(self, tensor: Tensor) -> Tensor:
+    def start_all_to_all(self, tensor: Tensor) -> Work[Tensor]:
         """Send part i of ``tensor`` along dim 0 to rank i; returns the received parts in rank order."""
         if self.size == 1:
-            return tensor
+            return Work((), lambda: tensor)
         self._record("all_to_all", tensor)
         tensor = tensor.contiguous()
         output = torch.empty_like(tensor)
         if not self.transport.prefers_messages:
-            self.transport.all_to_all(output, tensor).wait()
-            return output
+            return Work((self.transport.all_to_all(output, tensor),), lambda: output)
         sent, received = tensor.chunk(self.size), output.chunk(self.size)
         works = self._start_pairwise(sent, received)
         received[self.rank].copy_(sent[self.rank])
-        for work in works:
-            work.wait()
-        return output
+        return Work(works, lambda: output)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        return self.start_all_to_all(tensor).wait()
 
     def start_exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work[Tensor]:
         """Send ``sent[i]`` of ``rows`` along dim 0, in order, to rank i; returns the ``received[i]`` rows of rank i, in

@@ -22,6 +22,7 @@ REFUSED = [
         )
     ),
     (f"{EXPERTS} --num-experts 0 --moe-layer-freq 2", 1, "--moe-layer-freq, --num-experts"),
+    (f"{GOOD} --model tiny-moe --num-experts 0", 1, "--num-experts 0, --model tiny-moe"),
     (f"{GOOD} --dry-run --num-gpus 8 --dry-run-expert-load 2", 8, "--dry-run-expert-load, --num-experts"),
     (f"{EXPERTS} --dry-run-expert-load 2", 1, "--dry-run-expert-load, --dry-run"),
     (

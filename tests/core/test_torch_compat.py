@@ -5,10 +5,13 @@ import inspect
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -79,6 +82,25 @@ def wait_in_vain() -> str:
     finally:
         dist.barrier()
     return "no error"
+
+
+def leave_a_note() -> bytes:
+    """Rank 1 reads what rank 0 writes."""
+    store = torch_compat.ranks_store()
+    if dist.get_rank() == 0:
+        store.set("test_torch_compat", "a note")
+    return bytes(store.get("test_torch_compat"))
+
+
+def test_the_store_of_the_ranks(four_ranks: RankPool) -> None:
+    assert four_ranks.run(leave_a_note, world_size=2) == [b"a note"] * 2
+
+
+def test_the_store_of_a_single_process() -> None:
+    store = torch_compat.ranks_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert not store.check(["another"])
 
 
 def test_the_timeout_of_a_group(four_ranks: RankPool) -> None:
@@ -235,3 +257,67 @@ def test_the_death_of_a_forgotten_worker_is_not_reported() -> None:
     os.kill(worker.pid, signal.SIGKILL)
     time.sleep(0.5)  # torch's handler of SIGCHLD would raise here
     worker.join()
+
+
+OPTIMIZERS_WITHOUT_COMPILER = """
+import sys, torch
+from megatron.core.optimizer.kernels import torch_adam
+weight = torch.ones(2, requires_grad=True)
+optimizer = torch_adam([{"params": [weight]}], (0.9, 0.95), 1e-8)
+weight.grad = torch.ones(2)
+optimizer.param_groups[0]["lr"] = 0.5
+optimizer.step()
+assert not weight.detach().equal(torch.ones(2))
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+@pytest.mark.processes
+def test_an_optimizer_does_not_load_the_compiler() -> None:
+    """In a process of its own, since other tests load it."""
+    subprocess.run([sys.executable, "-c", OPTIMIZERS_WITHOUT_COMPILER], cwd=REPOSITORY, check=True)
+
+
+def test_a_rendezvous_has_a_store_of_its_own_each_time_and_can_be_left() -> None:
+    """Otherwise ranks of a node that joins later would look for the store at another address than the others."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    parameters = RendezvousParameters("c10d", "127.0.0.1:0", "job", 1, 1, local_addr="127.0.0.1", is_host=True)
+    handler = get_rendezvous_handler(parameters)
+    ports = set()
+    for _ in range(2):
+        torch_compat.renew_store_address(handler)
+        address = handler.next_rendezvous().bootstrap_store_info
+        assert address is not None and address.master_addr == "127.0.0.1"
+        ports.add(address.master_port)
+        assert len(vars(handler)["_state_holder"].state.participants) == 1
+        torch_compat.leave_rendezvous(handler, 60.0)
+        assert not vars(handler)["_state_holder"].state.participants
+    assert len(ports) == 2
+    handler.shutdown()
+
+
+def test_ranks_are_started_by_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their command, environment and output files."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, api, start_processes
+
+    monkeypatch.setitem(vars(api), "get_subprocess_handler", vars(api)["get_subprocess_handler"])  # restored
+    seen = []
+
+    def start(handler: Any, words: Sequence[str], environment: Mapping[str, str]) -> Popen[Any]:
+        seen.append((handler.local_rank_id, tuple(words), environment["NAME"], *torch_compat.redirected_to(handler)))
+        return torch_compat.start_rank(handler, words, environment)
+
+    torch_compat.start_ranks_by(start)
+    context = start_processes(
+        name="test",
+        entrypoint="sh",
+        args={0: ("-c", "echo $NAME")},
+        envs={0: {"NAME": "rank"}},
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.OUT),
+    )
+    assert context.wait(60, period=0.01) is not None
+    ((rank, words, name, stdout, stderr),) = seen
+    assert (rank, words, name, stderr) == (0, ("sh", "-c", "echo $NAME"), "rank", None)
+    assert stdout is not None and Path(stdout).read_text() == "rank\n"

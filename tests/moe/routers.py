@@ -1,11 +1,13 @@
 """Routers of tests: rules, logits, the balance of one rank, and the definition of the load balancing loss."""
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator
+from megatron.core.moe import routing
 from megatron.core.moe.balance import BalanceRule, BalancingLoss, ExpertBalance, RouterBalance
 from megatron.core.moe.routing import RoutingRule, balancing_probabilities, route
 
@@ -60,3 +62,22 @@ def defined_loss(kind: BalancingLoss, logits: Tensor, routing_rule: RoutingRule)
         products = sum(count * total for count, total in zip(counts, sums))
         total = total + size * num_experts * products / (routing_rule.topk * size**2)
     return total
+
+
+def selection_margin(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None = None) -> Tensor:
+    """The smallest difference between the scores of a chosen and of another expert or group, over all rows of
+    ``logits`` ``[n, E]``: a scalar, infinite if nothing can be chosen otherwise. Noise below half of it changes no set
+    of chosen experts. It may change their order."""
+    scores = routing._selection_scores(logits.detach(), rule, expert_bias)
+    margins = [scores.new_full((1,), inf), _margins(routing._exclude_groups(scores, rule), rule.topk)]
+    if rule.group_topk is not None:
+        margins.append(_margins(routing._group_scores(scores, rule), rule.group_topk))
+    return torch.cat(margins).min()
+
+
+def _margins(scores: Tensor, count: int) -> Tensor:
+    """The difference of the ``count``-th highest score of every row and the next: ``[n]``; empty if there is none."""
+    if count == scores.shape[1]:
+        return scores.new_empty(0)
+    best = scores.topk(count + 1, dim=1).values
+    return best[:, -2] - best[:, -1]

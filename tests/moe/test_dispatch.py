@@ -237,7 +237,7 @@ def weights_twice() -> Iterator[None]:
 @contextmanager
 def rows_by_source() -> Iterator[None]:
     """The rows of an all-to-all are not sorted by expert."""
-    with patch.object(dispatch._ExchangedCounts, "order_by_expert", lambda self, num_rows: None):
+    with patch.object(dispatch, "_order_by_expert", lambda counts, num_rows: None):
         yield
 
 
@@ -341,6 +341,8 @@ def events_of_a_layer(name: str) -> tuple[list[str], list[str]]:
         other = Beside.apply(tokens, events)
         dispatched = pending.wait()
         events.append("experts")
+        assert dispatched.overlap is not None
+        dispatched.overlap.put(lambda: events.append("weight gradient"))
         output = dispatched.combine(dispatched.rows.tanh()) + other
         forward = events.copy()
         events.clear()
@@ -352,7 +354,7 @@ def events_of_a_layer(name: str) -> tuple[list[str], list[str]]:
 def test_other_work_runs_between_start_and_wait_in_both_passes(four_ranks: RankPool, name: str) -> None:
     for forward, backward in four_ranks.run(events_of_a_layer, name, world_size=2):
         assert forward == ["start", "beside", "wait", "experts", "start", "wait"]
-        assert backward == ["start", "wait", "start", "beside", "wait"]
+        assert backward == ["start", "wait", "start", "beside", "weight gradient", "wait"]
 
 
 # Row counts of a dry run

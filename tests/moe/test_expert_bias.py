@@ -62,7 +62,7 @@ class StepParts:
         self.router.observe(torch.zeros(9, 3), torch.full((9, 1), 2), num_sequences=1)
         return torch.tensor([self.loss, 9.0])
 
-    def step(self, hyperparameters: object, gradient_factor: float) -> StepResult:
+    def step(self, hyperparameters: object, gradient_factor: float, accepts: object) -> StepResult:
         return StepResult(grad_norm=1.0, is_applied=self.is_applied, metrics={"num_zeros": 2.0})
 
     def nothing(self, *arguments: object) -> None:

@@ -13,6 +13,7 @@ from megatron.core.gradient import MainGrad, WeightGradStore, attach_main_grad, 
 from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.moe.experts import Experts, ExpertShard
+from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.parameter import info_of
 from megatron.core.recompute import Recomputed
@@ -135,6 +136,21 @@ def test_a_microbatch_gives_each_weight_one_gradient(counts: tuple[int, ...], de
         assert sorted(calls) == [0, 1]
         expected = [one + other for one, other in zip(expected, expected_passes(rows, gradient, counts)[2:])]
         assert_all_close([main_grad.buffer for main_grad in main_grads], expected)
+
+
+def test_a_weight_gradient_waits_for_its_overlap_in_a_gradient_buffer() -> None:
+    """Without a buffer, autograd needs the gradient at once."""
+    experts, counts = experts_of(), COUNTS[0]
+    rows, gradient = (random(sum(counts), HIDDEN, seed=seed) for seed in (1, 2))
+    expected = expected_passes(rows, gradient, counts)[2:]
+    rows.requires_grad_()
+    output = experts(rows, RowCounts.of(counts), BackwardOverlap())
+    assert_all_close(torch.autograd.grad(output, list(experts.parameters()), gradient), expected)
+    main_grads, overlap = main_grads_of(experts), BackwardOverlap()
+    experts(rows, RowCounts.of(counts), overlap).backward(gradient)
+    assert [main_grad.is_filled for main_grad in main_grads] == [False, True]
+    overlap.run()
+    assert_all_close([main_grad.buffer for main_grad in main_grads], expected)
 
 
 @pytest.mark.parametrize(("ep_size", "etp_size"), LAYOUTS)

@@ -18,12 +18,12 @@ from megatron.core.moe.routing import (
     balanced_routing,
     balancing_probabilities,
     count_choices,
-    count_choices_by_sequence,
+    count_choices_by_set,
     load_balancing_loss,
     route,
-    selection_margin,
     z_loss,
 )
+from tests.moe.routers import selection_margin
 
 MIXTRAL = RoutingRule(num_experts=8, topk=2)
 PRE_SOFTMAX = RoutingRule(num_experts=16, topk=4, pre_softmax=True)
@@ -240,7 +240,7 @@ def test_balanced_routing_gives_every_expert_the_same_number_of_rows(rule: Routi
 def test_counts() -> None:
     experts = torch.tensor([[0, 2], [2, 3], [0, 1], [3, 2], [2, 0], [3, 0]])  # [s, b] = [3, 2]
     assert count_choices(experts, 5).tolist() == [4, 1, 4, 3, 0]
-    by_sequence = count_choices_by_sequence(experts, 5, 2)
+    by_sequence = count_choices_by_set(experts.view(-1, 2, experts.shape[1]), 5)
     assert by_sequence.tolist() == [[3, 1, 2, 0, 0], [1, 0, 2, 3, 0]]
     assert by_sequence.dtype == torch.int64
     # bf16 counts stop at 256, fp32 counts at 2^24.
@@ -304,7 +304,7 @@ def test_no_tensor_has_tokens_times_choices_times_experts_elements(rule: Routing
     logits = random_logits(rule, tokens=32).requires_grad_()
     with LargestOutput() as largest:
         routing = route(logits, rule)
-        counts = count_choices_by_sequence(routing.experts, rule.num_experts, 4).sum(dim=0)
+        counts = count_choices_by_set(routing.experts.view(-1, 4, rule.topk), rule.num_experts).sum(dim=0)
         probabilities = balancing_probabilities(logits, rule.score_function)
         balancing = load_balancing_loss(counts, probabilities.sum(dim=0), rule.topk, 32)
         torch.autograd.backward(routing.weights.sum() + balancing + z_loss(logits))

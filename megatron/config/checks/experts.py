@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from megatron.config.model import preset
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
 from megatron.update_rules.registry import update_rules
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 def check_experts(run: "RunConfig", world_size: int) -> None:
     model = run.model
+    if model.num_experts == 0 and model.model is not None and preset(model.model).num_experts:
+        raise ConfigError(
+            f"--num-experts 0 contradicts --model {model.model}, a model with experts: remove the former, or choose a "
+            "dense model."
+        )
     if not model.num_experts:
         dependent = [field.name for field in fields(model) if field.name.startswith("moe_")]
         given = changed_flags(model, *dependent) + changed_flags(run.moe, *(field.name for field in fields(run.moe)))

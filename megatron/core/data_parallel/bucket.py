@@ -5,7 +5,7 @@ A bucket counts its gradients, so that its reduction starts with the last one in
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -80,11 +80,16 @@ class GradientReduction:
     """Ranks with the same shard."""
 
 
+GradientConsumer = Callable[[GradientView, Tensor], None]
+"""Gets a bucket and its whole gradients of this rank."""
+
+
 class GradientBucket(ABC):
     """The gradients of some parameters; subclasses differ in what they keep and when they are reduced."""
 
     def __init__(self, view: GradientView, reduction: GradientReduction) -> None:
         self.view = view
+        self._consume: GradientConsumer | None = None
         self._shards, self._replicas = reduction.shards, reduction.replicas
         self._uses = sum(info.uses for info, _, _ in view.main_grads)
 
@@ -99,6 +104,15 @@ class GradientBucket(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until the shard holds the sum over all data-parallel ranks."""
+
+    def divert(self, consume: GradientConsumer) -> None:
+        """Begin one microbatch, outside of a step, whose gradients ``consume`` gets instead of the reduction."""
+        self.expect(1)
+        self._consume = consume
+
+    @abstractmethod
+    def finish_diverted(self) -> None:
+        """End the microbatch of :meth:`divert`."""
 
     def _complete_main_grads(self) -> None:
         for _, main_grad, _ in self.view.main_grads:
@@ -135,7 +149,7 @@ class WholeGradientBucket(GradientBucket):
 
     def start(self) -> None:
         """Start the reduction, in place."""
-        if self._pending is not None:
+        if self._pending is not None or self._consume is not None:
             return
         self._complete_main_grads()
         gradients = self.view.whole
@@ -144,6 +158,12 @@ class WholeGradientBucket(GradientBucket):
             self._pending = self._replicas.start_all_reduce(gradients)
         else:
             self._pending = self._shards.start_reduce_scatter(gradients, self.view.shard)
+
+    def finish_diverted(self) -> None:
+        assert self._consume is not None and self.view.whole is not None
+        self._complete_main_grads()
+        self._consume(self.view, self.view.whole)
+        self._consume = None
 
     def finish(self) -> None:
         """Wait for the shard's sum, then sum over the replicas."""
@@ -220,12 +240,20 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = self._deliveries
         for _, main_grad, _ in self.view.main_grads:
             main_grad.release_buffer()
+        if self._consume is not None:
+            self._consume(self.view, self._whole)
+            self._whole = None
+            return
         gradients = self._arranged(self._whole)
         self._whole = None
         # The first microbatch's sum needs no copy.
         output = None if self._is_filled else self.view.shard
         self._pending = self._shards.start_reduce_scatter(gradients, output)
         self._in_flight.add(self)
+
+    def finish_diverted(self) -> None:
+        assert self._whole is None, "a parameter of this bucket was not used"
+        self._consume = None
 
     def _arranged(self, whole: Tensor) -> Tensor:
         """The gradients so that each rank's shard is contiguous."""

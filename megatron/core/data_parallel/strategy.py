@@ -6,7 +6,8 @@ gradients, :meth:`DataParallel.finish_grad_sync`, the optimizer's update of the 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.bucket import (
     GradientBucket,
+    GradientConsumer,
     GradientReduction,
     InFlight,
     ParamGathers,
@@ -116,6 +118,15 @@ class DataParallel(ABC):
         """Begin a step of ``num_microbatches``."""
         for bucket in self._buckets:
             bucket.expect(num_microbatches)
+
+    @contextmanager
+    def gradients_diverted(self, consume: GradientConsumer) -> Iterator[None]:
+        """For one microbatch outside of a step: ``consume`` gets every bucket's gradients, which are not reduced."""
+        for bucket in self._buckets:
+            bucket.divert(consume)
+        yield
+        for bucket in self._buckets:
+            bucket.finish_diverted()
 
     def finish_grad_sync(self) -> None:
         """Finish the sum over the data-parallel ranks. Then, for this rank's shards only, sum gradients that are

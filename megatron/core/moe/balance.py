@@ -26,7 +26,7 @@ from megatron.core.communication import Communicator, Work
 from megatron.core.moe.routing import (
     RoutingRule,
     balancing_probabilities,
-    count_choices_by_sequence,
+    count_choices_by_set,
     load_balancing_loss,
     z_loss,
 )
@@ -98,7 +98,8 @@ class RouterBalance:
         Only where a graph is built: otherwise evaluation would count, and recomputed layers would count twice.
         """
         assert torch.is_grad_enabled()
-        counts = count_choices_by_sequence(experts, self._routing_rule.num_experts, num_sequences)  # [b, E]
+        by_sequence = experts.view(-1, num_sequences, experts.shape[1])  # [s, b, k]
+        counts = count_choices_by_set(by_sequence, self._routing_rule.num_experts)  # [b, E]
         self.counts += counts.sum(dim=0)
         losses = []
         if self._rule.balancing_losses:

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from megatron.core.communication import Work
 from megatron.core.moe.permutation import RowOrder, rows_of, sum_of_choices
-from megatron.core.moe.routing import Routing, count_choices
-from megatron.core.moe.transfer import Adjoint, Exchange, Gather, StartedTransfer, UnevenGather, communicate
+from megatron.core.moe.routing import Routing, count_choices, count_choices_by_set
+from megatron.core.moe.transfer import (
+    Adjoint,
+    BackwardOverlap,
+    Exchange,
+    Gather,
+    StartedTransfer,
+    UnevenGather,
+    communicate,
+)
 from megatron.core.ops.grouped import RowCounts
 from megatron.core.topology import Topology
 from megatron.torch_compat import FakeTensor
@@ -35,6 +43,8 @@ class Dispatched:
     combine: Callable[[Tensor], Tensor]
     """The experts' outputs ``[m, h]``, partial sums over ``etp``, to the weighted sums of this rank's tokens
     ``[n, h]``. Call it once, on all ranks."""
+    overlap: BackwardOverlap | None = None
+    """For what can be computed while the gradient of the rows is sent back; None if it is not sent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +177,7 @@ class AllGatherDispatcher:
         ranks = self.ranks
         first, num_local = ranks.topology.coordinates["ep"] * ranks.num_local_experts, ranks.num_local_experts
         all_experts = experts.wait()  # [etp ep n, k]
-        counts = self._count_by_source(all_experts, gather.ranks.size)
+        counts = count_choices_by_set(all_experts.view(1, gather.ranks.size, -1), ranks.num_experts)  # [etp ep, E]
         received = counts[:, first : first + num_local]
         num_rows = all_experts.numel() // gather.ranks.size
         _, host = ranks.host_counts.read(counts[gather.ranks.rank], received, num_rows)
@@ -179,14 +189,8 @@ class AllGatherDispatcher:
         def combine(outputs: Tensor) -> Tensor:
             return communicate(Adjoint(gather), sum_of_choices(outputs, order, all_weights))
 
-        return Dispatched(rows_of(tokens.wait(), order), _counts_of_experts(host, received), combine)
-
-    def _count_by_source(self, experts: Tensor, num_sources: int) -> Tensor:
-        """The rows of every rank for each of all experts: ``[etp ep, E]``."""
-        num_experts = self.ranks.num_experts
-        sources = torch.arange(num_sources, device=experts.device).view(-1, 1)
-        cells = experts.view(num_sources, -1) + sources * num_experts
-        return count_choices(cells, num_sources * num_experts).view(num_sources, num_experts)
+        of_experts = _counts_of_experts(host, received)
+        return Dispatched(rows_of(tokens.wait(), order), of_experts, combine, tokens.overlap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,81 +203,44 @@ class AllToAllDispatcher:
 
     def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
         tokens, weights = self.ranks.weigh(tokens, routing)
-        counts = self._exchange_counts(routing)
+        topology, num_local = self.ranks.topology, self.ranks.num_local_experts
+        ep, etp = topology.communicator("ep"), topology.communicator("etp")
+        sent = count_choices(routing.experts, self.ranks.num_experts)
+        receiving = ep.start_all_to_all(sent)  # [ep E / EP]
         order = RowOrder.sorted_by(routing.experts)
-        exchange = Exchange(self.ranks.topology.communicator("ep"), counts.sent, counts.received)
-        started = StartedTransfer(exchange, rows_of(tokens, order))
-        return PendingDispatch(lambda: self._finish(started, exchange, counts, order, weights))
+        rows = rows_of(tokens, order)  # while the counts are under way
+        # A source is a rank of etp x ep, ep varying fastest.
+        received = etp.all_gather(receiving.wait()).view(-1, num_local)  # [etp ep, E / EP]
+        host_sent, host_received = self.ranks.host_counts.read(sent, received, routing.experts.numel())
+        of_sources = _sums(host_received, num_local)
+        gather = UnevenGather(etp, _sums(of_sources, ep.size))
+        exchange = Exchange(ep, _sums(host_sent, num_local), of_sources[etp.rank * ep.size :][: ep.size])
+        started = StartedTransfer(exchange, rows)
+        counts = _counts_of_experts(host_received, received)
+        by_expert = _order_by_expert(received, counts.total)  # while the rows are under way
 
-    def _exchange_counts(self, routing: Routing) -> "_ExchangedCounts":
-        ranks, topology = self.ranks, self.ranks.topology
-        sent = count_choices(routing.experts, ranks.num_experts)
-        received = topology.communicator("ep").all_to_all(sent)  # [ep E / EP]
-        received = topology.communicator("etp").all_gather(received)  # [etp ep E / EP]
-        received = received.view(-1, ranks.num_local_experts)
-        host = ranks.host_counts.read(sent, received, routing.experts.numel())
-        return _ExchangedCounts(*host, received, topology)
+        def finish() -> Dispatched:
+            rows = communicate(gather, started.wait())  # sorted by source, then by expert
 
-    def _finish(
-        self,
-        started: StartedTransfer,
-        exchange: Exchange,
-        counts: "_ExchangedCounts",
-        order: RowOrder,
-        weights: Tensor | None,
-    ) -> Dispatched:
-        gather = UnevenGather(self.ranks.topology.communicator("etp"), counts.of_etp_ranks)
-        rows = communicate(gather, started.wait())  # sorted by (etp, ep) source, then by expert
-        by_expert = counts.order_by_expert(rows.shape[0])
+            def combine(outputs: Tensor) -> Tensor:
+                partial = outputs if by_expert is None else sum_of_choices(outputs, by_expert)
+                returned = communicate(Adjoint(exchange), communicate(Adjoint(gather), partial))
+                return sum_of_choices(returned, order, weights)
 
-        def combine(outputs: Tensor) -> Tensor:
-            partial = outputs if by_expert is None else sum_of_choices(outputs, by_expert)
-            returned = communicate(Adjoint(exchange), communicate(Adjoint(gather), partial))
-            return sum_of_choices(returned, order, weights)
+            return Dispatched(rows if by_expert is None else rows_of(rows, by_expert), counts, combine, started.overlap)
 
-        return Dispatched(rows if by_expert is None else rows_of(rows, by_expert), counts.of_experts, combine)
+        return PendingDispatch(finish)
 
 
-@dataclass(frozen=True, eq=False)
-class _ExchangedCounts:
-    """Row counts of an all-to-all. A source is a rank of ``etp x ep``, ``ep`` varying fastest."""
-
-    sent_to_experts: list[int]
-    """Rows of this rank for each of all experts."""
-    received_by_expert: list[int]
-    """Rows from each source for each expert of this rank, flat."""
-    device: Tensor
-    """The same on the device: ``[etp ep, E / EP]``."""
-    topology: Topology
-
-    @property
-    def sent(self) -> list[int]:
-        """To each ``ep`` rank."""
-        return _sums(self.sent_to_experts, self.device.shape[1])
-
-    @property
-    def received(self) -> list[int]:
-        """From each ``ep`` rank."""
-        first = self.topology.coordinates["etp"] * self.topology.grid.ep
-        return _sums(self.received_by_expert, self.device.shape[1])[first : first + self.topology.grid.ep]
-
-    @property
-    def of_etp_ranks(self) -> list[int]:
-        """Received by each ``etp`` rank."""
-        return _sums(self.received_by_expert, self.topology.grid.ep * self.device.shape[1])
-
-    @property
-    def of_experts(self) -> RowCounts:
-        return _counts_of_experts(self.received_by_expert, self.device)
-
-    def order_by_expert(self, num_rows: int) -> RowOrder | None:
-        """From rows sorted by source to rows sorted by expert; None if they are."""
-        num_sources, num_experts = self.device.shape
-        if num_sources == 1 or num_experts == 1:
-            return None
-        experts = torch.arange(num_experts, device=self.device.device).repeat(num_sources)
-        experts = experts.repeat_interleave(self.device.flatten(), output_size=num_rows)  # [m]
-        return RowOrder.sorted_by(experts.unsqueeze(1))
+def _order_by_expert(counts: Tensor, num_rows: int) -> RowOrder | None:
+    """From ``num_rows`` rows sorted by source, then by expert, to rows sorted by expert; None if they are. ``counts``
+    ``[sources, experts]``."""
+    num_sources, num_experts = counts.shape
+    if num_sources == 1 or num_experts == 1:
+        return None
+    experts = torch.arange(num_experts, device=counts.device).repeat(num_sources)
+    experts = experts.repeat_interleave(counts.flatten(), output_size=num_rows)  # [m]
+    return RowOrder.sorted_by(experts.unsqueeze(1))
 
 
 def _counts_of_experts(host: Sequence[int], device: Tensor) -> RowCounts:

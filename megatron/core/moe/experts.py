@@ -15,8 +15,9 @@ from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.communication import Work
-from megatron.core.gradient import WeightGradStore, accumulate_main_grad
+from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.kernels.selection import LayerKernels
+from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, RowCounts
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
@@ -83,25 +84,26 @@ class ExpertShard:
 class _GroupedOp:
     gemm: GroupedGemm
     weight_gradients: WeightGradStore
+    skip_output: bool
+    overlap: BackwardOverlap | None
+    """When to add the weight gradient to the main gradient; None: at once."""
 
 
 class _GroupedLinear(Function):
     """``y = x W^T`` with the matrix of its expert for every row, ``[m, in] -> [m, out]``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, counts: RowCounts, op: _GroupedOp, skip_output: bool
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, counts: RowCounts, op: _GroupedOp) -> Tensor:
         # The weight is no activation, so hooks on saved tensors (CPU offload) must not receive it.
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.counts, ctx.op = weight, counts, op
-        if skip_output:
+        if op.skip_output:
             # Recompute: nothing reads the output, so it has a shape and no memory.
             return inputs.new_zeros(()).expand(inputs.shape[0], weight.shape[0] // len(counts.host))
         return op.gemm.output(inputs.detach(), weight.detach(), counts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (inputs,) = ctx.saved_tensors
         op: _GroupedOp = ctx.op
         weight, counts, x = ctx.weight, ctx.counts, inputs.detach()
@@ -113,8 +115,13 @@ class _GroupedLinear(Function):
             op.weight_gradients.put(
                 weight, lambda: Work((), lambda: QuantizedTensor(x)), lambda kept: product(kept.data)
             )
-            return dx, None, None, None, None
-        return dx, accumulate_main_grad(weight, op.gemm.weight_gradient(dy, x, counts)), None, None, None
+            return dx, None, None, None
+        weight_gradient = op.gemm.weight_gradient(dy, x, counts)  # not computed yet
+        main_grad = main_grad_of(weight)
+        if op.overlap is not None and main_grad is not None:
+            op.overlap.put(partial(main_grad.add, weight_gradient))
+            return dx, None, None, None
+        return dx, accumulate_main_grad(weight, weight_gradient), None, None
 
 
 class GroupedLinear(nn.Module):
@@ -123,12 +130,13 @@ class GroupedLinear(nn.Module):
     def __init__(self, info: ParameterInfo, context: LayerContext, gemm: GroupedGemm) -> None:
         super().__init__()
         self.weight = context.empty_parameter(info)
-        self.op, self.skip_output = _GroupedOp(gemm, context.weight_gradients), False
+        self.gemm, self.weight_gradients, self.skip_output = gemm, context.weight_gradients, False
 
-    def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
+    def forward(self, rows: Tensor, counts: RowCounts, overlap: BackwardOverlap | None = None) -> Tensor:
         """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
         assert rows.shape[0] == counts.total, (rows.shape, counts.host)
-        output: Tensor = _GroupedLinear.apply(rows, self.weight, counts, self.op, self.skip_output)
+        op = _GroupedOp(self.gemm, self.weight_gradients, self.skip_output, overlap)
+        output: Tensor = _GroupedLinear.apply(rows, self.weight, counts, op)
         return output
 
 
@@ -167,7 +175,9 @@ class Experts(nn.Module):
     def last_linear(self) -> GroupedLinear:
         return self.swiglu_fc2.last_linear
 
-    def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:  # [m, h], sorted by local expert
-        gate_up = self.linear_fc1(rows, counts)  # [m, 2 f / etp]
+    def forward(self, rows: Tensor, counts: RowCounts, overlap: BackwardOverlap | None = None) -> Tensor:
+        """``[m, h]``, sorted by local expert, to the same shape. The weight gradient of fc1 is computed during the
+        ``overlap``: it is the last GEMM of the backward pass and needs only tensors that are there anyway."""
+        gate_up = self.linear_fc1(rows, counts, overlap)  # [m, 2 f / etp]
         output: Tensor = self.swiglu_fc2(gate_up, counts)  # [m, h]
         return output

@@ -125,7 +125,7 @@ class MoELayer(nn.Module):
         if self.shared_experts is not None and self.overlaps_shared_experts:
             shared = self.shared_experts(normed)  # while tokens are under way, and their gradients in backward
         dispatched = dispatching.wait()
-        outputs = self.experts(dispatched.rows, dispatched.counts)  # [m, h], sorted by expert
+        outputs = self.experts(dispatched.rows, dispatched.counts, dispatched.overlap)  # [m, h], sorted by expert
         output = dispatched.combine(outputs).view_as(x)  # [s/(cp tp), b, h]
         if self.shared_experts is None:
             return output

@@ -89,17 +89,6 @@ def balanced_routing(logits: Tensor, rule: RoutingRule) -> Routing:
     return Routing(experts, _weights(logits, experts, rule))
 
 
-def selection_margin(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None = None) -> Tensor:
-    """The smallest difference between the scores of a chosen and of another expert or group, over all rows of
-    ``logits`` ``[n, E]``: a scalar, infinite if nothing can be chosen otherwise. Noise below half of it changes no set
-    of chosen experts. It may change their order."""
-    scores = _selection_scores(logits.detach(), rule, expert_bias)
-    margins = [scores.new_full((1,), inf), _margins(_exclude_groups(scores, rule), rule.topk)]
-    if rule.group_topk is not None:
-        margins.append(_margins(_group_scores(scores, rule), rule.group_topk))
-    return torch.cat(margins).min()
-
-
 def _selection_scores(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None) -> Tensor:
     """The scores by which experts are chosen, ``[n, E]``."""
     assert logits.dtype in (torch.float32, torch.float64), logits.dtype
@@ -114,14 +103,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
     """The indices of the ``count`` highest scores of every row, of equal scores the lowest: ``[n, count]``."""
     # topk may return any of equal scores, and its choice depends on the device.
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-
-
-def _margins(scores: Tensor, count: int) -> Tensor:
-    """The difference of the ``count``-th highest score of every row and the next: ``[n]``; empty if there is none."""
-    if count == scores.shape[1]:
-        return scores.new_empty(0)
-    best = scores.topk(count + 1, dim=1).values
-    return best[:, -2] - best[:, -1]
 
 
 def _group_scores(scores: Tensor, rule: RoutingRule) -> Tensor:
@@ -160,21 +141,17 @@ def _normalized(scores: Tensor) -> Tensor:
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
     """How many times each expert occurs in ``experts``, of any shape: ``[E]`` int64."""
-    return _count(experts.flatten(), num_experts)
-
-
-def count_choices_by_sequence(experts: Tensor, num_experts: int, num_sequences: int) -> Tensor:
-    """How many tokens of each sequence chose each expert: ``[b, E]`` int64. ``experts`` ``[n, k]`` are those of tokens
-    ``[s, b]``."""
-    sequences = torch.arange(num_sequences, device=experts.device).view(1, -1, 1)  # [1, b, 1]
-    cells = experts.view(-1, num_sequences, experts.shape[1]) + sequences * num_experts  # [s, b, k]
-    return _count(cells.flatten(), num_sequences * num_experts).view(num_sequences, num_experts)
-
-
-def _count(indices: Tensor, size: int) -> Tensor:
     # Not bincount: the dry run has no values, on which the shape of its output depends.
-    counts = torch.zeros(size, dtype=torch.int64, device=indices.device)
-    return counts.scatter_add_(0, indices, torch.ones_like(indices))
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
+
+
+def count_choices_by_set(experts: Tensor, num_experts: int) -> Tensor:
+    """How many times each expert occurs in each of the sets along dim 1 of ``experts`` ``[_, sets, _]``: ``[sets, E]``
+    int64."""
+    num_sets = experts.shape[1]
+    first_cells = torch.arange(0, num_sets * num_experts, num_experts, device=experts.device).view(-1, 1)  # [sets, 1]
+    return count_choices(experts + first_cells, num_sets * num_experts).view(num_sets, num_experts)
 
 
 def balancing_probabilities(logits: Tensor, score_function: RouterScoreFunction) -> Tensor:

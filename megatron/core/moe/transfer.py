@@ -2,10 +2,10 @@
 
 The backward pass has the same two halves in reverse: the backward of the wait starts the adjoint communication, the
 backward of the start waits for it. Autograd runs what was computed between the two halves between them again, because
-it prefers the functions that ran last.
+it prefers the functions that ran last. A :class:`BackwardOverlap` has what else runs there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -94,6 +94,23 @@ class Adjoint:
         return self.transfer.start(gradient)
 
 
+class BackwardOverlap:
+    """Computation whose result no other function of the backward pass needs: it runs during an adjoint transfer that
+    starts later."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Callable[[], None]] = []
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run ``task`` during the transfer."""
+        self._tasks.append(task)
+
+    def run(self) -> None:
+        """Run the tasks in order; each is dropped before the next, with the tensors that it holds."""
+        while self._tasks:
+            self._tasks.pop(0)()
+
+
 class StartedTransfer:
     """A transfer of ``rows`` that has started. Call :meth:`wait` once; ``rows`` must not change until then."""
 
@@ -101,7 +118,12 @@ class StartedTransfer:
         self.transfer = transfer
         self.work: Work[Tensor] | None = None
         """What is under way, forward or backward."""
-        self._edge: Tensor | None = rows if transfer.ranks.size == 1 else _Start.apply(rows, self)
+        self.overlap: BackwardOverlap | None = None
+        """What overlaps with the adjoint; None if there is no adjoint."""
+        self._edge: Tensor | None = rows
+        if transfer.ranks.size > 1:
+            self.overlap = BackwardOverlap() if rows.requires_grad else None
+            self._edge = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
         """The result."""
@@ -139,6 +161,8 @@ class _Start(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         started: StartedTransfer = ctx.started
+        assert started.overlap is not None
+        started.overlap.run()
         return started.finish(), None
 
 

@@ -1,11 +1,14 @@
 """The optimizer's kernels; optional packages provide others."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.torch_compat import construct_optimizers_without_compiler
 
 SquaredNorm = Callable[[list[Tensor]], Tensor]
 """The sum of the squares of all elements of tensors of one dtype (at least one tensor), in fp64."""
@@ -19,8 +22,17 @@ def torch_squared_norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square().sum()
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW, whose own ``step`` imports torch's compiler, for most of a second, to exclude itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return inspect.unwrap(torch.optim.Adam.step)(self, closure)
+
+
 def torch_adam(groups: Sequence[dict[str, Any]], betas: tuple[float, float], epsilon: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(groups), lr=0.0, betas=betas, eps=epsilon, fused=True)
+    construct_optimizers_without_compiler()
+    return AdamW(list(groups), lr=0.0, betas=betas, eps=epsilon, fused=True)
 
 
 @dataclass(frozen=True)

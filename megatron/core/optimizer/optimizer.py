@@ -3,7 +3,8 @@
 Shards whose weights have the master weights' dtype are their own master weights.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +27,7 @@ class StepResult:
     grad_norm: float
     """Global L2 norm before clipping, of the gradient of the mean loss."""
     is_applied: bool
-    """False if the norm was not finite: then nothing changed."""
+    """False if the norm was not finite or not accepted: then nothing changed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values for the metrics of the iteration, by name."""
 
@@ -106,13 +107,19 @@ class Optimizer:
             group.shards.append(shard)
         return groups
 
-    def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
-        """Clip and update; overwrites the gradients. Nothing changes if their norm is not finite.
+    def step(
+        self,
+        hyperparameters: Hyperparameters,
+        gradient_factor: float,
+        accepts: Callable[[float], bool] = lambda grad_norm: True,
+    ) -> StepResult:
+        """Clip and update; overwrites the gradients. Nothing changes if their norm is not finite, or not accepted.
 
-        The gradients times ``gradient_factor`` are the gradients of the mean loss.
+        The gradients times ``gradient_factor`` are the gradients of the mean loss. ``accepts`` receives their finite
+        norm, and must return the same on every rank.
         """
         grad_norm = self.global_norm(self._counted) * abs(gradient_factor)
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        if not math.isfinite(grad_norm) or not accepts(grad_norm):
             return StepResult(grad_norm, is_applied=False)
         factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
         if factor != 1.0 and self._param_shards:
