@@ -103,7 +103,7 @@ def run_step(
         num_microbatches=num_microbatches,
         expected_tokens=num_microbatches * config.micro_batch_size * config.seq_length,
         timers=Timers(0),
-        stop_flags=lambda: [False] * 4,
+        stop_flags=lambda: [False] * 5,
     )
     tracker.during = "after the step"
 

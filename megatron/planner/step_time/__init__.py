@@ -1,0 +1,1 @@
+"""The time of a training step in closed form, fitted to published runs."""

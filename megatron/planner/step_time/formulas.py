@@ -1,0 +1,322 @@
+"""The time of a training step in closed form.
+
+One microbatch on one rank: products, attention, the operations between them, and the communication that is not
+overlapped; then the pipeline over the microbatches, the reduction of gradients, and the optimizer. FLOPs of attention
+are causal. Every formula works on arrays with one element per run; times are seconds.
+
+Sources: ring collectives move 2 (n - 1) / n bytes per byte (Patarasuk and Yuan 2009); the bubble of 1F1B is (p - 1) / v
+passes (arXiv 2104.04473, section 2.2), of ZB-H1 that without the weight gradients (arXiv 2401.10241, section 3).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.workload import Array, Mask, Workload
+
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+_MOST_QUANTIZATION = 4.0
+_BACKWARD_ATTENTION = 2.5  # FLOPs relative to the forward pass: five products instead of two
+_EXPOSED_RING = 0.2  # share of context-parallel communication that attention does not hide
+_OPTIMIZER_BYTES = 30  # per parameter: gradient, main weight and two moments, read and written, and the weight
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, and what they consist of; arrays ``[runs]``."""
+
+    total: Array
+    terms: dict[str, Array]
+    """Seconds by cause; their sum is ``total``."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one layer and microbatch by cause: of the forward pass, of the backward pass without the weight
+    gradients, or of the weight gradients."""
+
+    products: Array
+    attention: Array
+    elementwise: Array
+    tensor_parallel: Array
+    context_parallel: Array
+
+    @property
+    def total(self) -> Array:
+        return self.products + self.attention + self.elementwise + self.tensor_parallel + self.context_parallel
+
+
+class StepTimeModel:
+    """Prices the runs of a :class:`Workload` with the given constants."""
+
+    def __init__(self, workload: Workload) -> None:
+        w = workload
+        self.layers, self.hidden, self.seq_length = w.number("layers"), w.number("hidden"), w.number("seq_length")
+        self.tp, self.pp, self.vp = w.number("tp"), w.number("pp"), w.number("vp")
+        self.cp, self.dp, self.gpus = w.number("cp"), w.number("dp"), w.number("gpus")
+        self.vocab, self.ffn, self.heads = w.number("vocab"), w.number("ffn"), w.number("heads")
+        self.head_size = self.hidden / self.heads
+        self.kv_hidden = w.number("kv_heads") * self.head_size
+        self.gates = 1.0 + w.where("is_gated")
+        self.tokens = w.number("micro_batch_size") * self.seq_length / self.cp  # of a microbatch on a rank
+        self.microbatches = w.number("global_batch_size") / (w.number("micro_batch_size") * self.dp)
+        self.is_fp8, self.sequence_parallel = w.where("is_fp8"), w.where("sequence_parallel")
+        self.bf16_flops, self.hbm = w.number("bf16_flops"), w.number("hbm_bytes_per_s")
+        self.multiprocessors, self.node_size = w.number("multiprocessors"), w.number("node_size")
+        self.link, self.network = w.number("link_bytes_per_s"), w.number("network_bytes_per_s")
+        self.main_grad_bytes = w.number("main_grad_bytes")
+        self._workload = w
+        self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
+
+    def price(self, constants: Constants) -> StepTime:
+        """The time of every run."""
+        c = constants
+        forward, backward, weights = self._layer(c)
+        again = self._recomputed(forward)
+        gap = c["layer_gap"] * np.where(self._is["recompute", "full"], 4 / 3, 1.0)
+        gap = gap + np.where(self._is["has_deepspeed_pipeline", True], c["deepspeed_layer"], 0.0)
+        layer = forward.total + backward.total + weights.total + again + gap
+        head = self._head(c)
+        messages = self._messages(c)
+        slowest, whole = self._stages(layer, head, messages)
+        bubble = self._bubble((whole - slowest) / self.vp, weights.total)
+        optimizer, data_parallel = self._optimizer(c), self._data_parallel(c, slowest)
+        growth = 1 + c["growth"] * np.log2(np.maximum(1.0, self.gpus / 8))
+        slowest_head = np.where(self._is_head_slowest(layer, head), head, 0.0)
+        per_layer = self.microbatches * (slowest - slowest_head - messages) / layer
+        passes = (forward, backward, weights)
+        terms = {
+            "products": per_layer * sum(one.products for one in passes),
+            "attention": per_layer * sum(one.attention for one in passes),
+            "between products": per_layer * sum(one.elementwise for one in passes),
+            "recompute": per_layer * again,
+            "tensor parallelism": per_layer * sum(one.tensor_parallel for one in passes),
+            "context parallelism": per_layer * sum(one.context_parallel for one in passes),
+            "gaps": per_layer * gap + c["step"],
+            "output layer": self.microbatches * slowest_head,
+            "pipeline messages": self.microbatches * messages,
+            "bubble": bubble,
+            "data parallelism": data_parallel,
+            "optimizer": optimizer,
+        }
+        terms = {name: seconds * growth for name, seconds in terms.items()}
+        return StepTime(np.asarray(sum(terms.values())), terms)
+
+    # One layer.
+
+    def _peak(self, c: Constants) -> Array:
+        """bf16 FLOP/s that a large product reaches."""
+        share = self._by_generation(c["product_ampere"], c["product_hopper"], c["product_blackwell"])
+        return self.bf16_flops * share * self._power(c)
+
+    def _product(
+        self,
+        c: Constants,
+        rows: Array,
+        columns: Array,
+        depth: Array,
+        extra_bytes: Array | float = 0.0,
+        in_bf16: bool = False,
+    ) -> Array:
+        """A product ``[rows, depth] x [depth, columns]``, with ``extra_bytes`` of memory traffic."""
+        is_fp8 = self.is_fp8 & (not in_bf16)
+        rate = self._peak(c) * np.where(is_fp8, 2 * c["product_fp8"], 1.0)
+        waves = np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS) / self.multiprocessors
+        quantization = 1 + c["wave_quantization"] * (np.ceil(waves) / waves - 1)
+        computation = 2 * rows * columns * depth / rate * (1 + c["product_depth"] / depth)
+        element = np.where(is_fp8, 1, 2)
+        traffic = (rows + columns) * depth * element + 2 * rows * columns + extra_bytes
+        return computation * np.minimum(quantization, _MOST_QUANTIZATION) + c["product_bytes"] * traffic / self.hbm
+
+    def _layer(self, c: Constants) -> tuple[_Pass, _Pass, _Pass]:
+        """The forward pass, the backward pass without the weight gradients, and the weight gradients."""
+        h, t, n = self.hidden, self.tp, self.tokens
+        qkv, up = (h + 2 * self.kv_hidden) / t, self.gates * self.ffn / t
+        linears = ((h, qkv), (h / t, h), (h, up), (self.ffn / t, h))  # (inputs, outputs)
+        forward = sum(self._product(c, n, outputs, inputs) for inputs, outputs in linears)
+        backward = sum(self._product(c, n, inputs, outputs) for inputs, outputs in linears)
+        weights = sum(
+            self._product(c, inputs, outputs, n, self.main_grad_bytes * inputs * outputs) for inputs, outputs in linears
+        )
+        attention, attention_backward = self._attention(c)
+        # Elements that are read or written: norms, residuals, rotary embedding, activation.
+        residual = np.where(self.sequence_parallel, h / t, h)
+        inner = (self.gates + 1) * self.ffn / t
+        accesses = n * (10 * residual + inner + 2 * qkv)
+        accesses_backward = n * (16 * residual + 2 * inner + 2 * qkv)
+        casts = np.where(self.is_fp8, c["fp8_cast"] * 4 * n / self.hbm, 0.0)
+        between = 2 * self._elementwise(c) / self.hbm
+        collective = self._tensor_parallel(c)
+        ring = _EXPOSED_RING * 4 * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
+        none = np.zeros_like(h)
+        return (
+            _Pass(
+                np.asarray(forward),
+                attention,
+                between * accesses + casts * (2 * h + h / t + self.ffn / t),
+                collective,
+                ring,
+            ),
+            _Pass(
+                np.asarray(backward),
+                attention_backward,
+                between * accesses_backward + casts * (2 * h + qkv + up),
+                collective,
+                2 * ring,
+            ),
+            _Pass(np.asarray(weights), none, none, none, none),
+        )
+
+    def _attention(self, c: Constants) -> tuple[Array, Array]:
+        """Forward and backward."""
+        flops = 2 * self.tokens * self.seq_length * self.hidden / self.tp
+        flash = self._by_generation(c["flash_ampere"], c["flash_hopper"], c["cudnn_blackwell"])
+        cudnn = self._by_generation(c["flash_ampere"], c["cudnn_hopper"], c["cudnn_blackwell"])
+        share = np.where(self._is["attention", "cudnn"], cudnn, flash) * self._power(c)
+        share = share * self.seq_length / (self.seq_length + c["attention_length"])
+        fused = flops / (share * self.bf16_flops)
+        # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.
+        is_odd = self.head_size % 8 != 0
+        products = 2 * flops / (c["batched_product"] * self.bf16_flops) * np.where(is_odd, 2.0, 1.0)
+        score_bytes = 2 * self.tokens * self.seq_length * self.heads / self.tp
+        access = c["softmax"] * score_bytes / self.hbm * np.where(is_odd, c["odd_head_softmax"], 1.0)
+        is_unfused = self._is["attention", "unfused"]
+        return (
+            np.where(is_unfused, products + 6 * access, fused),
+            np.where(is_unfused, 2 * products + 8 * access, _BACKWARD_ATTENTION * fused),
+        )
+
+    def _elementwise(self, c: Constants) -> Array:
+        kinds = {
+            "megatron-2021": c["elementwise_megatron_2021"],
+            "transformer-engine": c["elementwise_transformer_engine"],
+            "compiled": c["elementwise_compiled"],
+            "eager": c["elementwise_eager"],
+        }
+        factor = sum(np.where(self._is["elementwise", kind], value, 0.0) for kind, value in kinds.items())
+        # An unfused RMSNorm, SwiGLU and rotary embedding: half as many accesses again.
+        is_unfused_llama = self._is["elementwise", "eager"] & (self.gates > 1)
+        return c["elementwise"] * factor * np.where(is_unfused_llama, 1.5, 1.0)
+
+    def _tensor_parallel(self, c: Constants) -> Array:
+        """Two all-reduces of a pass, or the all-gathers and reduce-scatters of sequence parallelism."""
+        seconds = 2 * 2 * (self.tp - 1) / self.tp * 2 * self.tokens * self.hidden / (c["link"] * self.link)
+        return seconds * np.where(self._is["overlaps_tensor_parallel", True], c["exposed_tensor_parallel"], 1.0)
+
+    def _recomputed(self, forward: _Pass) -> Array:
+        """What runs a second time."""
+        half = 0.5 * (forward.products + forward.elementwise + forward.tensor_parallel)
+        selective = np.where(
+            self._is["recomputes_products", True],
+            half,
+            np.where(self._is["attention", "unfused"], forward.attention, 0.0),
+        )
+        return np.where(
+            self._is["recompute", "full"], forward.total, np.where(self._is["recompute", "selective"], selective, 0.0)
+        )
+
+    # The ends of the model, and the pipeline.
+
+    def _head(self, c: Constants) -> Array:
+        """The output layer and the loss of a microbatch; always in bf16."""
+        n, columns = self.tokens, self.vocab / self.tp
+        shapes = ((n, columns, self.hidden), (n, self.hidden, columns), (self.hidden, columns, n))
+        products = sum(self._product(c, *shape, in_bf16=True) for shape in shapes)
+        return products + self._elementwise(c) * 12 * n * columns / self.hbm
+
+    def _middle_layers(self) -> Array:
+        """Layers of an inner stage. If the number of layers + 2 divides, the first and the last stage have one less."""
+        has_short_ends = (self.pp > 1) & (self.layers % self.pp != 0) & ((self.layers + 2) % self.pp == 0)
+        return np.where(has_short_ends, (self.layers + 2) / self.pp, self.layers / self.pp)
+
+    def _last_layers(self) -> Array:
+        """Layers of the last stage."""
+        middle = self._middle_layers()
+        return np.where(middle > self.layers / self.pp, middle - 1, middle)
+
+    def _is_head_slowest(self, layer: Array, head: Array) -> Mask:
+        """Whether the stage with the output layer takes longest."""
+        return (self.pp == 1) | (self._last_layers() * layer + head >= self._middle_layers() * layer)
+
+    def _stages(self, layer: Array, head: Array, messages: Array) -> tuple[Array, Array]:
+        """A microbatch on the slowest stage, and on all stages after another."""
+        last = self._last_layers() * layer + head
+        slowest = np.where(self._is_head_slowest(layer, head), last, self._middle_layers() * layer) + messages
+        return slowest, self.layers * layer + head + self.pp * messages
+
+    def _bubble(self, bubble: Array, weights: Array) -> Array:
+        """The bubble of the schedule, from that of 1F1B. ZB-H1 fills it with two weight gradients of a microbatch for
+        each other stage, ZB-H2 with three."""
+        weights = (self.pp - 1) * self._middle_layers() * weights
+        filled = np.where(self._is["schedule", "zb-h1"], 2.0, np.where(self._is["schedule", "zb-h2"], 3.0, 0.0))
+        return np.maximum(bubble - filled * weights, 0.0)
+
+    def _messages(self, c: Constants) -> Array:
+        """The exposed messages of a microbatch: one activation and one gradient per chunk."""
+        rate = np.where(self.gpus <= self.node_size, c["link"] * self.link, c["network"] * self.network)
+        # Tensor-parallel ranks each send a part.
+        activation = 2 * self.tokens * self.hidden / self.tp
+        share = np.where(self.vp > 1, c["exposed_interleaved_messages"], c["exposed_messages"])
+        return np.where(self.pp > 1, 2 * self.vp * activation / rate * share, 0.0)
+
+    # Data parallelism and the optimizer.
+
+    def _parameters(self) -> Array:
+        """Parameters of a rank, before sharding."""
+        h = self.hidden
+        layer = 2 * h * h + 2 * h * self.kv_hidden + (self.gates + 1) * h * self.ffn
+        tables = np.where(self.pp > 1, 1.0, 2.0) * h * self.vocab
+        return (self.layers / self.pp * layer + tables) / self.tp
+
+    def _data_parallel_rate(self, c: Constants) -> Array:
+        """Bytes per second of a ring over data-parallel ranks: several of them in a node share its adapters."""
+        in_node = np.maximum(1.0, np.minimum(self.node_size / self.tp, self.dp * self.cp))
+        across = np.minimum(c["link"] * self.link, c["network"] * self.network * in_node)
+        return np.where(self.gpus <= self.node_size, c["link"] * self.link, across)
+
+    def _data_parallel(self, c: Constants, slowest: Array) -> Array:
+        """The exposed part of the reduction of gradients and of the gathers of weights."""
+        ranks = self.dp * self.cp
+        moved = (
+            self._parameters() * (ranks - 1) / ranks / self._data_parallel_rate(c)
+        )  # seconds per byte of a parameter
+        is_fsdp = self._is["sharding", "fsdp1"] | self._is["sharding", "fsdp2"]
+        # bf16 gradients of the replicas are reduced once, with the interleaved schedule behind several microbatches.
+        once = 4 * moved
+        window = np.where(self.vp > 1, np.minimum(self.pp, self.microbatches), 1.0) * 0.6 * slowest
+        hidden = np.where(self._is["overlaps_data_parallel", True], c["hidden_data_parallel"] * window, 0.0)
+        replicated = np.maximum(once - hidden, 0.05 * once)
+        # Two gathers of bf16 weights and one reduction of bf16 gradients for each microbatch.
+        each = np.where(self._is["keeps_weights_gathered", True], 4.0, 6.0) * moved
+        contention = np.where(self._is["sharding", "fsdp1"], c["fsdp1_contention"], c["fsdp2_contention"])
+        exposed = np.maximum(each - c["hidden_data_parallel"] * slowest, 0.0)
+        return np.where(is_fsdp, self.microbatches * (exposed + contention * np.minimum(each, slowest)), replicated)
+
+    def _optimizer(self, c: Constants) -> Array:
+        shards = np.where(self._is["sharding", "none"], 1.0, self.dp * self.cp)
+        return c["optimizer"] * _OPTIMIZER_BYTES * self._parameters() / shards / self.hbm
+
+    def _by_generation(self, ampere: float, hopper: float, blackwell: float) -> Array:
+        values = {"ampere": ampere, "hopper": hopper, "blackwell": blackwell}
+        return np.asarray(sum(np.where(self._is["generation", name], value, 0.0) for name, value in values.items()))
+
+    def _power(self, c: Constants) -> Array:
+        return np.where(self._is["is_power_limited", True], c["power_limit"], 1.0)
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "attention": ("unfused", "cudnn"),
+    "elementwise": ("megatron-2021", "transformer-engine", "compiled", "eager"),
+    "sharding": ("none", "fsdp1", "fsdp2"),
+    "recompute": ("selective", "full"),
+    "schedule": ("zb-h1", "zb-h2"),
+    "generation": ("ampere", "hopper", "blackwell"),
+    "is_power_limited": (True,),
+    "overlaps_tensor_parallel": (True,),
+    "overlaps_data_parallel": (True,),
+    "keeps_weights_gathered": (True,),
+    "recomputes_products": (True,),
+    "has_deepspeed_pipeline": (True,),
+}
+"""The values of fields that the formulas distinguish."""

@@ -1,0 +1,207 @@
+"""Scales and shapes of charts.
+
+Horizontal positions are percentages and vertical ones pixels, so a chart fills any width while its text and its lines
+keep their size. Curves are paths, which have no percentages: they are drawn in a stretched coordinate system
+(:func:`curve`) with lines of constant width.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+_STRETCHED = 1000.0
+_NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
+_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
+_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from ``low`` to ``high``, mapped to 0 … 1; logarithmic where ``is_log``."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    def fraction(self, value: float) -> float:
+        """Position of a value, without the limits 0 and 1."""
+        low, high = self._shown(self.low), self._shown(self.high)
+        return (self._shown(value) - low) / (high - low) if high > low else 0.5
+
+    def percent(self, value: float) -> str:
+        """Position as an SVG length, within the chart."""
+        return f"{100.0 * min(1.0, max(0.0, self.fraction(value))):.3f}%"
+
+    def width(self, start: float, end: float) -> str:
+        """Length from ``start`` to ``end`` as an SVG length."""
+        first, last = (min(1.0, max(0.0, self.fraction(value))) for value in (start, end))
+        return f"{100.0 * max(0.0, last - first):.3f}%"
+
+    def pixel(self, value: float, height: float) -> float:
+        """Distance from the top of a chart of ``height`` whose greatest value is at the top; also outside of it."""
+        return height * (1.0 - self.fraction(value))
+
+    def _shown(self, value: float) -> float:
+        return math.log(value) if self.is_log else value
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About ``count`` round numbers from ``low`` to ``high``."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = power * next(factor for factor in _NICE if factor * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def duration_ticks(high_s: float, count: int = 8) -> list[float]:
+    """About ``count`` durations from 0 to ``high_s``, in round seconds, minutes, hours or days."""
+    raw = high_s / count
+    step = next((float(seconds) for seconds in _SECONDS if seconds >= raw), None)
+    if step is None:
+        days = next(days for days in (1, 2, 5, 7, 14, 28, 56, 112, 364, 10**6) if days * _DAY >= raw)
+        step = float(days * _DAY)
+    elif high_s < 2.0:
+        return nice_ticks(0.0, high_s, count)
+    return [index * step for index in range(math.floor(high_s / step) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten between ``low`` and ``high``."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [factor * 10.0**power for power in powers for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
+
+
+def svg(height: float, *shapes: str, label: str = "") -> str:
+    """A chart that fills the width of its container."""
+    role = f' role="img" aria-label="{escape(label)}"' if label else ' aria-hidden="true"'
+    return f'<svg class="chart" height="{height:g}"{role}>{"".join(shapes)}</svg>'
+
+
+def attributes(css: str = "", tip: str = "") -> str:
+    """CSS classes, and the text that appears on hovering."""
+    return (f' class="{escape(css)}"' if css else "") + (f' data-tip="{escape(tip)}"' if tip else "")
+
+
+def rect(x: str, y: float, width: str, height: float, css: str = "", tip: str = "", radius: float = 0.0) -> str:
+    rounded = f' rx="{radius:g}"' if radius else ""
+    return f'<rect x="{x}" y="{y:g}" width="{width}" height="{height:g}"{rounded}{attributes(css, tip)}/>'
+
+
+def vertical(x: str, top: float, bottom: float, css: str = "", tip: str = "") -> str:
+    return f'<line x1="{x}" x2="{x}" y1="{top:g}" y2="{bottom:g}"{attributes(css, tip)}/>'
+
+
+def horizontal(y: float, css: str = "") -> str:
+    return f'<line x1="0" x2="100%" y1="{y:g}" y2="{y:g}"{attributes(css)}/>'
+
+
+def dot(x: str, y: float, radius: float, css: str = "", tip: str = "") -> str:
+    return f'<circle cx="{x}" cy="{y:g}" r="{radius:g}"{attributes(css, tip)}/>'
+
+
+def text(x: str, y: float, content: str, css: str = "", anchor: str = "middle") -> str:
+    return f'<text x="{x}" y="{y:g}" text-anchor="{anchor}"{attributes(css)}>{escape(content)}</text>'
+
+
+def marker(x: str, y: float, css: str = "", tip: str = "") -> str:
+    """A downward triangle with its tip at (x, y)."""
+    return f'<svg x="{x}" y="{y:g}" class="overflowing"><path d="M0 0 L-5 -9 L5 -9 Z"{attributes(css, tip)}/></svg>'
+
+
+def curve(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str = "") -> str:
+    """A line through ``points``; a point that is not finite interrupts it."""
+    commands: list[str] = []
+    is_new = True
+    for horizontal_value, value in points:
+        if not math.isfinite(value):
+            is_new = True
+            continue
+        place = f"{_STRETCHED * x.fraction(horizontal_value):.1f} {y.pixel(value, height):.2f}"
+        commands.append(("M" if is_new else "L") + place)
+        is_new = False
+    path = f'<path d="{" ".join(commands)}" vector-effect="non-scaling-stroke"{attributes(css)}/>'
+    return _stretched(path, height)
+
+
+def area(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str = "") -> str:
+    """The area below a line."""
+    if not points:
+        return ""
+    places = [f"{_STRETCHED * x.fraction(one):.1f} {y.pixel(value, height):.2f}" for one, value in points]
+    first, last = (f"{_STRETCHED * x.fraction(points[end][0]):.1f} {height:g}" for end in (0, -1))
+    path = f'<path d="M{first} L{" L".join(places)} L{last} Z"{attributes(css)}/>'
+    return _stretched(path, height)
+
+
+def _stretched(path: str, height: float) -> str:
+    size = f'width="100%" height="{height:g}" viewBox="0 0 {_STRETCHED:g} {height:g}"'
+    return f'<svg {size} preserveAspectRatio="none">{path}</svg>'
+
+
+def band(points: Sequence[tuple[float, float, float]], x: Scale, y: Scale, height: float, css: str = "") -> str:
+    """The area between the lower and the upper value of ``(x, lower, upper)``."""
+    if len(points) < 2:
+        return ""
+    upper = [f"{_STRETCHED * x.fraction(place):.1f} {y.pixel(high, height):.2f}" for place, _, high in points]
+    lower = [f"{_STRETCHED * x.fraction(place):.1f} {y.pixel(low, height):.2f}" for place, low, _ in reversed(points)]
+    path = f'<path d="M{" L".join(upper + lower)} Z"{attributes(css)}/>'
+    return _stretched(path, height)
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """A curve with fewer points: the means of stretches, and their least and greatest values."""
+
+    means: Sequence[Point]
+    extremes: Sequence[tuple[float, float, float]]
+    """(x, least, greatest); empty if no point was left out."""
+
+
+def thin(points: Sequence[Point], count: int = 400) -> Thinned:
+    """At most ``count`` stretches of ``points`` with finite values."""
+    if len(points) <= count:
+        return Thinned(list(points), ())
+    size = math.ceil(len(points) / count)
+    groups = [points[first : first + size] for first in range(0, len(points), size)]
+    places = [sum(point[0] for point in group) / len(group) for group in groups]
+    means = [sum(point[1] for point in group) / len(group) for group in groups]
+    least = [min(point[1] for point in group) for group in groups]
+    greatest = [max(point[1] for point in group) for group in groups]
+    return Thinned(list(zip(places, means)), list(zip(places, least, greatest)))
+
+
+def duration(seconds: float) -> str:
+    """A duration in words of at most two units: ``3 d 4 h``, ``12 min``, ``4.2 s``, ``85 ms``."""
+    if seconds < 0:
+        return "-" + duration(-seconds)
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms" if seconds else "0 s"
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes = seconds / 60.0
+    if minutes < 99.5:
+        return f"{minutes:.1f} min" if minutes < 9.95 else f"{minutes:.0f} min"
+    hours = round(minutes / 60.0, 1)
+    if hours < 48.0:
+        return f"{hours:.1f} h" if hours < 9.95 else f"{hours:.0f} h"
+    days, rest = divmod(round(hours), 24)
+    return f"{days} d {rest} h" if rest and days < 10 else f"{hours / 24.0:.0f} d"
+
+
+def tick_label(seconds: float) -> str:
+    """A duration on an axis, in one unit."""
+    for size, unit in ((_DAY, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:g} s" if seconds else "0"
+
+
+def percentage(share: float) -> str:
+    """94.5 %, and 99.97 % where one digit would round to 100."""
+    digits = 2 if 0.9995 > share >= 0.9945 or 0.0 < share < 0.0005 else 1
+    return f"{100.0 * share:.{digits}f} %"
