@@ -11,11 +11,18 @@ from functools import partial
 from pathlib import Path
 
 from megatron.config.command_line import parse_command_line
+from megatron.config.faults import VARIABLE, check_allowed
+from megatron.config.operation import HANG_LIMITS
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
+from megatron.flags import changed_flags
+from megatron.operation.elastic import ELASTIC, usable_world_size
 from megatron.operation.environment import prepare_environment
-from megatron.operation.processes import LAUNCHER, available_cores, die_with_parent
+from megatron.operation.failure import record_own_failure
+from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.processes import LAUNCHER, available_cores, collection_paused, die_with_parent
+from megatron.operation.run_settings import RunSettings
 
 
 def dry_run(config: RunConfig, world_size: int) -> None:
@@ -30,39 +37,84 @@ def dry_run(config: RunConfig, world_size: int) -> None:
     plan_and_report(config)
 
 
-def train(arguments: Sequence[str], rank: int, world_size: int) -> ExitCode:
+def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Train as ``arguments`` say."""
     config = parse_command_line(arguments, print_messages=rank == 0)
     if config.dry_run.dry_run:
         dry_run(config, world_size)
         return ExitCode.COMPLETE
-    config.check(world_size)
+    num_spares = count_spares(config, rank, world_size) if ELASTIC in os.environ else 0
+    config.check(world_size - num_spares)
+    check_allowed(config.operation.inject_fault, os.environ.get(VARIABLE))
+    heartbeat.write_settings(RunSettings.of(config, rank, world_size - num_spares).to_json())
+    unwatched = changed_flags(config.operation, *HANG_LIMITS) if LAUNCHER not in os.environ else []
+    if unwatched and rank == 0:
+        where = "without python -m megatron.operation.launch, nothing ends a rank that hangs"
+        print(f"WARNING: {', '.join(unwatched)} has no effect: {where}.", file=sys.stderr, flush=True)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     queues = prepare_environment(config, os.environ, available_cores(), local_world_size)
     # Only now: torch is not needed to explain a flag, and reads the environment.
+    import_for_training()
     from megatron.training.initialize import Process
     from megatron.training.pretrain import pretrain
+    from megatron.training.spares import Spares
 
-    return pretrain(config, Process.from_environment(os.environ), partial(parse_command_line, arguments), queues)
+    process = Process.from_environment(os.environ, num_spares)
+    run = partial(pretrain, config, process, partial(parse_command_line, arguments), queues, heartbeat)
+    return Spares(config.training, process, os.environ).end_with(run, heartbeat) if num_spares else run()
+
+
+def count_spares(config: RunConfig, rank: int, world_size: int) -> int:
+    """The ranks that have no part in the training: the last ones, for which there is no share of the batch."""
+    from megatron.training.loop.batch_schedule import check_batches
+
+    spares = world_size - usable_world_size(config, world_size, partial(check_batches, config))
+    if spares and rank == 0:
+        size = config.data_parallel_size(world_size - spares)
+        print(f"> {spares} of {world_size} ranks wait as spares: data-parallel size {size}", flush=True)
+    return spares
+
+
+def import_for_training() -> None:
+    """Import what training needs. A process that stands by for a restart does so in advance
+    (megatron/operation/warm.py)."""
+    is_first = "torch" not in sys.modules
+    with collection_paused(is_first):
+        import megatron.training.pretrain
+        import megatron.training.spares  # noqa: F401
 
 
 def main(arguments: Sequence[str]) -> int:
     """Train as ``arguments`` say; the exit code."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    heartbeat = Heartbeat.attach(os.environ, int(os.environ.get("LOCAL_RANK", 0)))
+    heartbeat.dump_stacks_on_signal()
     try:
-        exit_code = train(arguments, rank, world_size)
+        exit_code = train(arguments, rank, world_size, heartbeat)
     except UserError as error:
+        record_failure(error, f"ERROR: {error}", heartbeat)
         report(error, rank, error_file)
         return error.exit_code
-    except Exception:
-        report_crash(traceback.format_exc(), error_file)
+    except Exception as error:
+        text = traceback.format_exc()
+        record_failure(error, text, heartbeat)
+        report_crash(text, error, error_file)
         raise
     if exit_code == ExitCode.STOPPED and error_file:
         # To torchrun, whatever is not 0 has failed.
         stopped = "Stopped on request before the run was complete: start the same command again to go on."
         write_error_file(Path(error_file), stopped, int(time.time()))
     return exit_code
+
+
+def record_failure(error: Exception, text: str, heartbeat: Heartbeat) -> None:
+    """Write failure.json, unless there is a launcher, which knows of all ranks, or this is no failure."""
+    exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
+    if LAUNCHER in os.environ or exit_code == ExitCode.STOPPED:
+        return
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    record_own_failure(error, text, rank, local_rank, heartbeat)
 
 
 def die_with_launcher() -> None:

@@ -22,7 +22,7 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 # export NCCL_IB_HCA=mlx5           # InfiniBand or RoCE adapters
 # export NCCL_DEBUG=WARN            # INFO logs the adapters and algorithms that NCCL chose
 
-# Set by pretrain_llama.py from the flags, unless you set them: CUDA_DEVICE_MAX_CONNECTIONS (docs/operation.md) and
+# Set by pretrain_llama.py from the flags, unless you set them: CUDA_DEVICE_MAX_CONNECTIONS (docs/operations.md) and
 # TORCHINDUCTOR_COMPILE_THREADS (cores per process of the machine).
 
 # Deliberately not set: NCCL_ALGO, NCCL_PROTO, NCCL_MIN_NCHANNELS and similar variables, because NCCL chooses by message

@@ -10,7 +10,11 @@
 #   NODE_RANK          number of this machine, 0 to NODES - 1; start the recipe on every machine (under SLURM it is set)
 #   MASTER_ADDR        host of machine 0
 #   MASTER_PORT        a free port there (29500)
+#   MIN_NODES          fewest machines on which the run may continue when others are lost (all; below that, restarts number
+#                      the ranks in any order of the machines)
 #   MAX_RESTARTS       restarts of the ranks on the same machines after a crash (3)
+#   WARM_PROCESSES     1 keeps a process per rank ready for a restart (0)
+#   PREFLIGHT          1 checks the machines before the run, which takes up to a minute (1 on several machines)
 #   OUTPUT             directory for checkpoints and metrics, on storage that all machines share (runs/NAME)
 #   TOKENIZER_MODEL    the tokenizer's file (tokenizer.model)
 #   TOKENIZER_TYPE     its kind (TikTokenizer, which is Llama 3's)
@@ -35,7 +39,10 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-29500}
+MIN_NODES=${MIN_NODES:-$NODES}
 MAX_RESTARTS=${MAX_RESTARTS:-3}
+WARM_PROCESSES=${WARM_PROCESSES:-0}
+PREFLIGHT=${PREFLIGHT:-$((NODES > 1))}
 OUTPUT=${OUTPUT:-runs/$(basename "$0" .sh)}
 DATA_PATH=${DATA_PATH:-}
 TOKENIZER_MODEL=${TOKENIZER_MODEL:-tokenizer.model}
@@ -72,8 +79,19 @@ launch() {
     local place=(--nnodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
     if [ "$NODES" = 1 ]; then
         place=(--standalone)
+    elif [ "$MIN_NODES" != "$NODES" ]; then
+        place=(
+            --nnodes "$MIN_NODES:$NODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
+            --rdzv-id "${SLURM_JOB_ID:-$(basename "$0" .sh)}"
+        )
     fi
-    # torchrun with an agent that obeys the exit codes of pretrain_llama.py (docs/operation.md).
+    if [ "$WARM_PROCESSES" = 1 ]; then
+        place+=(--warm-processes)
+    fi
+    if [ "$PREFLIGHT" = 1 ]; then
+        run+=(--preflight)
+    fi
+    # torchrun with an agent that obeys the exit codes of pretrain_llama.py (docs/operations.md).
     exec python -m megatron.operation.launch --max-restarts "$MAX_RESTARTS" \
         --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
         "${place[@]}" --nproc-per-node "$GPUS_PER_NODE" "${run[@]}" "$@"

@@ -4,9 +4,11 @@ A :class:`UserError` is printed as one sentence on rank 0, without a traceback. 
 its traceback.
 """
 
+import errno
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -23,11 +25,17 @@ class ExitCode(IntEnum):
     STOPPED = 75
     """Stopped on request and saved, before the run was complete: start the same command again (``EX_TEMPFAIL``)."""
     NO_PROGRESS = 93
-    """Several attempts in a row ended without a new checkpoint: find the cause."""
+    """Several attempts in a row ended without a new checkpoint, or training is unstable: find the cause."""
 
 
 FINAL = (ExitCode.NO_PROGRESS, ExitCode.ACTION_REQUIRED, ExitCode.STOPPED)
 """Codes after which a launcher does not restart the ranks. If ranks end with several codes, the first listed counts."""
+
+CULPRIT_SECONDS = 2.0
+"""The time by which other ranks end after the rank that causes the error of all."""
+
+_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
+"""Numbers of an :class:`OSError` for which a disk or a file system is at fault."""
 
 
 class UserError(Exception):
@@ -37,6 +45,10 @@ class UserError(Exception):
     """Whether only one rank raises the error, so that this rank must print it."""
     exit_code = ExitCode.CRASH
     """Exit code of the process that ends with this error."""
+    cause = "user_error"
+    """Class of the cause in failure.json (megatron/operation/causes.py)."""
+    culprit: int | None = None
+    """The rank that causes an error which all ranks raise."""
 
 
 class ConfigError(UserError):
@@ -49,6 +61,7 @@ class DataError(UserError):
     """An unusable data file, index or tokenizer."""
 
     exit_code = ExitCode.ACTION_REQUIRED
+    cause = "data"
 
 
 class LoaderError(DataError):
@@ -73,6 +86,44 @@ class NoProgressError(UserError):
     """Several attempts in a row ended without a new checkpoint."""
 
     exit_code = ExitCode.NO_PROGRESS
+    cause = "no_progress"
+
+
+class NotFiniteError(UserError):
+    """The loss, a gradient or the training state is not finite."""
+
+    cause = "not_finite"
+
+
+class SilentCorruptionError(UserError):
+    """A rank has computed or stored wrong bits. ``ranks`` are those that may be the cause."""
+
+    cause = "silent_corruption"
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.culprit = ranks[0] if len(ranks) == 1 else None
+
+
+class UnstableError(UserError):
+    """Training is unstable beyond the limits of its policies; ``cause`` is ``spike`` or ``not_finite``."""
+
+    exit_code = ExitCode.NO_PROGRESS
+
+    def __init__(self, message: str, cause: str = "spike") -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class PreflightError(UserError):
+    """A check of the nodes before the run failed; ``culprit`` is a rank whose node is at fault."""
+
+    exit_code = ExitCode.ACTION_REQUIRED
+
+    def __init__(self, message: str, culprit: int | None = None, cause: str = UserError.cause) -> None:
+        super().__init__(message)
+        self.culprit, self.cause = culprit, cause
 
 
 class RankError(UserError):
@@ -92,8 +143,13 @@ def report(error: UserError, rank: int, error_file: str | None = None) -> None:
     end. They terminate all ranks as soon as one has failed, possibly before rank 0 has printed.
     """
     if error_file:
+        is_local = error.is_local or error.culprit == rank
+        if error.culprit is not None and not is_local:
+            # The launcher reads the error files when the first rank ends, and records that rank.
+            time.sleep(CULPRIT_SECONDS)
         # torchrun compares whole seconds. This time is before the crashes of other ranks that follow from this exit.
-        write_error_file(Path(error_file), f"ERROR: {error}", int(time.time()) - 1)
+        facts: dict[str, str | bool] = {"cause": cause_of(error), "is_local": is_local}
+        write_error_file(Path(error_file), f"ERROR: {error}", int(time.time()) - 1, facts)
     if rank == 0 or error.is_local:
         print(f"ERROR: {error}", file=sys.stderr, flush=True)
     elif not error_file:
@@ -101,15 +157,29 @@ def report(error: UserError, rank: int, error_file: str | None = None) -> None:
         time.sleep(10)
 
 
-def report_crash(traceback: str, error_file: str | None) -> None:
-    """Write the ``traceback`` of any other exception to torchrun's ``error_file``."""
+def report_crash(traceback: str, error: BaseException, error_file: str | None) -> None:
+    """Write the ``traceback`` of any other ``error`` to torchrun's ``error_file``."""
     if error_file:
-        write_error_file(Path(error_file), traceback, int(time.time()))
+        write_error_file(Path(error_file), traceback, int(time.time()), {"cause": cause_of(error), "is_local": True})
 
 
-def write_error_file(path: Path, text: str, timestamp: int) -> None:
-    """Write the error of a failed rank in torchrun's format."""
-    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(timestamp)}}
+def cause_of(error: BaseException) -> str:
+    """Class of the cause, also from the error that ``error`` was raised from."""
+    one: BaseException | None = error
+    while one is not None:
+        # By name: torch is not imported here, and has several such classes.
+        lacks_memory = isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError"
+        if lacks_memory or (isinstance(one, RuntimeError) and "can't allocate memory" in str(one)):
+            return "out_of_memory"
+        if isinstance(one, OSError) and one.errno in _DISK:
+            return "disk"
+        one = one.__cause__
+    return error.cause if isinstance(error, UserError) else "exception"
+
+
+def write_error_file(path: Path, text: str, timestamp: int, facts: Mapping[str, str | bool] | None = None) -> None:
+    """Write the error of a failed rank in torchrun's format, with ``facts`` for our launcher."""
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(timestamp), **(facts or {})}}
     draft = path.with_suffix(".draft")
     try:
         draft.write_text(json.dumps({"message": message}), encoding="utf-8")

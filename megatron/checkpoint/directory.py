@@ -5,6 +5,7 @@
     DIR/.iter_0000200.saving-1f6c0a9e/           being written, or left by a crash
     DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
     DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
+    DIR/iter_0000300.rolled_back/                abandoned when the run returned to an earlier checkpoint
 
 A checkpoint is written under a hidden name and renamed when it is complete, so a directory named ``iter_...`` is
 complete. The directories decide; the tracker is for people and scripts, and is never required.
@@ -153,6 +154,17 @@ def clear_leftovers(root: Path) -> None:
     for path in root.iterdir():
         if _TRACKER_DRAFT.fullmatch(path.name):
             path.unlink(missing_ok=True)
+
+
+def set_aside(root: Path, iteration: int) -> None:
+    """Rename the checkpoint of ``iteration``, so that no run loads it; one that was renamed before is deleted."""
+    directory = locate_checkpoint(root, iteration)
+    renamed = iteration_directory(root, iteration).with_name(f"{iteration_directory(root, iteration).name}.rolled_back")
+    with explained("write", renamed):
+        if renamed.exists():
+            remove_checkpoint(renamed)
+        os.rename(directory, renamed)
+        sync_directory(root)
 
 
 def remove_checkpoint(directory: Path) -> None:

@@ -20,9 +20,9 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Version of the manifest and of the state in it."""
-READABLE_VERSIONS = (2, 3, 4)
+READABLE_VERSIONS = (2, 3, 4, 5)
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -47,6 +47,36 @@ class DataStage:
 
 
 @dataclass(frozen=True)
+class Rollback:
+    """A return to an earlier checkpoint, and the samples that the run has left out since then.
+
+    Samples are counted from the beginning of the run, so that they mean the same for every batch size and layout.
+    """
+
+    cause: str
+    """spike or not_finite"""
+    iteration: int
+    """The iteration after which the run returned."""
+    loaded_iteration: int
+    """The iteration of the checkpoint that it returned to."""
+    first_iteration: int
+    """The first iteration that is left out, up to ``iteration``; with other batch sizes, others are."""
+    first_sample: int
+    """Samples consumed before the range that is left out."""
+    end_sample: int
+    """Samples consumed after it."""
+
+    def leaves_out(self, consumed_samples: int, batch_size: int) -> bool:
+        """Whether the next batch has a sample of the range."""
+        return consumed_samples < self.end_sample and self.first_sample < consumed_samples + batch_size
+
+    def before(self, sample: int) -> "Rollback":
+        """The part of the range before ``sample``."""
+        first, end = min(self.first_sample, sample), min(self.end_sample, sample)
+        return dataclasses.replace(self, first_sample=first, end_sample=end)
+
+
+@dataclass(frozen=True)
 class SavedState:
     """The state of a run in a checkpoint, without tensors."""
 
@@ -64,6 +94,10 @@ class SavedState:
     """None in a checkpoint of weights only."""
     data_stages: tuple[DataStage, ...] = ()
     """Data stages up to the current one; empty if the checkpoint recorded or consumed no data."""
+    rollbacks: tuple[Rollback, ...] = ()
+    """Rollbacks of the run so far; the ranges of some may lie after the checkpoint."""
+    update_guard: Mapping[str, Any] | None = None
+    """State of ``megatron/operation/update_guard.py``; None if it is not known."""
 
     def to_json(self) -> State:
         """The inverse of :func:`upgrade`."""
@@ -85,7 +119,12 @@ def _from_version_3(state: State) -> State:
     return state
 
 
-MIGRATIONS: Mapping[int, Callable[[State], State]] = {2: _from_version_2, 3: _from_version_3}
+def _from_version_4(state: State) -> State:
+    """Version 5 added rollbacks and the state of the update guard. Older code did not roll back, and had no guard."""
+    return state
+
+
+MIGRATIONS: Mapping[int, Callable[[State], State]] = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4}
 """Migration from each version to the next."""
 
 
@@ -101,6 +140,7 @@ def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
         if current.get(name) is not None:
             current[name] = _build(kind, current[name], name)
     current["data_stages"] = [_build(DataStage, stage, "data stage") for stage in current.get("data_stages", ())]
+    current["rollbacks"] = [_build(Rollback, rollback, "rollback") for rollback in current.get("rollbacks", ())]
     return _build(SavedState, current, "state")
 
 

@@ -43,9 +43,8 @@ _BY_REMEDY = {
     "experts compute in the precision of the activations, whose rows need no padding: remove it.": (
         "--moe-router-padding-for-quantization --moe-router-padding-for-fp8"
     ),
-    "only the shared expert overlaps with the exchange of tokens: use --moe-shared-expert-overlap, or remove it.": (
-        "--overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad "
-        "--ep-overlap-early-attn-memory-release"
+    "no other microbatch overlaps with the exchange of tokens: use --moe-shared-expert-overlap, or remove it.": (
+        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release"
     ),
     "use --recompute-granularity selective with --recompute-modules moe instead.": "--moe-layer-recompute",
     "use --recompute-granularity selective with --recompute-modules moe_act instead.": (
@@ -92,7 +91,7 @@ _BY_REMEDY = {
         "--record-memory-history --memory-snapshot-path"
     ),
     "use --metrics-jsonl, --tensorboard-dir or --wandb-project instead.": "--log-progress",
-    "use --timing-log-level 1 with --timing-log-option all, which reports the times of every rank.": (
+    "slow ranks are found without a flag, see --straggler-threshold: remove it.": (
         "--log-straggler --straggler-minmax-count"
     ),
     "the launcher restarts a failed run, see examples/slurm: remove it.": "--inprocess-restart --enable-ft-package",

@@ -1,22 +1,92 @@
 """Flags for running unattended."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.config.faults import parse_faults
+from megatron.config.guard import GuardConfig
+from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag, values_of
+from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
+
+HANG_LIMITS = (
+    "hang_limit_s",
+    "hang_limit_start_s",
+    "hang_limit_load_s",
+    "hang_limit_save_s",
+    "hang_limit_evaluation_s",
+)
+"""Fields of the watchdog."""
 
 
 @dataclass(frozen=True)
-class OperationConfig:
-    """Restarts, and the files that record them."""
+class OperationConfig(GuardConfig):
+    """Restarts, the files that record them, and checks of numbers."""
 
     run_dir: str | None = None
     """Directory for failed_attempts.json, which counts the failed attempts of the run (default: --save)."""
     max_failed_attempts: int = 3
     """End the run with exit code 93 after this many consecutive failed attempts without a new checkpoint in --save; 0
     disables this. Restarts and requeues count, attempts stopped on request do not."""
+    inject_fault: str | None = None
+    """For tests of a cluster and of its recovery: break this run on purpose, as in kill@12:rank1,slow@30+10:rank0:1.3
+    (docs/operations.md). Refused unless the environment variable MEGATRON_FAULTS is 1."""
+    preflight: bool = False
+    """Before the model is built, check the nodes: disk, clocks, memory, GPUs, a product and a sum of known bits, and
+    the links between the nodes (docs/operations.md). Takes up to 60 s; a failure ends the run with exit code 2."""
+    straggler_threshold: float = 1.2
+    """Warn of a rank that was busy this many times as long as the median of the ranks with the same work, in 3 of the
+    last 5 log intervals; 0 disables this."""
+    nan_policy: Literal["stop", "skip", "rollback"] = "stop"
+    """At a loss or gradient that is not finite: stop, as --check-for-nan-in-loss-and-grad describes; or skip the update
+    on all ranks and count it, until more than 3 in a row or more than 10 of the last 1,000 are skipped, and then exit
+    with code 93 (skip) or return to an earlier checkpoint (rollback)."""
+    spike_policy: Literal["log", "skip", "rollback"] = "log"
+    """At a spike (--spike-window): log it; skip the update on all ranks, with the limits of --nan-policy; or return at
+    once to a checkpoint from before the spike (rollback), which needs --save and --save-interval."""
+    spike_window: int = 100
+    """Number of updates with which each loss and gradient norm is compared. A spike is a robust z-score of a logarithm
+    above 6 in three iterations in a row, or one value above 10 times the largest of the window. There are no spikes
+    before so many updates."""
+    rollback_margin: int = 50
+    """A rollback leaves out the samples from this many iterations before the spike until the iteration at which it was
+    noticed."""
+    max_rollbacks: int = 3
+    """Rollbacks of the whole run, after which the next one ends it with exit code 93."""
+    hang_limit_s: float = 60.0
+    """Under the launcher (megatron.operation.launch), restart all ranks when one has stayed in a section of an
+    iteration for longer than this many seconds and than 5 times the longest of its last 20 stays; 0 disables the
+    watchdog. With --dataloader-timeout, the limit is at least that."""
+    hang_limit_start_s: float = 1800.0
+    """The same for the start of a rank and for its first six iterations, which may compile kernels."""
+    hang_limit_load_s: float = 1800.0
+    """The same for loading a checkpoint."""
+    hang_limit_save_s: float = 1800.0
+    """The same for a save, while it blocks training."""
+    hang_limit_evaluation_s: float = 1800.0
+    """The same for an evaluation."""
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a policy returns to earlier checkpoints."""
+        return "rollback" in (self.nan_policy, self.spike_policy)
 
     def check(self) -> None:
+        require_at_least(10, values_of(self, "spike_window"))
+        require_at_least(1, values_of(self, "max_rollbacks"))
+        require_at_least(0, values_of(self, "rollback_margin"))
+        dependent = changed_flags(self, "rollback_margin", "max_rollbacks")
+        require_flag("--spike-policy rollback or --nan-policy rollback", self.rolls_back, dependent)
         refuse_urls(values_of(self, "run_dir"), "use a directory that all nodes share")
         require_at_least(0, values_of(self, "max_failed_attempts"))
+        if self.inject_fault is not None:
+            parse_faults(self.inject_fault)
+        if self.straggler_threshold != 0 and self.straggler_threshold <= 1:
+            raise ConfigError(
+                f"--straggler-threshold {self.straggler_threshold} would warn of every rank: use a number above 1, or "
+                "0 to disable the warning."
+            )
+        require_at_least(0, values_of(self, "hang_limit_s"))
+        require_positive(values_of(self, *HANG_LIMITS[1:]))
+        self.check_guard()

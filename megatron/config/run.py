@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import backends, experts, layout, length, precision
+from megatron.config.checks import backends, experts, faults, layout, length, operation, precision
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig
@@ -119,8 +119,10 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     length.check_profile,
     length.check_data_stage,
     length.check_evaluation_batch,
+    operation.check_update_policies,
     backends.check_kernels,
     length.check_dry_run,
+    faults.check_faults,
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,

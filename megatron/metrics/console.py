@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TextIO
 
-from megatron.metrics.record import LAYER_METRICS, EvaluationRecord, IterationRecord
+from megatron.metrics.record import EvaluationRecord, IterationRecord, is_detail
 from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags, print_above_bar
 
 _THROUGHPUT = {
@@ -27,6 +27,7 @@ _FIELDS = {
     "num_zeros": "num zeros: {:.0f}",
     "params_norm": "params norm: {:.3f}",
     "expert_load_max": "expert load max: {:.3f}",
+    "effective_time": "effective time: {:.2%}",
 }
 """Megatron-LM's fields in its order; metrics that are not listed follow them, without those of single layers."""
 _LAST_FIELD = "skipped"
@@ -51,7 +52,7 @@ def format_console_line(record: IterationRecord, now: datetime, log_throughput: 
     ]
     if record.skipped_samples > 0:
         fields.append(f"skipped samples: {record.skipped_samples:12d}")
-    shown = (name for name in record.metrics if not name.startswith(LAYER_METRICS))
+    shown = (name for name in record.metrics if not is_detail(name))
     for name in dict.fromkeys((*_FIELDS, *shown)):
         value = record.metrics.get(name)
         if value is not None and name != _LAST_FIELD and (log_throughput or name not in _THROUGHPUT):

@@ -1,6 +1,6 @@
 """A record as points of TensorBoard and wandb, under Megatron-LM's keys."""
 
-from megatron.metrics.record import LAYER_METRICS, EvaluationRecord, IterationRecord
+from megatron.metrics.record import EvaluationRecord, IterationRecord, is_detail
 
 _KEYS = {
     "global_batch_size": "batch-size",
@@ -38,8 +38,7 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
     scalars: dict[str, float] = {"world-size": record.world_size, "consumed-samples": record.consumed_samples}
     for name, value in record.metrics.items():
         if value is not None:
-            is_of_layer = name.startswith(LAYER_METRICS)
-            scalars[name if is_of_layer else _KEYS.get(name, name.replace("_", "-"))] = value
+            scalars[name if is_detail(name) else _KEYS.get(name, name.replace("_", "-"))] = value
     if "iteration-time" in scalars:
         scalars["iteration-time"] /= 1e3
     timers = {f"{name}-time": slowest / 1e3 for name, (_, slowest) in record.timers.items()}

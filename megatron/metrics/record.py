@@ -9,7 +9,12 @@ _LARGEST_EXPONENT = 20.0
 """Perplexities stop at exp(20): an untrained or broken model must not overflow the report."""
 
 LAYER_METRICS = "moe/"
-"""Prefix of metrics of single layers, as in Megatron-LM, for example ``moe/z_loss_layer_3``; not on the console."""
+"""Prefix of metrics of single layers, as in Megatron-LM, for example ``moe/z_loss_layer_3``."""
+
+
+def is_detail(name: str) -> bool:
+    """Whether a metric is for plots alone, not for the console: its name has a prefix like :data:`LAYER_METRICS`."""
+    return "/" in name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +27,7 @@ class IterationRecord:
     """Training sequences consumed since the start of the run."""
     metrics: Mapping[str, float | None]
     """Values by their names in the JSONL file, in its order; None where this iteration has no value. Every writer shows
-    all of them; the console not those of single layers."""
+    all of them, but the console no details (:func:`is_detail`)."""
     train_iters: int
     """Length of the run in iterations."""
     skipped_samples: int = 0

@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two checks for new ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two reads of a key
+_LARGE_WORLD = 10_000
+"""Ranks of a world with the longest waits; in a smaller one they are shorter, with the same load of the store."""
 
 
 def fresh_namespace(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -39,10 +41,11 @@ def _lead(store: Store, rank: int, world_size: int, deadline: float) -> str:
     name, others = secrets.token_hex(8), range(1, world_size)
     joined = [f"join/{other}" for other in others]
     ready = [f"ready/{name}/{other}" for other in others]
+    longest = _longest(_FIRST_WAIT, _LONGEST_WAIT, world_size)
     wait = _FIRST_WAIT
-    while not _wait(store, joined, wait):
+    while not _wait(store, joined, wait, world_size):
         _check_deadline(store, joined, others, deadline)
-        wait = min(2 * wait, _LONGEST_WAIT)
+        wait = min(2 * wait, longest)
     wait = _FIRST_WAIT
     answered: set[bytes] = set()
     while True:
@@ -50,10 +53,10 @@ def _lead(store: Store, rank: int, world_size: int, deadline: float) -> str:
             if token not in answered:
                 store.set(f"answer/{token.decode()}", name)
                 answered.add(token)
-        if _wait(store, ready, wait):
+        if _wait(store, ready, wait, world_size):
             break
         _check_deadline(store, ready, others, deadline)
-        wait = min(2 * wait, _LONGEST_WAIT)
+        wait = min(2 * wait, longest)
     store.set(f"start/{name}", "")
     return name
 
@@ -62,12 +65,12 @@ def _follow(store: Store, rank: int, world_size: int, deadline: float) -> str:
     token = secrets.token_hex(8)
     store.set(f"join/{rank}", token)
     while time.monotonic() < deadline:
-        if not _wait(store, [f"answer/{token}"], _LONGEST_WAIT):
+        if not _wait(store, [f"answer/{token}"], _LONGEST_WAIT, world_size):
             continue
         # Read again: a new rank 0 may have replaced a dead one.
         name = store.get(f"answer/{token}").decode()
         store.set(f"ready/{name}/{rank}", "")
-        if _wait(store, [f"start/{name}"], _LONGEST_WAIT):
+        if _wait(store, [f"start/{name}"], _LONGEST_WAIT, world_size):
             return name
     raise TimeoutError(
         "Rank 0 has not answered within --distributed-timeout-minutes: it is missing, or waits for other ranks, which "
@@ -75,13 +78,19 @@ def _follow(store: Store, rank: int, world_size: int, deadline: float) -> str:
     )
 
 
-def _wait(store: Store, keys: Sequence[str], seconds: float) -> bool:
+def _longest(least: float, most: float, world_size: int) -> float:
+    """The longest wait: ``most`` in a large world, where all ranks together must not overload the store."""
+    return min(most, least + most * world_size / _LARGE_WORLD)
+
+
+def _wait(store: Store, keys: Sequence[str], seconds: float, world_size: int) -> bool:
     """Whether all ``keys`` exist within ``seconds``. ``store.wait`` is not used: torch 2.13 prints two warnings at each
     timeout."""
     deadline, pause = time.monotonic() + seconds, _SHORTEST_PAUSE
+    longest = _longest(_SHORTEST_PAUSE, _LONGEST_PAUSE, world_size)
     while not (found := store.check(list(keys))) and time.monotonic() < deadline:
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, longest)
     return found
 
 

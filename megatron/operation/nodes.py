@@ -1,7 +1,10 @@
 """Agreement between the launchers of several nodes, through their shared store."""
 
+import json
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
@@ -19,7 +22,7 @@ class Nodes:
 
     def __init__(self, store: Store, count: int) -> None:
         self._store = store
-        self._count = count
+        self.count = count
 
     def end_job(self, code: ExitCode) -> None:
         """End the job on all nodes with this exit code."""
@@ -33,6 +36,26 @@ class Nodes:
                 return ExitCode(int(self._store.get(f"{_PREFIX}/exit_code")))
         return None
 
+    def agree(self, rank: int, restarts: int, report: str, decide: Callable[[Sequence[str]], str]) -> str:
+        """What the first launcher decides from the reports of all; a collective. ``restarts`` numbers the attempt."""
+        prefix = f"{_PREFIX}/agree/{restarts}"
+        self._store.set(f"{prefix}/report/{rank}", report)
+        if rank == 0:
+            reports = [self._store.get(f"{prefix}/report/{other}").decode() for other in range(self.count)]
+            self._store.set(f"{prefix}/decision", decide(reports))
+        return self._store.get(f"{prefix}/decision").decode()
+
+    def stop_for_join(self) -> None:
+        """Say that ranks are being stopped because a node joins, so that their exit codes do not end the job."""
+        with suppress(DistError):
+            self._store.set(f"{_PREFIX}/join", "")
+
+    def stops_for_join(self) -> bool:
+        """Whether a launcher has called :meth:`stop_for_join`."""
+        with suppress(DistError):
+            return bool(self._store.check([f"{_PREFIX}/join"]))
+        return False
+
     def restart(self, restarts: int) -> None:
         """Request a restart from all launchers that have restarted ``restarts`` times."""
         with suppress(DistError):
@@ -44,11 +67,42 @@ class Nodes:
             return bool(self._store.check([f"{_PREFIX}/restart/{restarts}"]))
         return False
 
+    def publish(self, topic: str, restarts: int, node: int, content: Any) -> None:
+        """Let the other launchers read what ``node`` says on ``topic``, as JSON."""
+        with suppress(DistError):
+            self._store.set(f"{_PREFIX}/{topic}/{restarts}/{node}", json.dumps(content))
+
+    def collect(self, topic: str, restarts: int, seconds: float) -> dict[int, Any]:
+        """What the nodes have published on ``topic``; waits up to ``seconds`` for all of them."""
+        deadline, found = time.monotonic() + seconds, dict[int, Any]()
+        with suppress(DistError):
+            while True:
+                for node in set(range(self.count)) - found.keys():
+                    key = f"{_PREFIX}/{topic}/{restarts}/{node}"
+                    if self._store.check([key]):
+                        found[node] = json.loads(self._store.get(key))
+                if len(found) == self.count or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        return found
+
+    def is_first(self, topic: str, restarts: int) -> bool:
+        """Whether no other launcher has asked this before; also if the store cannot be reached."""
+        with suppress(DistError):
+            return bool(self._store.add(f"{_PREFIX}/{topic}/{restarts}/first", 1) == 1)
+        return True
+
+    def has_started(self, topic: str, restarts: int) -> bool:
+        """Whether a launcher has called :meth:`is_first`."""
+        with suppress(DistError):
+            return bool(self._store.check([f"{_PREFIX}/{topic}/{restarts}/first"]))
+        return False
+
     def part(self, seconds: float) -> None:
         """Wait until all launchers have read the end of the job, because one of them hosts the store."""
         deadline = time.monotonic() + seconds
         with suppress(DistError):
             parting = self._store.add(f"{_PREFIX}/parting", 1)
-            while parting < self._count and time.monotonic() < deadline:
+            while parting < self.count and time.monotonic() < deadline:
                 time.sleep(0.1)
                 parting = self._store.add(f"{_PREFIX}/parting", 0)

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.core.topology import Topology
+from megatron.operation.faults import FaultInjector
+from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.waits import MeteredTopology
 from megatron.training.signals import SignalWatch
 
 _logger = logging.getLogger(__name__)
@@ -17,12 +19,16 @@ LogRank0 = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RunContext:
-    """The flags of a run, the topology with this rank, the signals received, and the log."""
+    """The flags of a run, the topology with this rank, the signals received, the log, and the heartbeat."""
 
     config: RunConfig
-    topology: Topology
+    topology: MeteredTopology
     signals: SignalWatch
     log_rank0: LogRank0
+    heartbeat: Heartbeat
+    """What this rank is doing."""
+    faults: FaultInjector = field(default_factory=FaultInjector)
+    """The faults of ``--inject-fault``."""
 
     @property
     def control(self) -> ControlGroup:

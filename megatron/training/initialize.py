@@ -15,9 +15,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.control import ControlGroup
-from megatron.core.topology import RankGrid, Topology
+from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError, RankError, UserError
+from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.namespace import fresh_namespace
+from megatron.operation.waits import MeteredTopology
 from megatron.torch_compat import release_meshes
 
 T = TypeVar("T")
@@ -36,12 +38,12 @@ class Process:
     """Whether OMP_NUM_THREADS is set."""
 
     @staticmethod
-    def from_environment(environment: Mapping[str, str]) -> "Process":
-        """From the variables of torchrun; without them a single process."""
+    def from_environment(environment: Mapping[str, str], num_spares: int = 0) -> "Process":
+        """From the variables of torchrun; without them a single process. The last ``num_spares`` ranks do not train."""
         return Process(
             int(environment.get("RANK", 0)),
             int(environment.get("LOCAL_RANK", 0)),
-            int(environment.get("WORLD_SIZE", 1)),
+            int(environment.get("WORLD_SIZE", 1)) - num_spares,
             int(environment.get("LOCAL_WORLD_SIZE", 1)),
             "OMP_NUM_THREADS" in environment,
         )
@@ -95,14 +97,17 @@ def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
 
 
 @contextmanager
-def init_distributed(parallel: ParallelConfig, process: Process, device: torch.device) -> Iterator[Topology]:
-    """Initialise the process groups and destroy them in the end.
+def init_distributed(
+    parallel: ParallelConfig, process: Process, device: torch.device, heartbeat: Heartbeat | None = None
+) -> Iterator[MeteredTopology]:
+    """Initialise the process groups and destroy them in the end; ``heartbeat`` counts their collectives.
 
     After an error of this rank alone they are not destroyed: the other ranks may wait in a collective.
     """
     _join(parallel, process, device)
     grid = rank_grid(parallel, process.world_size)
-    topology = Topology(grid, process.rank, device, timedelta(minutes=parallel.distributed_timeout_minutes))
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    topology = MeteredTopology(heartbeat or Heartbeat(), grid, process.rank, device, timeout)
     try:
         topology.control.open()
         if device.type != "cpu":

@@ -1,35 +1,47 @@
 """Pretraining."""
 
+import gc
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
+from megatron.checkpoint.lock import RunLock
+from megatron.config.faults import START
 from megatron.config.run import RunConfig
 from megatron.errors import ExitCode
 from megatron.operation.environment import HardwareQueues
-from megatron.training.attempts import attempt_counted
+from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.training.attempts import attempt_counted, attempt_recorded
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.locks import save_directories_locked
+from megatron.training.checkpoints.rollback import Return, RollbackRequested, go_back
 from megatron.training.context import RunContext
+from megatron.training.faults import build_fault_injector
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
+from megatron.training.preflight import check_nodes
 from megatron.training.signals import StopRequested, watch_signals
 
 
-def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver, queues: HardwareQueues) -> ExitCode:
+def pretrain(
+    config: RunConfig, process: Process, flags_over: FlagsOver, queues: HardwareQueues, heartbeat: Heartbeat
+) -> ExitCode:
     """Run this rank's part of the training; returns COMPLETE or STOPPED.
 
     ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). ``queues`` are
-    set in the environment already. Raises :class:`~megatron.errors.UserError`.
+    set in the environment already. ``heartbeat`` is this rank's. Raises :class:`~megatron.errors.UserError`.
     """
 
     def log_rank0(text: str) -> None:
         if process.rank == 0:
             print(f"> {text}", flush=True)
 
+    faults = build_fault_injector(config, process.rank)
+    faults.reach(START)
     device = choose_device(config.training.device, process)
     if device.type == "cpu":
         prepare_cpu(process)
@@ -37,37 +49,70 @@ def pretrain(config: RunConfig, process: Process, flags_over: FlagsOver, queues:
         with (
             deterministic_algorithms(config.training.deterministic_mode),
             watch_signals(config.training) as signals,
-            init_distributed(config.parallel, process, device) as topology,
+            init_distributed(config.parallel, process, device, heartbeat) as topology,
         ):
-            context = RunContext(config, topology, signals, log_rank0)
+            context = RunContext(config, topology, signals, log_rank0, heartbeat, faults)
             if device.type != "cpu":
                 (context.warn_rank0 if queues.is_mistake else log_rank0)(queues.describe())
-            with save_directories_locked(context) as locks, attempt_counted(context), ExitStack() as at_end:
+            with (
+                save_directories_locked(context) as locks,
+                attempt_recorded(context) as end,
+                attempt_counted(context),
+            ):
                 context = replace(context, config=resolve_architecture(context, flags_over))
-                trainer = build_trainer(context, locks, at_end)
-                try:
-                    if context.config.validation.skip_train:
-                        trainer.evaluate_only()
-                        return ExitCode.COMPLETE
-                    log_rank0(f"stopped: {trainer.run()}")
-                    is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
-                    return ExitCode.COMPLETE if is_complete else ExitCode.STOPPED
-                finally:
-                    trainer.close()
-                    del trainer  # before the process groups are destroyed
+                check_nodes(context)
+                end.exit_code = train(context, locks)
+                return end.exit_code
     except StopRequested as stop:
         log_rank0(f"stopped: {stop}")
         return stop.exit_code
 
 
+def train(context: RunContext, locks: Sequence[RunLock]) -> ExitCode:
+    """Build the run and train; after each rollback, build it again from an earlier checkpoint."""
+    started, returned = time.monotonic(), None
+    while True:
+        try:
+            return train_from(context, locks, started, returned)
+        except RollbackRequested as requested:
+            request = requested.with_traceback(None)  # whose frames hold the trainer
+        # Before the next trainer allocates memory. Hooks and closures make cycles of a trainer's modules.
+        gc.collect()
+        with context.heartbeat.section(Section.LOAD):
+            returned = go_back(context, request)
+
+
+def train_from(context: RunContext, locks: Sequence[RunLock], started: float, returned: Return | None) -> ExitCode:
+    """Build the run and train until its end; raises :class:`RollbackRequested`."""
+    with ExitStack() as at_end:
+        trainer = build_trainer(context, locks, at_end, started, returned)
+        try:
+            if context.config.validation.skip_train:
+                trainer.evaluate_only()
+                context.heartbeat.enter(Section.END)
+                return ExitCode.COMPLETE
+            context.log_rank0(f"stopped: {trainer.run()}")
+            context.heartbeat.enter(Section.END)
+            is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
+            return ExitCode.COMPLETE if is_complete else ExitCode.STOPPED
+        except RollbackRequested:
+            context.heartbeat.enter(Section.LOAD)
+            raise
+        finally:
+            # After an error the rank is still in the section where it failed.
+            trainer.close()
+            del trainer  # before the process groups are destroyed
+
+
 @contextmanager
 def deterministic_algorithms(are_wanted: bool) -> Iterator[None]:
     """Restrict torch to deterministic algorithms (``--deterministic-mode``)."""
-    before = torch.are_deterministic_algorithms_enabled()
-    if are_wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products on GPUs
-    torch.use_deterministic_algorithms(before or are_wanted)
+    if torch.are_deterministic_algorithms_enabled() or not are_wanted:
+        yield  # torch would import its compiler, for most of a second, to change nothing
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products on GPUs
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(False)

@@ -13,7 +13,15 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import schema
 from megatron.checkpoint.checkpointing import read_run_state
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.schema import FORMAT_VERSION, MIGRATIONS, READABLE_VERSIONS, DataStage, SavedState, upgrade
+from megatron.checkpoint.schema import (
+    FORMAT_VERSION,
+    MIGRATIONS,
+    READABLE_VERSIONS,
+    DataStage,
+    Rollback,
+    SavedState,
+    upgrade,
+)
 from megatron.config.data import TokenizerConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.data.digests import seal
@@ -48,6 +56,8 @@ def saved_state() -> SavedState:
         loss_scaler={"scale": 4.0, "good_steps": 1, "overflows": 0},
         lr_schedule=schedule,
         data_stages=(DataStage("first", 0, 0, {"seed": 1}), DataStage("long", 2, 8, {"corpora": [{"path": "a"}]})),
+        rollbacks=(Rollback("spike", 40, 20, 30, 240, 320),),
+        update_guard={"losses": [2.1, 1.9999999999999998], "skipped": [3]},
     )
 
 
@@ -88,6 +98,13 @@ def test_a_field_that_was_added_has_its_default(monkeypatch: pytest.MonkeyPatch)
     state = upgrade(as_json(saved_state()), FORMAT_VERSION)
     assert state.architecture == WiderConfig(**as_json(saved_state())["architecture"], qk_norm=False)
     assert state.lr_schedule == WiderSchedule(**as_json(saved_state())["lr_schedule"], new_knob=0.5)
+
+
+def test_older_versions_have_no_rollbacks() -> None:
+    document = as_json(saved_state())
+    del document["rollbacks"], document["update_guard"]
+    state = upgrade(document, 4)
+    assert state.rollbacks == () and state.update_guard is None
 
 
 @pytest.mark.parametrize("where", ["architecture", "lr_schedule"])

@@ -25,6 +25,7 @@ UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
 MUON = f"{GOOD} --optimizer muon"
+SAVES = "--save run --save-interval 10"
 ENGINE = f"{GOOD} --transformer-impl transformer_engine"
 OVERLAP = f"{ENGINE} --tp-comm-overlap --sequence-parallel"
 
@@ -138,6 +139,7 @@ BELOW_ONE = ["--adam-beta1", "--adam-beta2", "--sgd-momentum", "--muon-momentum"
 FP8 = f"{GOOD} --bf16 --fp8-format hybrid"
 
 BAD: list[Row] = [
+    (f"{GOOD} --straggler-threshold 1.0", 1, "use a number above 1, or 0"),
     *((f"{GOOD} {flag} 0", 1, f"{flag} 0, 1") for flag in AT_LEAST_ONE),
     *((f"{GOOD} {flag} -1", 1, f"{flag} -1") for flag in NOT_NEGATIVE),
     *((f"{GOOD} {flag} 0", 1, f"{flag} 0.0") for flag in POSITIVE),
@@ -789,6 +791,25 @@ BAD: list[Row] = [
     (f"{GOOD} --position-embedding", 1, "--position-embedding"),
     (f"{GOOD} --no-use-rotary-position-embeddings", 1, "--no-use-rotary-position-embeddings"),
     (f"{GOOD} --iterations-to-skip 3 0", 1, "--iterations-to-skip 0, 1"),
+    # Spikes, and numbers that are not finite.
+    (f"{GOOD} --spike-window 9", 1, "--spike-window 9, 10"),
+    (f"{GOOD} --spike-policy rollback --max-rollbacks 0 {SAVES}", 1, "--max-rollbacks 0, 1"),
+    (f"{GOOD} --spike-policy rollback --rollback-margin -1 {SAVES}", 1, "--rollback-margin -1"),
+    *(
+        (f"{GOOD} --spike-policy skip {flag} 2", 1, f"{flag}, --spike-policy rollback, --nan-policy rollback")
+        for flag in ("--max-rollbacks", "--rollback-margin")
+    ),
+    (f"{GOOD} --spike-policy rollback --save run", 1, "--spike-policy rollback, --save-interval"),
+    (f"{GOOD} --nan-policy rollback", 1, "--nan-policy rollback, --save, --save-interval"),
+    *(
+        (f"{GOOD} --nan-policy rollback {SAVES} {flag}", 1, f"--nan-policy rollback, {flag}")
+        for flag in ("--no-save-optim", "--no-save-rng")
+    ),
+    (
+        f"{GOOD} --nan-policy skip --no-check-for-nan-in-loss-and-grad",
+        1,
+        "--nan-policy skip, --no-check-for-nan-in-loss-and-grad",
+    ),
     (f"{GOOD} --no-ckpt-fully-parallel-save", 1, "--no-ckpt-fully-parallel-save"),
     (f"{GOOD} --no-dist-ckpt-optim-fully-reshardable", 1, "--no-dist-ckpt-optim-fully-reshardable"),
     (f"{GOOD} --no-verify-integrity", 1, "--no-verify-integrity"),
@@ -880,7 +901,9 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         Path(package, name) for name in ("urls.py", "flags.py", "intervals.py", "ranges.py", "schedules/stages.py")
     ]
     modules += Path(package, "update_rules").glob("[!r]*.py")
-    trees = {file: ast.parse(file.read_text()) for file in [*modules, *sorted(Path(package, "config").rglob("*.py"))]}
+    # test_fault_grammar.py has the table of --inject-fault.
+    modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name != "faults.py")
+    trees = {file: ast.parse(file.read_text()) for file in modules}
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.
     trees |= {
         file: ast.Module([node for node in ast.walk(tree) if getattr(node, "name", "") == "check"], [])  # type: ignore[misc]

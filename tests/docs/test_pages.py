@@ -24,10 +24,11 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: path.name)
 
 _TORCHRUN = """--nnodes --nproc-per-node --node-rank --standalone --rdzv-id --rdzv-backend --rdzv-endpoint --rdzv-conf
-    --master-addr --master-port --max-restarts --shutdown-timeout --signals-to-handle --numa-binding --log-dir --tee"""
+    --master-addr --master-port --max-restarts --shutdown-timeout --signals-to-handle --numa-binding --log-dir --tee
+    --warm-processes"""
 _SLURM = """--nodes --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task --exclusive --exclude --partition
     --account --time --job-name --output --error --array --mem --signal --requeue --open-mode
-    --kill-on-bad-exit --export"""
+    --kill-on-bad-exit --no-kill --export"""
 _OTHERS = """--help --unit --slow --whole-matrix --kills --capture-range --pid --no-build-isolation --config-settings
     --build-option --cpp_ext --cuda_ext"""
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())

@@ -17,7 +17,7 @@ ROOMS = (
     ("operation",),
     ("core",),
     ("config",),
-    ("architectures", "schedules", "metrics", "update_rules"),
+    ("architectures", "schedules", "metrics", "reports", "update_rules"),
     ("console", "flags", "intervals", "ranges", "torch_compat", "urls"),
     ("errors",),
 )
@@ -70,9 +70,11 @@ def test_flags_and_schedules_do_not_import_torch() -> None:
     code = """
 import sys
 from pkgutil import walk_packages
-import megatron.architectures, megatron.config, megatron.metrics, megatron.schedules
+import megatron.architectures, megatron.config, megatron.metrics, megatron.reports, megatron.schedules
 from importlib import import_module
-for package in (megatron.architectures, megatron.config, megatron.metrics, megatron.schedules):
+for package in (
+    megatron.architectures, megatron.config, megatron.metrics, megatron.reports, megatron.schedules
+):
     for module in walk_packages(package.__path__, package.__name__ + "."):
         import_module(module.name)
 assert "megatron.config.command_line" in sys.modules and "megatron.schedules.verifier" in sys.modules

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 import pretrain_llama
 from megatron.errors import ExitCode
+from megatron.operation import accounting, failure
 from tests.forked import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -392,7 +393,16 @@ def grad_norms(metrics: Path) -> list[float]:
     return [record["grad_norm"] for record in iterations(metrics)]
 
 
-MEASURED = ("iteration_time_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "time", "elapsed_s")
+MEASURED = (
+    "iteration_time_ms",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "effective_time",
+    "operation/slowest_rank_ratio",
+    "time",
+    "elapsed_s",
+)
 
 
 def computed(metrics: Path) -> list[Record]:
@@ -432,6 +442,7 @@ def assert_same_tensors(found: Path, wanted: Path, prefix: tuple[str, ...] = ("m
 
 
 def bytes_under(directory: Path) -> dict[str, bytes]:
-    """Every file under a directory with its content."""
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+    """Every file under a directory with its content, but the records of attempts and of their failures."""
+    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY}
+    paths = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path): (directory / path).read_bytes() for path in paths if not records & set(path.parts)}

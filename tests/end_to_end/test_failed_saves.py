@@ -14,6 +14,7 @@ import pytest
 import pretrain_llama
 from megatron.checkpoint import storage
 from megatron.checkpoint.safetensors_file import write_safetensors
+from megatron.operation import accounting, failure
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
@@ -54,8 +55,9 @@ def command(corpus: Corpus, save: Path, **changes: FlagValue | Path) -> list[str
 
 
 def names(root: Path) -> list[str]:
-    """What lies in a directory of checkpoints."""
-    return sorted(os.listdir(root))
+    """What lies in a directory of checkpoints, but the records of attempts and of their failures."""
+    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY}
+    return sorted(set(os.listdir(root)) - records)
 
 
 def saved(*numbers: int) -> list[str]:

@@ -132,7 +132,9 @@ def test_a_dry_run_has_the_same_flags(tmp_path: Path, recipe: str, knobs: dict[s
     real = start(tmp_path, recipe, "--seed", "7", **knobs)
     dry = start(tmp_path, recipe, "--seed", "7", DRY_RUN="1", **knobs)
     assert (dry.program, dry.launcher_flags) == ("python", ())
-    assert dry.flags == (*real.flags[:-2], "--dry-run", "--num-gpus", str(gpus), "--seed", "7")
+    # The machines are checked before a real run alone.
+    trained = [flag for flag in real.flags[:-2] if flag != "--preflight"]
+    assert dry.flags == (*trained, "--dry-run", "--num-gpus", str(gpus), "--seed", "7")
     assert real.flags[-2:] == ("--seed", "7")
 
 
@@ -329,6 +331,17 @@ def test_a_cluster_is_described_by_environment_variables(tmp_path: Path) -> None
     assert config.data.data_path == ("0.7", "a", "0.3", "b")
     assert (config.data.data_cache_path, config.tokenizer.tokenizer_model) == ("cache", "t.model")
     assert config.checkpoint.save == config.checkpoint.load == "out/checkpoints"
+
+
+def test_a_run_on_several_machines_checks_them_and_may_continue_on_fewer(tmp_path: Path) -> None:
+    alone = start(tmp_path, "llama3_8b_h100.sh", NODES="1")
+    assert not checked(alone, 8).operation.preflight
+    command = start(tmp_path, "llama3_8b_h100.sh", NODES="16", MIN_NODES="14", MASTER_ADDR="node7", WARM_PROCESSES="1")
+    assert checked(command, 128).operation.preflight
+    assert command.launcher_flags[4:] == (
+        *("--nnodes", "14:16", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:29500"),
+        *("--rdzv-id", "llama3_8b_h100", "--warm-processes", "--nproc-per-node", "8"),
+    )
 
 
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:

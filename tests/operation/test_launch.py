@@ -67,6 +67,7 @@ def start(directory: Path, body: str, *flags: str, node: int = 0) -> Node:
 
 
 def _launch(words: list[str], log: Path) -> None:
+    """Run the launcher in this process, with its output in ``log``."""
     os.setsid()
     with log.open("wb") as file:
         for descriptor in (1, 2):

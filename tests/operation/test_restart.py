@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,115 +17,15 @@ from megatron.errors import ExitCode
 from megatron.operation.attempts import FILE
 from tests.end_to_end.run_process import (
     REPOSITORY,
-    TINY_RUN,
-    Record,
     call_training,
     descendants,
     environment,
-    free_port,
     iterations,
     latest_iteration,
     wait_until,
     words_of,
 )
-
-PATIENCE = 240.0
-"""For a start of all ranks, on a machine that does much else."""
-TORCHRUN, LAUNCH = "torch.distributed.run", "megatron.operation.launch"
-MODEL = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": 100_000}
-
-
-def rendezvous(kind: str) -> list[str]:
-    address, port = "127.0.0.1", str(free_port())
-    return {
-        "standalone": ["--standalone"],
-        "static": ["--master-addr", address, "--master-port", port],
-        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--local-addr", address],
-    }[kind]
-
-
-class Job:
-    """A launcher with two ranks that train until they are stopped."""
-
-    def __init__(
-        self, directory: Path, module: str, launcher_flags: Sequence[str], **changes: str | int | bool
-    ) -> None:
-        self.save, self.log, self.metrics = directory / "save", directory / "log", directory / "metrics.jsonl"
-        places = {"save": self.save, "load": self.save, "metrics_jsonl": self.metrics}
-        words = words_of({**MODEL, **places, **changes})
-        launcher = [sys.executable, "-m", module, "--nproc-per-node", "2", *launcher_flags]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*launcher, str(REPOSITORY / "pretrain_llama.py"), *words],
-                cwd=REPOSITORY,
-                env=environment(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def ranks(self) -> dict[int, int]:
-        """Processes of the ranks that run, by rank."""
-        found = {}
-        for pid in children(self.process.pid):
-            rank = environment_of(pid).get("RANK")
-            if rank is not None:
-                found[int(rank)] = pid
-        return found
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        def holds() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            return condition()
-
-        wait_until(holds, PATIENCE)
-
-    def wait_for_training(self, without: Sequence[int] = ()) -> None:
-        """Wait until two ranks, none of them ``without``, have trained and saved."""
-
-        def is_training() -> bool:
-            ranks = self.ranks()
-            return len(ranks) == 2 and not set(ranks.values()) & set(without)
-
-        self.wait_for(is_training)
-        seen = self._logged()
-        self.wait_for(lambda: self._logged() >= seen + 3)
-
-    def _logged(self) -> int:
-        return self.log.read_bytes().count(b"] iteration ")
-
-    def records(self) -> list[Record]:
-        return iterations(self.metrics)
-
-    def end(self) -> None:
-        everything = [self.process.pid, *descendants(self.process.pid)]
-        for pid in everything:
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie, which its parent has not asked about, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+from tests.operation.jobs import LAUNCH, MODEL, PATIENCE, TORCHRUN, Job, environment_of, is_alive, rendezvous
 
 
 @pytest.fixture
@@ -223,6 +123,16 @@ def test_three_attempts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> 
     assert call_training(words_of({**flags, "skip_train": True, "eval_iters": 1})).exit_code == ExitCode.COMPLETE
     assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
     assert not (save / FILE).exists()
+
+
+@pytest.mark.slow(reason="starts a run four times")
+def test_the_launcher_ends_a_run_without_progress(tmp_path: Path, jobs: list[Job]) -> None:
+    """Three attempts, and a fourth start that is refused: not all the restarts that are allowed."""
+    flags = ["--standalone", "--max-restarts", "20"]
+    jobs.append(job := Job(tmp_path, LAUNCH, flags, lr=1e38, save_interval=8))
+    assert job.process.wait(PATIENCE) == ExitCode.NO_PROGRESS, job.log.read_text()
+    log = job.log.read_text()
+    assert log.count("> layout: ") == 3 and "3 consecutive attempts started without a checkpoint" in log
 
 
 def test_the_count_lies_in_the_run_directory(tmp_path: Path) -> None:

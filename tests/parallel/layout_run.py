@@ -34,7 +34,7 @@ from megatron.core.models.layer import BuildContext, LocalProvider
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.moe.layer import Router
-from megatron.core.moe.routing import Routing, selection_margin
+from megatron.core.moe.routing import Routing
 from megatron.core.offload import HostCopies
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
@@ -56,6 +56,7 @@ from megatron.schedules.stages import split_by_layout, split_evenly
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology, late_host_copies
+from tests.moe.routers import selection_margin
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
 from tests.staged_transport import StagedTopology
 from tests.stand_ins import transformer_engine
@@ -191,11 +192,16 @@ class RecordingOptimizer(Optimizer):
     """The scales that are to be updated with the weights."""
     experts: ExpertBalance | None
 
-    def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
+    def step(
+        self,
+        hyperparameters: Hyperparameters,
+        gradient_factor: float,
+        accepts: Callable[[float], bool] = lambda grad_norm: True,
+    ) -> StepResult:
         """Record, then step."""
         param_shards = [(shard, shard.gradient * gradient_factor) for shard in self._data_parallel.param_shards]
         self.trace.gradients.append(_boxes(param_shards))
-        return super().step(hyperparameters, gradient_factor)
+        return super().step(hyperparameters, gradient_factor, accepts)
 
 
 def _boxes(param_shards: list[tuple[ParamShard, Tensor]]) -> list[LocalTensor]:

@@ -24,6 +24,8 @@ REFUSED = [
     ("benchmark_data", "--sentencepiece-model", []),
     ("benchmark_data", "--tiktoken-model", []),
     ("benchmark_step", "--json", []),
+    ("check_node", "--json", []),
+    ("check_node", "--save", []),
     ("compare_losses", "--metrics", ["--reference", "a.jsonl", "--bands", "1"]),
     ("compare_losses", "--reference", ["--metrics", "a.jsonl", "--bands", "1"]),
     ("convert_checkpoint from-hf", "--hf", ["--save", "a"]),
@@ -43,8 +45,14 @@ REFUSED = [
     ("pipeline_schedule", "--svg", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
     ("plot_metrics", "--metrics", ["--output", "a.png"]),
     ("plot_metrics", "--output", ["--metrics", "a.jsonl"]),
+    ("predict_runs", "--csv", ["--json", "a"]),
+    ("predict_runs", "--json", ["--csv", "a"]),
     ("preprocess_data", "--output-prefix", ["--input", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]),
     ("rank_groups", "--svg", ["--num-gpus", "8"]),
+    ("report_run", "RUN", []),
+    ("report_run", "--html", ["a"]),
+    ("report_run", "--json", ["a"]),
+    ("report_run", "--metrics", ["a"]),
     ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
 ]
 TAKES_A_URL = {
@@ -64,6 +72,7 @@ NAMES_NO_PLACE = {
     "moe_layer_freq",
     "json_keys",
     "max_shard_size",
+    "name",
     "names",
     "prompt",
     "rows",
@@ -82,10 +91,11 @@ def test_a_flag_that_does_not_take_a_url_says_so(
 ) -> None:
     script, *subcommand = tool.split()
     suffix = flag.replace("--", ".") if flag in ("--svg", "--png") else ""
+    named = [flag] if flag.startswith("--") else []  # a word without a flag
     monkeypatch.chdir(tmp_path)
     # A tool that handles SIGTERM is called in this process.
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", [script, *subcommand, *others, flag, URL + suffix])
+    monkeypatch.setattr(sys, "argv", [script, *subcommand, *others, *named, URL + suffix])
     try:
         status = importlib.import_module(
             ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
@@ -132,5 +142,7 @@ def _defines(node: ast.AST, names: set[str]) -> bool:
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_every_place_that_a_tool_takes_is_known(script: Path) -> None:
-    refused = {flag[2:].replace("-", "_") for tool, flag, _ in REFUSED if tool.split()[0] == script.stem}
+    refused = {
+        flag.removeprefix("--").replace("-", "_").lower() for tool, flag, _ in REFUSED if tool.split()[0] == script.stem
+    }
     assert places(script) - NAMES_NO_PLACE == refused | TAKES_A_URL.get(script.stem, set())

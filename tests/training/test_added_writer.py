@@ -1,6 +1,7 @@
 """A metrics writer and a metric value that are defined in this file alone reach the run, its console and its files."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -67,9 +68,14 @@ class RunWithCsv(RunConfig):
 class DoublingOptimizer(Optimizer):
     """Produces a value that nothing else knows."""
 
-    def step(self, hyperparameters: Hyperparameters, gradient_factor: float) -> StepResult:
+    def step(
+        self,
+        hyperparameters: Hyperparameters,
+        gradient_factor: float,
+        accepts: Callable[[float], bool] = lambda grad_norm: True,
+    ) -> StepResult:
         """Step, and add the value."""
-        result = super().step(hyperparameters, gradient_factor)
+        result = super().step(hyperparameters, gradient_factor, accepts)
         return replace(result, metrics={**result.metrics, "doubled_grad_norm": 2 * result.grad_norm})
 
 

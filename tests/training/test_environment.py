@@ -134,7 +134,7 @@ def prepare(config, environment, num_cores, local_world_size):
     sys.exit()
 
 pretrain_llama.prepare_environment = prepare
-pretrain_llama.train(sys.argv[1:], 0, 1)
+pretrain_llama.train(sys.argv[1:], 0, 1, pretrain_llama.Heartbeat())
 """
     flags = "--model tiny --mock-data --vocab-size 64 --seq-length 16 --micro-batch-size 1 --global-batch-size 1 "
     flags += "--train-iters 1 --lr 1e-3"

@@ -23,7 +23,8 @@ WATCHED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 
 
 class OtherRank(Communicator):
-    """Two ranks, of which the other one reports these flags: (signal received, time is up, corpus damaged, no data)."""
+    """Two ranks, of which the other one reports these flags: (signal received, time is up, corpus damaged, no data,
+    test failed)."""
 
     def __init__(self, *flags: int) -> None:
         super().__init__((0, 1), 0)
@@ -175,7 +176,7 @@ def test_no_time_limit_is_no_limit() -> None:
 )
 def test_what_another_rank_knows_counts_here_too(flags: tuple[int, int, int], reason: str | None) -> None:
     has_signal, time_is_up, lacks_data = flags
-    here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(has_signal, time_is_up, 0, lacks_data))
+    here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(has_signal, time_is_up, 0, lacks_data, 0))
     assert here.agree(5) == reason
 
 
@@ -186,7 +187,7 @@ def test_what_another_rank_found_in_the_data_ends_this_one() -> None:
         def raise_on_all_ranks(self) -> None:
             raise DataError("found by another rank")
 
-    here = stop(world=OtherRank(0, 0, 1, 0))
+    here = stop(world=OtherRank(0, 0, 1, 0, 0))
     here.data_check = cast(DataCheck, Check())
     with pytest.raises(DataError, match="found by another rank"):
         here.agree(5)
@@ -207,7 +208,7 @@ def test_a_rank_without_data_stops_with_the_others_unless_a_signal_came_meanwhil
 
 
 def test_what_this_rank_knows_counts_when_the_other_is_quiet() -> None:
-    quiet = OtherRank(0, 0, 0, 0)
+    quiet = OtherRank(0, 0, 0, 0, 0)
     assert stop(received="SIGINT", world=quiet).agree(5) == "signal SIGINT"
     late = stop(TrainingConfig(exit_duration_in_mins=1), seconds_ago=61, world=quiet)
     assert late.agree(5) == "--exit-duration-in-mins 1"
@@ -216,7 +217,7 @@ def test_what_this_rank_knows_counts_when_the_other_is_quiet() -> None:
 def test_a_reason_that_every_rank_knows_needs_no_flags() -> None:
     """The loader is not asked for data that no iteration will read."""
     paused = stop(TrainingConfig(exit_interval=30), received="SIGTERM")
-    assert list(paused.local_flags(30, lambda: pytest.fail("has waited"))) == [False] * 4
+    assert list(paused.local_flags(30, lambda: pytest.fail("has waited"))) == [False] * 5
     assert paused.reason(30, [0.0] * 4) == "--exit-interval 30"
 
 

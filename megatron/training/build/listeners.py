@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.lock import RunLock
 from megatron.core.device import device_name
+from megatron.operation.stragglers import StragglerDetector
+from megatron.training.attempts import effective_time_meter
+from megatron.training.build.guard import Guard
 from megatron.training.build.plan import RunPlan
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.context import RunContext
+from megatron.training.faults import FaultInjection
 from megatron.training.flops import resolve_peak
 from megatron.training.loop.data import Data
 from megatron.training.loop.listeners import (
@@ -19,13 +23,19 @@ from megatron.training.loop.listeners import (
     MemoryReport,
     Metrics,
 )
+from megatron.training.loop.stragglers import Stragglers
 from megatron.training.loop.trainer import Listener
 from megatron.training.profiling.pipeline_profile import PipelineProfile
 from megatron.training.profiling.profiler import build_profile
 
 
 def build_listeners(
-    context: RunContext, plan: RunPlan, architecture: TransformerConfig, data: Data, locks: Sequence[RunLock]
+    context: RunContext,
+    plan: RunPlan,
+    architecture: TransformerConfig,
+    data: Data,
+    locks: Sequence[RunLock],
+    guard: Guard,
 ) -> list[Listener]:
     """The listeners in the order in which they receive an event."""
     config, is_on_gpu = context.config, context.topology.device.type != "cpu"
@@ -35,6 +45,7 @@ def build_listeners(
     peak, source_of_peak = resolve_peak(device, config.precision.product_name, logging.peak_tflops)
     context.log_rank0(source_of_peak)
     listeners = (
+        FaultInjection(context.faults, config.checkpoint) if context.faults.faults else None,
         # First, because evaluation also uses the pipeline, and the profiles record only the iteration.
         PipelineProfile(logging.profile_pipeline, logging.profile_pipeline_iteration, context.log_rank0)
         if logging.profile_pipeline is not None
@@ -42,7 +53,15 @@ def build_listeners(
         build_profile(config, context.topology.rank, context.topology.device, context.log_rank0),
         MemoryReport() if is_on_gpu else None,
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
-        Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak),
+        # Before the metrics, to which it adds one.
+        build_stragglers(context),
+        Metrics(
+            logging,
+            plan.train_iters,
+            architecture.flops_per_token(config.seq_length),
+            peak,
+            effective_time_meter(context),
+        ),
         Evaluation(
             validation.eval_interval,
             validation.eval_iters,
@@ -51,8 +70,19 @@ def build_listeners(
             data.test,
         ),
         DataComparison(data.check),
+        *guard.listeners,
         # After evaluation, which may take long, so that no save is under way when a signal arrives in it.
         Checkpoints(Saver(context, locks), saves) if config.checkpoint.save is not None else None,
         GarbageCollection(training.manual_gc_interval, validation.eval_interval, saves) if training.manual_gc else None,
     )
     return [listener for listener in listeners if listener is not None]
+
+
+def build_stragglers(context: RunContext) -> Stragglers | None:
+    """The comparison of the ranks; None if there is nothing to compare."""
+    topology, threshold = context.topology, context.config.operation.straggler_threshold
+    if threshold == 0 or topology.grid.stage_size == 1:
+        return None
+    # Ranks of a stage have the same layers.
+    peers = list(topology.grid.groups(("tp", "cp", "dp")))
+    return Stragglers(StragglerDetector(threshold, peers), topology.stopwatch, context.config.logging.log_interval)

@@ -32,6 +32,8 @@ class RunPlan:
     batches: BatchSchedule
     train_iters: int
     """Iterations of the whole run, including those of earlier processes."""
+    begins_stage: bool = False
+    """Whether the run was resumed, and a data stage begins now."""
 
     @property
     def stage(self) -> DataStage:
@@ -60,7 +62,8 @@ def plan_run(context: RunContext, vocabulary: Vocabulary, start: Start) -> RunPl
             f"--profile-pipeline-iteration {profiled} is not one of the iterations {progress.iteration + 1} to "
             f"{train_iters} of this run: choose one of them, or remove --profile-pipeline."
         )
-    return RunPlan(progress, stages, batches, train_iters)
+    begins_stage = start.resumed is not None and progress.iteration == stages.current.first_iteration > 0
+    return RunPlan(progress, stages, batches, train_iters, begins_stage)
 
 
 def find_data_stages(context: RunContext, vocabulary: Vocabulary, saved: SavedRun | None) -> ResolvedStages:

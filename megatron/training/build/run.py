@@ -3,28 +3,32 @@
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
 from megatron.checkpoint.lock import RunLock
+from megatron.config.faults import LOAD
 from megatron.core.models.kernels import build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
-from megatron.metrics.timers import Timers
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
+from megatron.operation.heartbeat import Section
+from megatron.operation.sections import Sections
+from megatron.operation.update_guard import UpdateGuard
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
+from megatron.training.build.guard import build_guard
 from megatron.training.build.listeners import build_listeners
 from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
 from megatron.training.build.vocabulary import load_vocabulary
 from megatron.training.checkpoints.data_stages import with_train_epochs
 from megatron.training.checkpoints.random_state import seed_random
 from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
+from megatron.training.checkpoints.rollback import Return
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
 from megatron.training.loop.stop import StopConditions
@@ -33,19 +37,28 @@ from megatron.training.profiling.pipeline_profile import check_trace_path
 from megatron.training.train_module import TrainModule
 
 
-def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitStack) -> Trainer:
+def build_trainer(
+    context: RunContext,
+    locks: Sequence[RunLock],
+    at_end: ExitStack,
+    started: float,
+    returned: Return | None = None,
+) -> Trainer:
     """Build this rank's part of the run; ``at_end`` frees resources that must outlive the trainer.
 
-    Raises :class:`~megatron.errors.UserError` on every rank alike.
+    ``started`` is the reading of the monotonic clock when the run began. ``returned`` is the checkpoint to continue
+    from after a rollback. Raises :class:`~megatron.errors.UserError` on every rank alike.
     """
+    if returned is not None:
+        context = after_rollback(context, returned)
     config, topology, control = context.config, context.topology, context.control
-    started = time.monotonic()
     run_on_rank0(control, lambda: config.logging.check_environment(os.environ))
     run_on_rank0(control, lambda: check_trace_path(config.logging.profile_pipeline))
     seed_random(config.training.seed)
     vocabulary = run_on_all_ranks(control, lambda: load_vocabulary(config))
-    start = find_start(config.checkpoint, control)
-    if not config.validation.skip_train:
+    with context.heartbeat.section(Section.LOAD):
+        start = find_start(config.checkpoint, control) if returned is None else returned.start
+    if not config.validation.skip_train and returned is None:
         run_on_rank0(control, lambda: check_nothing_is_abandoned(config.checkpoint, start))
     plan = plan_run(context, vocabulary, start)
     kernels = run_on_all_ranks(control, lambda: build_kernels(config, topology, vocabulary.size))
@@ -67,14 +80,22 @@ def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitSta
         weight_decay=build_weight_decay(config, plan),
         progress=dataclasses.replace(plan.progress),
         data_stages=plan.stages.stages,
+        guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
     )
-    resume(state, start, context)
+    with context.heartbeat.section(Section.LOAD):
+        context.faults.reach(LOAD)
+        resume(state, start, context)
+    if plan.begins_stage:
+        state.begin_stage()
+    if returned is not None:
+        state.rollbacks = returned.rollbacks
     for notice in plan.stages.notices:
         context.log_rank0(notice)
     data = build_data(context, vocabulary, plan)
     state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
     for warning in warnings:
         context.log_rank0(warning)
+    guard = build_guard(context, module)
     writers = open_writers(context, plan)
     describe_run(context, model, kernels, state, plan)
     return Trainer(
@@ -91,11 +112,30 @@ def build_trainer(context: RunContext, locks: Sequence[RunLock], at_end: ExitSta
             started,
             first_iteration=plan.progress.iteration,
             data_check=data.check,
+            alarm=guard.known_answer,
         ),
-        Timers(config.logging.timing_log_level, torch.cuda.synchronize if topology.device.type != "cpu" else None),
-        build_listeners(context, plan, model.config, data, locks),
+        Sections(
+            context.heartbeat,
+            config.logging.timing_log_level,
+            torch.cuda.synchronize if topology.device.type != "cpu" else None,
+        ),
+        build_listeners(context, plan, model.config, data, locks, guard),
         writers,
+        is_after_rollback=returned is not None,
     )
+
+
+def after_rollback(context: RunContext, returned: Return) -> RunContext:
+    """The context of a run that continues after a rollback.
+
+    Flags that concern only the first start of a run do not apply again.
+    """
+    config = context.config
+    checkpoint = dataclasses.replace(config.checkpoint, load_optim=True, load_rng=True)
+    logging, traced = config.logging, config.logging.profile_pipeline_iteration
+    if logging.profile_pipeline is not None and traced <= returned.saved.iteration:
+        logging = dataclasses.replace(logging, profile_pipeline=None)
+    return dataclasses.replace(context, config=dataclasses.replace(config, checkpoint=checkpoint, logging=logging))
 
 
 def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:

@@ -21,16 +21,20 @@ class Pruning:
         self._control, self._log_rank0 = context.control, context.log_rank0
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
-    def prune(self, newest: int, in_use: Collection[int] = ()) -> None:
-        """Delete old checkpoints after ``newest`` was saved, except those ``in_use``; a collective."""
+    def prune(self, newest: int, in_use: Collection[int] = (), safe_before: int | None = None) -> None:
+        """Delete old checkpoints after ``newest`` was saved, except those ``in_use``; a collective.
+
+        The newest one up to iteration ``safe_before`` stays as well.
+        """
         if not self._deletes:
             return
         there = run_on_rank0(self._control, lambda: list_checkpoints(self._root))
         # Iterations above ``newest`` were abandoned when the run returned to an older checkpoint.
         superfluous = self.retention.superfluous([iteration for iteration in there if iteration <= newest])
+        kept = {*in_use, *([] if safe_before is None else [one for one in there if one <= safe_before][-1:])}
 
         def delete() -> None:
-            for iteration in (iteration for iteration in superfluous if iteration not in in_use):
+            for iteration in (iteration for iteration in superfluous if iteration not in kept):
                 remove_checkpoint(locate_checkpoint(self._root, iteration))
                 self._log_rank0(f"deleted checkpoint {iteration_directory(self._root, iteration)}")
 

@@ -11,6 +11,7 @@ from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.core.run_on_ranks import first_failure, run_on_rank0
 from megatron.errors import CheckpointError
+from megatron.operation.update_guard import DETECTION_DELAY
 from megatron.training.checkpoints.mirror import Mirror
 from megatron.training.checkpoints.pruning import Pruning
 from megatron.training.checkpoints.state import RunState
@@ -36,7 +37,8 @@ class Saver:
         assert config.save is not None
         root = Path(config.save)
         self._root, self._config, self._control, self._log_rank0 = root, config, context.control, context.log_rank0
-        self._warn = context.warn_rank0
+        self._warn, self._heartbeat = context.warn_rank0, context.heartbeat
+        self._operation = context.config.operation
         # The lock of a mirror is compared when a copy is committed there: without it only the copy fails.
         self._locks = [lock for lock in locks if lock.root == root]
         self._pruning = Pruning(context, root)
@@ -83,13 +85,21 @@ class Saver:
         if iteration != self.last_saved:
             self._save_with_retries(state)
             self._start_copies(iteration)
-        for mirror in self._mirrors:
-            mirror.settle(wait=True)
+        self._settle_mirrors()
         behind = [mirror for mirror in self._mirrors if self.last_saved not in (None, mirror.last_started)]
         for mirror in behind:
             assert self.last_saved is not None
             mirror.start(iteration_directory(self._root, self.last_saved), self.last_saved)
         for mirror in behind:
+            mirror.settle(wait=True)
+
+    def settle(self) -> None:
+        """Wait for the save and the copies under way."""
+        self._finish("Training returns to an earlier checkpoint.")
+        self._settle_mirrors()
+
+    def _settle_mirrors(self) -> None:
+        for mirror in self._mirrors:
             mirror.settle(wait=True)
 
     def _save_with_retries(self, state: RunState) -> None:
@@ -111,6 +121,7 @@ class Saver:
     def _save_now(self, state: RunState) -> None:
         saving = SyncSaveBackend(self._root, state.progress.iteration, self._lock_token)
         self._log_rank0(f"saved checkpoint {state.save(saving)}")
+        self._heartbeat.committed(state.progress.iteration, self._heartbeat.step_ns)
         self._has_saved(state.progress.iteration)
 
     def poll(self) -> None:
@@ -153,10 +164,18 @@ class Saver:
         self.last_saved = iteration
         self._failures = []
         under_way = [mirror.under_way for mirror in self._mirrors]
+        in_use = [copied for copied in under_way if copied is not None]
         try:
-            self._pruning.prune(iteration, in_use=[copied for copied in under_way if copied is not None])
+            self._pruning.prune(iteration, in_use, self._safe_before(iteration))
         except CheckpointError as error:
             self._warn(f"Nothing is deleted under {self._root}: {error}")
+
+    def _safe_before(self, newest: int) -> int | None:
+        """The iteration up to which a checkpoint must be kept for a rollback, if a policy asks for it.
+
+        A spike that is not noticed yet may have begun :data:`DETECTION_DELAY` iterations before ``newest``.
+        """
+        return newest - self._operation.rollback_margin - DETECTION_DELAY if self._operation.rolls_back else None
 
     def _note_failure(self, iteration: int, failure: str, next_attempt: str) -> None:
         """Warn, or raise if another run has taken the lock."""
@@ -182,16 +201,18 @@ class BackgroundSaves:
 
     def __init__(self, context: RunContext, root: Path, lock_token: str | None) -> None:
         self._config, self._control, self._log_rank0 = context.config.checkpoint, context.control, context.log_rank0
-        self._root = root
-        self._lock_token = lock_token
+        self._root, self._lock_token, self._heartbeat = root, lock_token, context.heartbeat
         self._process = BackgroundProcess(self._config.async_save_timeout)
         self._is_reported = False
+        self._step_ns = 0
+        """The heartbeat's time of training when the state was copied."""
         self.saving: AsyncSaveBackend | None = None
         """The save for which :meth:`finish` has not been called."""
 
     def save(self, state: RunState) -> None:
         """Copy the state to host memory and start to write it; a collective."""
         assert self.saving is None
+        self._step_ns = self._heartbeat.step_ns
         saving = AsyncSaveBackend(
             self._root, state.progress.iteration, self._process, self._lock_token, read_back=self._config.deletes
         )
@@ -225,6 +246,7 @@ class BackgroundSaves:
     def _say_saved(self, iteration: int) -> None:
         if not self._is_reported:
             self._log_rank0(f"saved checkpoint {iteration_directory(self._root, iteration)}")
+            self._heartbeat.committed(iteration, self._step_ns)
         self._is_reported = True
 
     def close(self) -> None:

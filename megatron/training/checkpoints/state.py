@@ -9,7 +9,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
 from megatron.checkpoint.names import FP8, MASTER, MODEL
-from megatron.checkpoint.schema import DataStage, SavedState
+from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SaveBackend
 from megatron.core.control import ControlGroup
@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer import OptimizerState
 from megatron.core.optimizer.weight_decay import WeightDecaySchedule
 from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.errors import CheckpointError
+from megatron.operation.update_guard import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.random_state import random_tensors, restore_random
 from megatron.training.checkpoints.saved_run import Progress, SavedRun
@@ -46,6 +47,24 @@ class RunState:
     """None where it is constant."""
     progress: Progress
     data_stages: tuple[DataStage, ...]
+    guard: UpdateGuard
+    rollbacks: tuple[Rollback, ...] = ()
+    learning_rate_factor: float = 1.0
+    """Factor of the learning rate, for ``--inject-fault spike``; in no checkpoint."""
+
+    def leaves_out(self, batch_size: int) -> bool:
+        """Whether a rollback left out the next batch."""
+        return any(one.leaves_out(self.progress.consumed_samples, batch_size) for one in self.rollbacks)
+
+    def begin_stage(self) -> None:
+        """Call when a data stage begins: earlier losses, and positions of samples that were left out, do not apply to
+        its data."""
+        self.guard.forget()
+        self.rollbacks = tuple(one.before(self.progress.consumed_samples) for one in self.rollbacks)
+
+    def metrics(self) -> dict[str, float]:
+        """Unusual facts for the record of an iteration."""
+        return self.guard.metrics() | ({"rollbacks": len(self.rollbacks)} if self.rollbacks else {})
 
     def hyperparameters(self) -> Hyperparameters:
         """The hyperparameters of the next iteration."""
@@ -54,6 +73,13 @@ class RunState:
         if config.decoupled_lr is not None:
             decoupled = replace(self.lr_schedule, peak=config.decoupled_lr, minimum=config.vocabulary_min_lr)
             hyperparameters = replace(hyperparameters, vocabulary_learning_rate=decoupled(samples))
+        if self.learning_rate_factor != 1.0:
+            vocabulary = hyperparameters.vocabulary_learning_rate
+            hyperparameters = replace(
+                hyperparameters,
+                learning_rate=hyperparameters.learning_rate * self.learning_rate_factor,
+                vocabulary_learning_rate=None if vocabulary is None else vocabulary * self.learning_rate_factor,
+            )
         if self.weight_decay is not None:
             hyperparameters = replace(hyperparameters, weight_decay=self.weight_decay(samples))
         return hyperparameters
@@ -80,6 +106,8 @@ class RunState:
             architecture=self.architecture,
             flags=asdict(self.context.config),
             data_stages=self.data_stages,
+            rollbacks=self.rollbacks,
+            update_guard=self.guard.to_json(),
         )
         return save_checkpoint(
             Path(config.save), self.progress.iteration, tensors, state.to_json(), topology.control, saving
@@ -95,6 +123,9 @@ class RunState:
             self.lr_schedule = resolve_lr_schedule(
                 self.lr_schedule, saved.state.lr_schedule, self.context.config.learning_rate
             )
+            self.rollbacks = saved.state.rollbacks
+            if saved.state.update_guard is not None:
+                self.guard.restore(saved.state.update_guard)
         with_optimizer = config.load_optim and not weights_only
         tensors = self._wanted_tensors(saved, with_optimizer) | bias_tensors(self.module.experts)
         random_states = random_tensors(topology.rank, topology.device)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -134,6 +135,18 @@ def build_batch_schedule(
                 f"{micro_batch_size} x data-parallel size {data_parallel_size}: use {way_out} {unit}."
             )
     return schedule
+
+
+def check_batches(config: RunConfig, data_parallel_size: int) -> None:
+    """Raise :class:`ConfigError` if ``data_parallel_size`` does not divide every global batch size of the run."""
+    build_batch_schedule(
+        micro_batch_size=config.micro_batch_size,
+        data_parallel_size=data_parallel_size,
+        global_batch_size=config.training.global_batch_size,
+        rampup_batch_size=config.training.rampup_batch_size,
+        step_batch_size_schedule=config.training.step_batch_size_schedule,
+        seq_length=config.seq_length,
+    )
 
 
 def rampup_steps(global_batch_size: int, rampup: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:

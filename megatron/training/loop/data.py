@@ -13,6 +13,8 @@ class Lookahead(Iterator[Microbatch]):
     def __init__(self, microbatches: Iterator[Microbatch]) -> None:
         self._microbatches = microbatches
         self._next: Microbatch | None = None
+        self.kept: list[Microbatch] | None = None
+        """If it is a list: the microbatches that were taken since it was emptied."""
 
     def fetch(self) -> None:
         """Wait for the next microbatch; raises the loader's error."""
@@ -23,6 +25,8 @@ class Lookahead(Iterator[Microbatch]):
         self.fetch()
         microbatch, self._next = self._next, None
         assert microbatch is not None
+        if self.kept is not None:
+            self.kept.append(microbatch)
         return microbatch
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from megatron.data.loader import Microbatch
 from megatron.intervals import IntervalSchedule
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.timers import combine, format_timer_report
+from megatron.operation.accounting import EffectiveTimeMeter
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
 from megatron.training.loop.data_check import DataCheck
@@ -31,6 +32,8 @@ class Metrics(Listener):
     train_iters: int
     flops_per_token: float
     peak_tflops: float | None
+    effective_time: EffectiveTimeMeter | None = None
+    """On rank 0 of a run with a run directory."""
     _pending: list[IterationResult] = field(default_factory=list)
     _num_zeros: int | None = None
 
@@ -66,6 +69,9 @@ class Metrics(Listener):
             "mfu": mfu(tokens_per_s, self.flops_per_token, self.peak_tflops),
             "skipped": len(results) - len(applied),
         }
+        if self.effective_time is not None:
+            snapshot = trainer.context.heartbeat.snapshot()
+            metrics["effective_time"] = self.effective_time.read(snapshot, time.monotonic_ns())
         if self.config.log_num_zeros_in_grad:
             metrics["num_zeros"], self._num_zeros = self._num_zeros, None
         if self.config.log_params_norm:
@@ -73,10 +79,14 @@ class Metrics(Listener):
         timers: list[dict[str, float]] = []
         if self.config.timing_log_level > 0:
             timers = trainer.context.control.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
+        extra = dict(last.outcome.metrics)
+        spikes = [result.outcome.metrics["spike"] for result in results if "spike" in result.outcome.metrics]
+        if spikes:
+            extra["spike"] = max(spikes)
         return IterationRecord(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
-            metrics=metrics | last.outcome.metrics,
+            metrics=metrics | extra,
             train_iters=self.train_iters,
             skipped_samples=progress.skipped_samples,
             nan_iterations=sum(not math.isfinite(result.outcome.loss) for result in results),
@@ -100,8 +110,17 @@ class Evaluation(Listener):
     test: Iterator[Microbatch] | None
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
-        if self.interval is not None and trainer.state.progress.iteration % self.interval == 0:
+        if self._is_due(trainer):
             self.evaluate(trainer, "validation")
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        return self.interval is not None and trainer.state.progress.iteration % self.interval == 0
+
+    def on_skipped_iteration(self, trainer: Trainer) -> None:
+        # A resumed run continues after the samples of all evaluations up to its iteration, done or not.
+        if self.validation is not None and self._is_due(trainer):
+            for _ in range(self.batches * self.microbatches_per_batch):
+                next_microbatch(self.validation, trainer.context.topology.rank)
 
     def on_skip_train(self, trainer: Trainer) -> None:
         self.evaluate(trainer, "validation")
@@ -156,9 +175,21 @@ class Checkpoints(Listener):
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         self.saver.poll()
         if self.schedule is not None and self.schedule.is_due(trainer.state.progress.iteration):
-            with trainer.timers("save-checkpoint"):
-                trainer.module.data_parallel.finish_param_all_gather()
-                self.saver.save(trainer.state)
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        with trainer.timers("save-checkpoint"):
+            trainer.module.data_parallel.finish_param_all_gather()
+            self.saver.save(trainer.state)
+
+    def before_rollback(self, trainer: Trainer) -> None:
+        with trainer.timers("save-checkpoint"):
+            self.saver.settle()
+
+    def after_rollback(self, trainer: Trainer) -> None:
+        # The loaded checkpoint once more, now with the record of the rollback: a restart must not train on the samples
+        # that are left out.
+        self._save(trainer)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
         with trainer.timers("save-checkpoint"):

@@ -34,11 +34,14 @@ class StepOutcome:
     loss: float
     grad_norm: float
     is_skipped: bool
-    """Whether the loss or a gradient was not finite, so that no update was made."""
+    """Whether no update was made: the loss or a gradient was not finite, or ``accepts`` rejected it."""
     is_fault: bool
     """Whether the loss was not finite, or gradients overflowed although the loss scale cannot be lowered."""
     num_tokens: float
     """Unmasked tokens in the global batch."""
+    is_fault_of_all: bool
+    """Whether a fault is certainly one of all ranks: the loss is a sum over all, but replicas with whole gradients
+    compute the norm on their own, and one of them may have wrong bits."""
     stop_flags: Sequence[float] = ()
     """The number of ranks with each stop flag."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -60,12 +63,14 @@ def train_step(
     timers: Timers,
     before_update: Callable[[], None] = lambda: None,
     stop_flags: Callable[[], Sequence[bool]] = tuple,
+    accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
 ) -> StepOutcome:
     """One iteration, without an update if the loss or a gradient is not finite.
 
     ``expected_tokens`` is the number of tokens in the global batch, by which the loss is divided until the number of
     unmasked tokens is known. ``before_update`` is called between the gradients and the update. ``stop_flags`` returns
-    this rank's flags, which are counted together with the loss.
+    this rank's flags, which are counted together with the loss. ``accepts`` receives a finite loss and gradient norm,
+    and returns whether to apply the update, the same on every rank.
     """
     scale, fp8, experts = module.loss_scaler.scale, module.fp8, module.experts
     if fp8 is not None:
@@ -93,14 +98,24 @@ def train_step(
         module.data_parallel.finish_skipped_step()
         # The loss scale does not change: the loss does not depend on it.
         return StepOutcome(
-            loss.mean, math.nan, is_skipped=True, is_fault=True, num_tokens=loss.num_tokens, stop_flags=counts
+            loss.mean,
+            math.nan,
+            is_skipped=True,
+            is_fault=True,
+            num_tokens=loss.num_tokens,
+            is_fault_of_all=True,
+            stop_flags=counts,
         )
     before_update()
     with timers("optimizer"):
-        result = module.optimizer.step(hyperparameters, expected_tokens / loss.num_tokens / scale)
+        result = module.optimizer.step(
+            hyperparameters,
+            expected_tokens / loss.num_tokens / scale,
+            lambda grad_norm: accepts(loss.mean, grad_norm),
+        )
     if not result.is_applied:
         module.data_parallel.finish_skipped_step()
-    is_fault = not module.loss_scaler.update(overflowed=not result.is_applied)
+    is_fault = not module.loss_scaler.update(overflowed=not math.isfinite(result.grad_norm))
     if experts is not None and result.is_applied:
         experts.update_biases()
     return StepOutcome(
@@ -109,6 +124,7 @@ def train_step(
         is_skipped=not result.is_applied,
         is_fault=is_fault,
         num_tokens=loss.num_tokens,
+        is_fault_of_all=is_fault and module.data_parallel.sharing.norm_ranks.size == module.topology.world.size,
         stop_flags=counts,
         metrics={**result.metrics, **balance},
     )

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,17 @@ from megatron.training.signals import SignalWatch
 
 NO_DATA = "a rank has no more data"
 """The reason to stop if a rank has no microbatch."""
+
+
+class RankAlarm(Protocol):
+    """A test that each rank makes alone."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's test has failed."""
+
+    def raise_on_all_ranks(self) -> None:
+        """Raise the error on every rank if the test of one has failed; a collective."""
 
 
 @dataclass
@@ -33,6 +45,7 @@ class StopConditions:
     first_iteration: int = 0
     """Iterations before this process; ``--exit-interval`` does not stop there."""
     data_check: DataCheck | None = None
+    alarm: RankAlarm | None = None
 
     def local_flags(self, iteration: int, has_data: Callable[[], bool] = lambda: True) -> Sequence[bool]:
         """This rank's reasons not to start another iteration after ``iteration``, to be counted over all ranks.
@@ -41,23 +54,27 @@ class StopConditions:
         rank waits in the collective.
         """
         if self._known_reason(iteration) is not None:
-            return [False] * 4
+            return [False] * 5
         lacks_data = self.signals.received is None and not has_data()
         limit = self.config.exit_duration_in_mins
         is_late = limit is not None and time.monotonic() - self.started > limit * 60
         found_damage = self.data_check is not None and self.data_check.has_found_damage
-        return [self.signals.received is not None, is_late, found_damage, lacks_data]
+        has_failed = self.alarm is not None and self.alarm.has_failed
+        return [self.signals.received is not None, is_late, found_damage, lacks_data, has_failed]
 
     def reason(self, iteration: int, counts: Sequence[float]) -> str | None:
         """The reason to stop after ``iteration`` iterations, or None; the same on every rank.
 
         ``counts`` are the numbers of ranks with each of :meth:`local_flags`. Raises
-        :class:`~megatron.errors.DataError` on every rank if one has found the corpus damaged.
+        :class:`~megatron.errors.DataError` on every rank if one has found the corpus damaged, and
+        :class:`~megatron.errors.SilentCorruptionError` if the test of one has failed.
         """
         known = self._known_reason(iteration)
         if known is not None:
             return known
-        got_signal, time_is_up, is_damaged, lacks_data = (count > 0 for count in counts)
+        got_signal, time_is_up, is_damaged, lacks_data, has_failed = (count > 0 for count in counts)
+        if has_failed and self.alarm is not None:
+            self.alarm.raise_on_all_ranks()
         if is_damaged and self.data_check is not None:
             self.data_check.raise_on_all_ranks()
         if got_signal:

@@ -1,0 +1,221 @@
+"""Warm processes: standby ranks that have imported everything, so that a restart does not wait for imports.
+
+When the ranks of a node train, its launcher starts one further process per rank. It imports what the script imports for
+training, at low priority, and waits. At a restart it receives the arguments, the environment and the output files of
+the new rank, and runs the script. A standby that is not ready by then is killed, and the rank starts as usual.
+
+Only a script that defines ``import_for_training()`` has warm processes: it must have no other effect when it is run
+under another name than ``__main__``.
+"""
+
+import ast
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.operation.processes import LAUNCHER, die_with_parent
+
+HOOK = "import_for_training"
+"""Function of the script."""
+_READY = b"ready"
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_OF_ONE_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_ERROR_FILE",
+)
+"""Variables that a standby must not have: it is not a rank yet."""
+
+
+# --- launcher ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """How torch's agent starts a rank: ``prefix python [options] script arguments``."""
+
+    prefix: tuple[str, ...]
+    """For example numactl with its flags."""
+    script: str
+    arguments: tuple[str, ...]
+
+    @staticmethod
+    def parse(words: Sequence[str]) -> "RankCommand | None":
+        """None for a command that is not a Python script with the hook."""
+        if sys.executable not in words:
+            return None
+        python = words.index(sys.executable)
+        rest = list(words[python + 1 :])
+        while rest and rest[0] == "-u":
+            rest.pop(0)
+        if not rest or rest[0].startswith("-") or not has_hook(Path(rest[0])):
+            return None
+        return RankCommand(tuple(words[:python]), rest[0], tuple(rest[1:]))
+
+
+def has_hook(script: Path) -> bool:
+    """Whether a script defines ``import_for_training``; it is not run."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return any(isinstance(node, ast.FunctionDef) and node.name == HOOK for node in tree.body)
+
+
+class Standby:
+    """A warm process of one local rank."""
+
+    def __init__(self, command: RankCommand, environment: Mapping[str, str]) -> None:
+        own, other = socket.socketpair()
+        paths = [str(_REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
+        variables = {name: value for name, value in environment.items() if name not in _OF_ONE_RANK}
+        with other:
+            self.process = subprocess.Popen(
+                [*command.prefix, sys.executable, "-u", "-m", __name__, str(other.fileno()), command.script],
+                env={**variables, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+        own.setblocking(False)
+        self.command = command
+        self._connection = own
+        self._received = b""
+
+    def is_ready(self) -> bool:
+        """Whether it waits for its rank."""
+        with suppress(BlockingIOError, OSError):
+            self._received += self._connection.recv(len(_READY) - len(self._received))
+        return self._received == _READY and self.process.poll() is None
+
+    def become(self, environment: Mapping[str, str], outputs: tuple[str | None, str | None]) -> subprocess.Popen[Any]:
+        """Run the script as the rank of ``environment``, with standard output and error in the files ``outputs``."""
+        order = {"arguments": self.command.arguments, "environment": dict(environment), "outputs": outputs}
+        self._connection.setblocking(True)
+        with self._connection:
+            self._connection.sendall(json.dumps(order).encode())
+        return self.process
+
+    def end(self) -> None:
+        """Kill the process."""
+        self._connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class WarmProcesses:
+    """The standby processes of a node."""
+
+    def __init__(self) -> None:
+        self._commands: dict[int, tuple[RankCommand, dict[str, str]]] = {}
+        self._standby: dict[int, Standby] = {}
+        self._failed = False
+
+    def started(self, local_rank: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Note how a rank was started."""
+        command = RankCommand.parse(words)
+        if command is not None:
+            self._commands[local_rank] = command, dict(environment)
+
+    def prepare(self) -> None:
+        """Start a standby for each rank that has none. Call it from a thread that lives as long as the launcher, when
+        the ranks train: before, they need the cores themselves."""
+        # One that ends by itself cannot import, and the next could not either.
+        self._failed = self._failed or any(warm.process.poll() is not None for warm in self._standby.values())
+        if self._failed:
+            return
+        for local_rank, (command, environment) in self._commands.items():
+            if local_rank not in self._standby:
+                self._standby[local_rank] = Standby(command, environment)
+
+    def are_ready(self) -> bool:
+        """Whether every rank has a standby that is ready."""
+        return bool(self._standby) and all(warm.is_ready() for warm in self._standby.values())
+
+    def take(self, local_rank: int, words: Sequence[str]) -> Standby | None:
+        """The standby for a rank with this command, if it is ready; otherwise its cores are freed."""
+        warm = self._standby.pop(local_rank, None)
+        if warm is None:
+            return None
+        if warm.is_ready() and warm.command == RankCommand.parse(words):
+            return warm
+        warm.end()
+        return None
+
+    def end(self) -> None:
+        """Kill all standby processes."""
+        for warm in self._standby.values():
+            warm.end()
+        self._standby.clear()
+
+
+# --- standby process -----------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Import, wait, become a rank: ``arguments`` are the number of the connection and the script."""
+    descriptor, script = arguments
+    launcher = os.environ.get(LAUNCHER)
+    die_with_parent(None if launcher is None else int(launcher))
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    with socket.socket(fileno=int(descriptor)) as connection:
+        _import_at_low_priority(script)
+        connection.sendall(_READY)
+        text = b""
+        while part := connection.recv(1 << 16):
+            text += part
+    if not text:
+        return  # the launcher has closed the connection
+    order = json.loads(text)
+    _take_environment(order["environment"])
+    for descriptor_to, path in zip((1, 2), order["outputs"]):
+        if path is not None:
+            _redirect(descriptor_to, path)
+    sys.argv = [script, *order["arguments"]]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _import_at_low_priority(script: str) -> None:
+    """Import in a thread of its own: on Linux a thread has a priority, and without privileges only lowers it."""
+    errors: list[BaseException] = []
+
+    def import_all() -> None:
+        try:
+            with suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            runpy.run_path(script, run_name="warm")[HOOK]()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=import_all)
+    thread.start()
+    thread.join()
+    if errors:
+        os._exit(1)  # silently: the rank that starts instead says what is wrong
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def _redirect(descriptor: int, path: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, descriptor)
+    os.close(file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

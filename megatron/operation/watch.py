@@ -1,0 +1,347 @@
+"""The launcher's view of its ranks: it decides that they hang, and records why an attempt failed.
+
+Several nodes: the launcher that decides first asks the others for what they know of their ranks, through the shared
+store, and waits for them for a limited time.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron.config.operation import OperationConfig
+from megatron.operation.causes import OutOfMemoryKills
+from megatron.operation.culprit import Evidence, find_culprit
+from megatron.operation.failure import (
+    FILE,
+    Failure,
+    RankEnd,
+    attempt_number,
+    failure_of_ends,
+    failure_of_hang,
+    failure_of_lost_nodes,
+    position,
+    write_failure,
+)
+from megatron.operation.heartbeat import HeartbeatMemory, Snapshot
+from megatron.operation.nodes import Nodes
+from megatron.operation.process_states import (
+    ENDED,
+    STOPPED,
+    UNINTERRUPTIBLE,
+    child_processes,
+    context_switches,
+    num_threads,
+    process_state,
+)
+from megatron.operation.run_settings import RunSettings
+from megatron.operation.stacks import main_stack, parse_stacks, request_stacks
+from megatron.operation.watchdog import Limits, Overrun, Watchdog
+
+SCRIPT = "pretrain_llama.py"
+NODES_SECONDS = 5.0
+"""Time for the other launchers to say what they know of their ranks."""
+_DECISION_SECONDS = 15.0
+"""Time for the first launcher to decide, after which another one decides alone."""
+_LOCK_SECONDS = 0.3
+"""For so long the wait for the interpreter's lock is observed."""
+_LOCK_RATES = 20.0, 400.0
+"""Context switches per second of a thread that waits for the lock: it wakes up every 5 ms."""
+
+
+@dataclass
+class _Attempt:
+    """One start of the ranks of this node."""
+
+    ranks: Mapping[int, int]
+    """Global rank by local rank."""
+    pids: Mapping[int, int]
+    """Process by local rank."""
+    watchdog: Watchdog
+    nodes: Nodes | None
+    node: int
+    restarts: int
+    started: float
+    """Seconds since the epoch."""
+    number: int | None = None
+    """In the run directory, from the first report."""
+    settings: dict[int, RunSettings] = field(default_factory=dict)
+    """By local rank, of the ranks that have written them."""
+    sample_at: float = 0.0
+    exceeded_at: float | None = None
+    """When a rank of this node exceeded its limit, while another launcher decides."""
+    has_published: bool = False
+
+
+class RankWatch:
+    """Watches the ranks of a node, whose script has the arguments ``words``."""
+
+    def __init__(self, heartbeats: HeartbeatMemory, words: Sequence[str]) -> None:
+        self._heartbeats = heartbeats
+        self._words = words
+        self._has_heartbeats = any(os.path.basename(word) == SCRIPT for word in words)
+        self._host = socket.gethostname()
+        self._out_of_memory = OutOfMemoryKills()
+        self._attempt: _Attempt | None = None
+        self.failure: Failure | None = None
+        """Why the last attempt failed; None if it did not, or if another launcher records it."""
+
+    def start(
+        self, ranks: Sequence[int], pids: Mapping[int, int], nodes: Nodes | None, node: int, restarts: int
+    ) -> None:
+        """The ``ranks`` of a new attempt have started, here by local rank, with these processes."""
+        limits = Limits.of_flags(OperationConfig(), None)
+        start = _number_after("--hang-limit-start-s", self._words)
+        limits = limits if start is None else Limits(start=start)
+        watchdog = Watchdog(len(ranks), time.monotonic_ns(), limits)
+        self._attempt = _Attempt(dict(enumerate(ranks)), pids, watchdog, nodes, node, restarts, time.time())
+        self._out_of_memory.rose()  # since now
+        self.failure = None
+        if nodes is not None:
+            nodes.publish("host", restarts, node, {"host": self._host, "ranks": list(ranks)})
+
+    # --- ranks that hang -------------------------------------------------------------------------------------
+
+    def find_hang(self, ended: Collection[int]) -> Failure | None:
+        """The failure, if a rank hangs; call it often. ``ended`` are the local ranks that no longer run."""
+        attempt, now = self._attempt, time.monotonic()
+        if attempt is None or now < attempt.sample_at:
+            return None
+        self._read_settings(attempt)
+        overruns = self._sample(attempt, ended)
+        attempt.sample_at = now + attempt.watchdog.period()
+        if attempt.nodes is not None:
+            return self._find_hang_with_others(attempt, attempt.nodes, overruns, ended)
+        return self._decide(overruns[0], self._evidence(attempt, ended)) if overruns else None
+
+    def _find_hang_with_others(
+        self, attempt: _Attempt, nodes: Nodes, overruns: Sequence[Overrun], ended: Collection[int]
+    ) -> Failure | None:
+        """The first launcher whose rank exceeds its limit decides; the others publish what they know."""
+        if overruns and attempt.exceeded_at is None:
+            attempt.exceeded_at = time.monotonic()
+        if attempt.has_published:
+            # The ranks are ended when the first launcher requests a restart. Unless it does not:
+            is_late = attempt.exceeded_at is not None and time.monotonic() - attempt.exceeded_at > _DECISION_SECONDS
+            return self._decide(overruns[0], self._evidence(attempt, ended)) if overruns and is_late else None
+        if overruns and nodes.is_first("hang", attempt.restarts):
+            return self._decide(overruns[0], self._evidence_of_all(attempt, ended, nodes))
+        if overruns or nodes.has_started("hang", attempt.restarts):
+            self._publish_evidence(attempt, ended, nodes)
+        return None
+
+    def _publish_evidence(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
+        attempt.has_published = True
+        own = self._evidence(attempt, ended)
+        nodes.publish("hang", attempt.restarts, attempt.node, [one.to_json() for one in own])
+        return own
+
+    def _read_settings(self, attempt: _Attempt) -> None:
+        for local_rank in attempt.ranks:
+            if local_rank not in attempt.settings:
+                found = RunSettings.from_json(self._heartbeats.settings(local_rank))
+                if found is not None:
+                    attempt.settings[local_rank] = found
+                    attempt.watchdog.limits = Limits.of_flags(found.operation, found.dataloader_timeout)
+
+    def _sample(self, attempt: _Attempt, ended: Collection[int]) -> list[Overrun]:
+        snapshots = [self._heartbeats.read(local_rank) for local_rank in sorted(attempt.ranks)]
+        overruns = attempt.watchdog.sample(time.monotonic_ns(), snapshots)
+        return [
+            one
+            for one in overruns
+            if one.local_rank not in ended and (self._has_heartbeats or snapshots[one.local_rank] is not None)
+        ]
+
+    def _decide(self, overrun: Overrun, evidence: Sequence[Evidence]) -> Failure:
+        failure = failure_of_hang(find_culprit(evidence), evidence, overrun.seconds, overrun.limit)
+        self._record(failure)
+        return failure
+
+    def _evidence_of_all(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
+        own = self._publish_evidence(attempt, ended, nodes)
+        found = nodes.collect("hang", attempt.restarts, NODES_SECONDS)
+        others = [Evidence.from_json(one) for node, content in found.items() if node != attempt.node for one in content]
+        for node, (host, ranks) in self._missing_nodes(attempt, nodes, found).items():
+            print(f"The launcher of node {node} ({host}) does not answer.", file=sys.stderr, flush=True)
+            others += [_evidence_of_lost(rank, host) for rank in ranks]
+        return sorted([*own, *others], key=lambda one: one.rank)
+
+    def _evidence(self, attempt: _Attempt, ended: Collection[int]) -> list[Evidence]:
+        """What is known of the ranks of this node that still run."""
+        pids = {rank: pid for rank, pid in attempt.pids.items() if rank not in ended}
+        before, began = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}, _now()
+        files = {}
+        for rank in pids:
+            path = self._heartbeats.settings(rank).get("stacks")
+            if path is not None and (before[rank][0] or "Z") not in STOPPED + ENDED:
+                files[rank] = path
+        texts = request_stacks(files, pids)
+        time.sleep(max(0.0, _LOCK_SECONDS - (_now() - began)))
+        seconds = _now() - began
+        evidence = []
+        for rank, pid in pids.items():
+            state, (state_before, switches) = process_state(pid), before[rank]
+            if state == UNINTERRUPTIBLE and state_before != UNINTERRUPTIBLE:
+                state = state_before  # a short wait for a disk is no evidence
+            rate = (context_switches(pid) - switches) / seconds
+            stacks = parse_stacks(texts.get(rank, ""))
+            snapshot = self._heartbeats.read(rank)
+            evidence.append(
+                Evidence(
+                    rank=attempt.ranks[rank],
+                    local_rank=rank,
+                    host=self._host,
+                    pid=pid,
+                    seconds=_seconds_since_entered(snapshot),
+                    collectives=None if snapshot is None else snapshot.collectives,
+                    state=state,
+                    children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
+                    stack=main_stack(stacks),
+                    waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and num_threads(pid) > 1,
+                    **({"section": "start"} if snapshot is None else position(snapshot)),
+                )
+            )
+        return evidence
+
+    # --- ranks that ended ------------------------------------------------------------------------------------
+
+    def record_ends(self, failures: Mapping[int, Any], first: Collection[int], exit_code: int) -> None:
+        """Record an attempt in which ranks failed.
+
+        ``failures`` are torch's, by local rank; ``first`` the local ranks that had failed when the launcher noticed it,
+        before it ended the others.
+        """
+        attempt = self._attempt
+        if attempt is None:
+            return
+        ends = [self._end(attempt, rank, failure) for rank, failure in failures.items()]
+        ends = [end for end in ends if end.local_rank in first or end.text is not None] or ends
+        nodes = attempt.nodes
+        if nodes is None:
+            if ends:
+                self._record(failure_of_ends(ends, exit_code, self._out_of_memory.rose()))
+            return
+        nodes.publish("ends", attempt.restarts, attempt.node, [asdict(end) for end in ends])
+        if not ends or not nodes.is_first("report", attempt.restarts):
+            return
+        are_consequences = all(end.is_consequence for end in ends)
+        found = nodes.collect("ends", attempt.restarts, NODES_SECONDS if are_consequences else 0.0)
+        every = [RankEnd.from_json(end) for content in found.values() for end in content] or ends
+        lost = self._missing_nodes(attempt, nodes, found) if are_consequences else {}
+        if lost and all(end.is_consequence for end in every):
+            self._record(failure_of_lost_nodes(dict(lost.values())))
+        else:
+            self._record(failure_of_ends(every, exit_code, self._out_of_memory.rose()))
+
+    def publish_health(self) -> None:
+        """Tell the other launchers that no rank of this node has failed."""
+        attempt = self._attempt
+        if attempt is not None and attempt.nodes is not None:
+            attempt.nodes.publish("ends", attempt.restarts, attempt.node, [])
+
+    def _end(self, attempt: _Attempt, local_rank: int, failure: Any) -> RankEnd:
+        message = failure.message
+        info = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        moment = float(failure.timestamp)
+        with suppress(OSError):
+            moment = os.stat(failure.error_file).st_mtime_ns * 1e-9
+        snapshot = self._heartbeats.read(local_rank)
+        return RankEnd(
+            rank=attempt.ranks[local_rank],
+            local_rank=local_rank,
+            host=self._host,
+            exit_code=failure.exitcode,
+            text=message.get("message") if isinstance(message, dict) else None,
+            cause=info.get("cause"),
+            is_local=info.get("is_local", True),
+            time=moment,
+            **({} if snapshot is None else position(snapshot)),
+        )
+
+    def _missing_nodes(
+        self, attempt: _Attempt, nodes: Nodes, found: Collection[int]
+    ) -> dict[int, tuple[str, list[int]]]:
+        """Host and ranks of the nodes that have not answered."""
+        hosts = nodes.collect("host", attempt.restarts, 0.0)
+        missing = sorted(set(range(nodes.count)) - set(found))
+        return {
+            node: (hosts[node]["host"], hosts[node]["ranks"]) if node in hosts else (f"node {node}", [])
+            for node in missing
+        }
+
+    # --- records ---------------------------------------------------------------------------------------------
+
+    def record_survivor(self, local_rank: int) -> None:
+        """Record that a process does not end although it was killed."""
+        attempt = self._attempt
+        assert attempt is not None
+        snapshot = self._heartbeats.read(local_rank)
+        failure = failure_of_ends(
+            [
+                RankEnd(
+                    rank=attempt.ranks[local_rank],
+                    local_rank=local_rank,
+                    host=self._host,
+                    exit_code=1,
+                    text=f"process {attempt.pids[local_rank]} does not end after SIGKILL (state "
+                    f"{process_state(attempt.pids[local_rank])}): a driver or a file system does not answer",
+                    cause="hang",
+                    **({} if snapshot is None else position(snapshot)),
+                )
+            ],
+            exit_code=1,
+            out_of_memory=False,
+        )
+        self._record(failure)
+
+    def _record(self, failure: Failure) -> None:
+        self.failure = failure
+        directory = self._directory()
+        note = ""
+        if directory is not None:
+            try:
+                assert self._attempt is not None
+                if self._attempt.number is None:
+                    self._attempt.number = attempt_number(directory, self._attempt.started)
+                write_failure(directory, failure, self._attempt.number)
+                note = f" See {directory / FILE}."
+            except OSError as error:
+                note = f" {directory / FILE} cannot be written ({error.strerror})."
+        print(f"The attempt failed ({failure.cause}). {failure.message}{note}", file=sys.stderr, flush=True)
+
+    def _directory(self) -> Path | None:
+        """The run directory; None if the ranks have none."""
+        settings = self._attempt.settings if self._attempt is not None else {}
+        if self._attempt is not None:
+            self._read_settings(self._attempt)
+        return next((Path(one.run_dir) for one in settings.values() if one.run_dir is not None), None)
+
+
+def _evidence_of_lost(rank: int, host: str) -> Evidence:
+    """Of a rank whose launcher does not answer."""
+    return Evidence(rank=rank, local_rank=0, host=host, pid=None, section="start", seconds=0.0, state=None)
+
+
+def _seconds_since_entered(snapshot: Snapshot | None) -> float:
+    return 0.0 if snapshot is None else (time.monotonic_ns() - snapshot.entered_ns) * 1e-9
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+def _number_after(flag: str, words: Sequence[str]) -> float | None:
+    """The value of a flag on a command line; None if it is not there or not a number."""
+    pairs = [tuple(word.split("=", 1)) for word in words if "=" in word] + list(pairwise(words))
+    for name, value in pairs:
+        if name == flag:
+            with suppress(ValueError):
+                return float(value)
+    return None

@@ -1,0 +1,1 @@
+"""Checks of numbers during training: replicas, replays, known products, finite weights."""

@@ -1,0 +1,74 @@
+"""The known product (megatron/operation/known_answer.py) at the start of a run and at intervals of time."""
+
+import socket
+import time
+
+import torch
+
+from megatron.core.control import ControlGroup
+from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.errors import SilentCorruptionError
+from megatron.operation.known_answer import TILE, KnownProduct
+from megatron.training.loop.trainer import Listener, Trainer
+
+
+class KnownAnswer(Listener):
+    """Computes the product in each of ``dtypes`` now and every ``interval_s`` seconds, on each rank alone.
+
+    Creation is a collective, and raises :class:`SilentCorruptionError` on all ranks if the product of one is wrong.
+    Later failures reach all ranks with the flags of the next step
+    (:class:`~megatron.training.loop.stop.StopConditions`), or with the check before a save.
+    """
+
+    def __init__(
+        self, control: ControlGroup, device: torch.device, dtypes: tuple[torch.dtype, ...], interval_s: float
+    ) -> None:
+        self._control, self._interval_s = control, interval_s
+        self._products = [KnownProduct(device, dtype) for dtype in dict.fromkeys(dtypes)] if interval_s else []
+        self._failure: str | None = None
+        self._tested = time.monotonic()
+        if self._products:
+            run_on_all_ranks(control, self._test_or_raise)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    @property
+    def failure(self) -> str | None:
+        """What is wrong with the product of this rank."""
+        return self._failure
+
+    def on_iteration_start(self, trainer: Trainer) -> None:
+        if self._products and time.monotonic() - self._tested >= self._interval_s:
+            self.test()
+
+    def test(self) -> None:
+        """Compute the products; sets :attr:`failure`."""
+        self._tested = time.monotonic()
+        for product in self._products:
+            wrong = product.count_errors()
+            if wrong:
+                self._failure = (
+                    f"{wrong} elements of a known product in {str(product.dtype).removeprefix('torch.')} are wrong on "
+                    f"rank {self._control.rank} (host {socket.gethostname()}), in tiles of {TILE} x {TILE} elements"
+                )
+
+    def _test_or_raise(self) -> None:
+        self.test()
+        if self._failure is not None:
+            raise _error(self._failure, self._control.rank)
+
+    def raise_on_all_ranks(self) -> None:
+        """Raise :class:`SilentCorruptionError` on every rank if the test of one has failed; a collective."""
+        for rank, failure in enumerate(self._control.all_gather_object(self._failure)):
+            if failure is not None:
+                raise _error(failure, rank)
+
+
+def _error(failure: str, rank: int) -> SilentCorruptionError:
+    return SilentCorruptionError(
+        f"{failure}: the device of this rank computes wrong results. Leave its host out, then start the same command "
+        "again; --known-answer-interval-s 0 disables the test.",
+        (rank,),
+    )

@@ -1,0 +1,127 @@
+"""``--preflight`` and ``tools/check_node.py`` as a user starts them."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megatron.errors import ExitCode
+from megatron.operation.causes import Cause
+from megatron.operation.preflight.check import Needs
+from megatron.operation.preflight.result import Result, Verdict
+from megatron.operation.preflight.table import CHECKS
+from megatron.training.preflight import error_of
+from tests.end_to_end.run_process import (
+    REPOSITORY,
+    START_TIMEOUT,
+    FlagValue,
+    call_training,
+    environment,
+    fork_training,
+    words_of,
+)
+from tools import check_node
+
+RUN: dict[str, FlagValue] = {
+    "model": "tiny",
+    "mock_data": True,
+    "vocab_size": 512,
+    "seq_length": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 2,
+    "train_iters": 1,
+    "lr": 1e-3,
+    "num_workers": 0,
+    "log_interval": 1,
+    "device": "cpu",
+}
+
+
+def test_a_run_checks_its_node_and_saves_as_many_bytes_as_it_asked_for(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    with mock.patch("megatron.training.preflight.Needs", side_effect=Needs) as needs:
+        outcome = call_training(words_of({**RUN, "save": save, "preflight": True, "bf16": True})).succeeded()
+    assert f"> pre-flight: {len(CHECKS)} checks ok, 0 results not ok" in outcome.stdout
+    directory, expected, host = needs.call_args.args
+    assert (directory, host) == (save, 0)
+    shards = sum(path.stat().st_size for path in save.glob("iter_*/*.safetensors"))
+    assert 0.97 < expected / shards < 1.03
+
+
+def test_a_failed_check_ends_the_run_before_the_model_is_built(tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    with mock.patch("shutil.disk_usage", return_value=usage):
+        outcome = call_training(words_of({**RUN, "save": tmp_path / "run", "preflight": True}))
+    assert outcome.exit_code == ExitCode.ACTION_REQUIRED
+    assert "ERROR: --preflight failed: disk, " in outcome.stderr
+    assert "0.0 GiB free" in outcome.stdout and "-> delete files" in outcome.stdout
+    assert "parameters" not in outcome.stdout
+    assert not list((tmp_path / "run").glob("failed_attempts.json"))
+
+
+def test_the_tool_checks_two_ranks(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    flags = ["--save", str(tmp_path), "--json", str(results), "--device", "cpu", "--async-save"]
+    outcome = fork_training([*flags, "--checkpoint-gib", "0.001"], 2, check_node.main)
+    assert outcome.exit_code == 0, outcome.stderr
+    assert outcome.stdout.splitlines()[0].split() == ["check", "verdict", "where", "measured", "limit"]
+    assert "ok after" in outcome.stdout.splitlines()[-1]
+    record = json.loads(results.read_text())
+    assert [one["check"] for one in record["results"]] == [check.name for check in CHECKS]
+    assert record["exit_code"] == 0
+    assert "1 nodes, 2 ranks" in record["results"][0]["value"]
+
+
+def test_the_tool_ends_with_2_on_all_ranks_if_there_is_no_space(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    flags = ["--save", str(tmp_path), "--checkpoint-gib", "1e6", "--json", str(results), "--device", "cpu"]
+    outcome = fork_training(flags, 2, check_node.main)
+    assert outcome.exit_code == ExitCode.ACTION_REQUIRED, outcome.stderr
+    assert "failure after" in outcome.stdout.splitlines()[-1]
+    record = json.loads(results.read_text())
+    named = [one for one in record["results"] if one["verdict"] != "ok"]
+    assert [(one["check"], one["rank"]) for one in named] == [("disk", 0)]
+    assert record["exit_code"] == 2
+
+
+def test_flags_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_node.main(["--checkpoint-gib", "-1"]) == ExitCode.ACTION_REQUIRED
+    assert "ERROR: --checkpoint-gib" in capsys.readouterr().err
+    assert check_node.main(["--save", "s3://bucket/run"]) == ExitCode.ACTION_REQUIRED
+
+
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace, which this machine does not allow")
+def test_a_file_system_that_is_really_full_is_named(tmp_path: Path) -> None:
+    tool = str(REPOSITORY / "tools/check_node.py")
+    script = 'mount -t tmpfs -o size=16m none "$1" && exec "$2" "$3" --save "$1" --device cpu'
+    command = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, tool]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=START_TIMEOUT)
+    assert result.returncode == ExitCode.ACTION_REQUIRED, result.stdout + result.stderr
+    assert "No space left on device" in result.stdout
+
+
+def test_the_error_names_the_rank_whose_node_is_at_fault() -> None:
+    found = [
+        Result("disk", Verdict.FAILURE, "full", rank=0, host="a"),
+        Result("product", Verdict.WARNING, "slow", rank=1, host="b", cause=Cause.STRAGGLER),
+        Result("product", Verdict.FAILURE, "3 wrong elements", rank=2, host="c", cause=Cause.SILENT_CORRUPTION),
+    ]
+    error = error_of(found)
+    assert error is not None
+    assert (error.culprit, error.cause, error.exit_code) == (2, "silent_corruption", 2)
+    assert "product, c, rank 2: 3 wrong elements (2 failures" in str(error)
+    full = error_of(found[:2])
+    assert full is not None
+    assert (full.culprit, full.cause) == (None, "user_error")
+    assert error_of(found[1:2]) is None

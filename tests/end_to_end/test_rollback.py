@@ -1,0 +1,252 @@
+"""A run survives spikes and numbers that are not finite, as its policies say.
+
+``--inject-fault`` makes them: a learning rate that is far too large for some iterations, and NaN in a gradient.
+"""
+
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.training import pretrain
+from megatron.training.build.run import build_trainer
+from tests.end_to_end.run_process import (
+    TINY_RUN,
+    FlagValue,
+    Outcome,
+    assert_close,
+    assert_same_tensors,
+    call_training,
+    checkpoint_of,
+    computed,
+    fork_training,
+    iterations,
+    losses,
+    words_of,
+)
+
+pytestmark = pytest.mark.processes
+
+Flags = dict[str, Any]
+
+LENGTH, AT, MARGIN = 140, 61, 4
+SPIKE = f"spike@{AT}+5:30"
+"""The first of these updates is noticed three iterations later, and the last one after a rollback."""
+LOADED, FIRST_LEFT_OUT, LAST_LEFT_OUT = 50, 58, 68
+
+RUN: dict[str, FlagValue] = {
+    **TINY_RUN,
+    "mock_data": True,
+    "split": None,
+    "vocab_size": 16,
+    "num_layers": 1,
+    "fp64": True,
+    "seq_length": 64,
+    "micro_batch_size": 16,
+    "global_batch_size": 32,
+    "lr": 2e-2,
+    "train_iters": LENGTH,
+    "save_interval": 10,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def faults_allowed() -> Iterator[None]:
+    with mock.patch.dict(os.environ, {"MEGATRON_FAULTS": "1"}):
+        yield
+
+
+def train(directory: Path, processes: int = 1, **changes: FlagValue | Path) -> Outcome:
+    """Train in ``directory``, and resume from what is there."""
+    places: Flags = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
+    words = words_of({**RUN, **places, **changes})
+    return call_training(words) if processes == 1 else fork_training(words, processes)
+
+
+def going_back(**changes: FlagValue | Path) -> Flags:
+    return {"spike_policy": "rollback", "spike_window": 30, "rollback_margin": MARGIN, **changes}
+
+
+def final_loss(directory: Path) -> float:
+    return sum(losses(directory / "metrics.jsonl")[-10:]) / 10
+
+
+def rollbacks_of(directory: Path, iteration: int) -> list[dict[str, Any]]:
+    """The rollbacks in the manifest of a checkpoint."""
+    text = (checkpoint_of(directory, iteration) / "manifest.json").read_text()
+    rollbacks: list[dict[str, Any]] = json.loads(text)["manifest"]["state"]["rollbacks"]
+    return rollbacks
+
+
+def left_out(directory: Path) -> list[int]:
+    """Iterations without a record, which were not trained on."""
+    seen = {record["iteration"] for record in iterations(directory / "metrics.jsonl")}
+    return [iteration for iteration in range(1, max(seen) + 1) if iteration not in seen]
+
+
+def resume_from(checkpoint: Path, directory: Path, processes: int = 1, **changes: FlagValue | Path) -> None:
+    """Continue in ``directory`` from this checkpoint alone, without faults."""
+    shutil.copytree(checkpoint, directory / checkpoint.name)
+    train(directory, processes, **changes).succeeded()
+
+
+ON_TWO_RANKS: Flags = {"use_distributed_optimizer": True, "async_save": True}
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with a spike, with sharded state, saves in the background and copies."""
+    directory = tmp_path_factory.mktemp("spoilt")
+    mirror = directory / "mirror"
+    outcome = train(directory, 2, **going_back(inject_fault=SPIKE, redundant_save=mirror), **ON_TWO_RANKS).succeeded()
+    assert outcome.stderr.count("returning to an earlier checkpoint") == 2, outcome.stderr
+    return directory
+
+
+def test_a_spike_is_survived(spoilt: Path, tmp_path: Path) -> None:
+    """The loss at the end is that of the run without it, within 1 %."""
+    train(tmp_path, save_interval=None).succeeded()
+    assert final_loss(spoilt) == pytest.approx(final_loss(tmp_path), rel=0.01)
+
+
+@pytest.mark.slow(reason="a whole run, for comparison")
+def test_without_a_policy_the_spike_is_logged_and_spoils_the_run(
+    spoilt: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, save_interval=None, inject_fault=SPIKE, spike_window=30).succeeded()
+    assert final_loss(tmp_path) > 1.5 * final_loss(spoilt)
+    assert caplog.text.count("begins a spike") == 1
+    logged = iterations(tmp_path / "metrics.jsonl")
+    scores = {record["iteration"]: record["spike"] for record in logged if "spike" in record}
+    assert min(scores) == AT + 1 and min(scores.values()) > 6
+
+
+def test_a_rollback_is_in_every_later_checkpoint_and_leaves_nothing_of_the_spike(spoilt: Path) -> None:
+    assert left_out(spoilt) == list(range(FIRST_LEFT_OUT, LAST_LEFT_OUT + 1))
+    first, second = rollbacks_of(spoilt, LENGTH)
+    assert (first["cause"], first["loaded_iteration"], second["loaded_iteration"]) == ("spike", LOADED, LOADED)
+    assert (first["first_sample"], second["end_sample"]) == (32 * (FIRST_LEFT_OUT - 1), 32 * LAST_LEFT_OUT)
+    assert rollbacks_of(spoilt, LOADED) == rollbacks_of(spoilt, 70) == [first, second]
+    assert iterations(spoilt / "metrics.jsonl")[-1]["rollbacks"] == 2
+    # Iteration 60 was saved before the spike was noticed, and is not trained on again.
+    for place in (spoilt, spoilt / "mirror"):
+        assert not checkpoint_of(place, 60).exists()
+        assert checkpoint_of(place, 60).with_suffix(".rolled_back").exists()
+    assert rollbacks_of(spoilt / "mirror", LENGTH) == [first, second]
+
+
+def test_a_resumed_run_leaves_out_the_same_samples(spoilt: Path, tmp_path: Path) -> None:
+    """As after a crash right after the rollback: to the bit in the same layout, and with as many samples in another."""
+    wanted = [record for record in computed(spoilt / "metrics.jsonl") if record["iteration"] > LOADED]
+    resume_from(checkpoint_of(spoilt, LOADED), tmp_path / "same", 2, **going_back(), **ON_TWO_RANKS)
+    found = computed(tmp_path / "same/metrics.jsonl")
+    assert found == wanted and found[0]["iteration"] == LOADED + 1
+    assert_same_tensors(checkpoint_of(tmp_path / "same", LENGTH), checkpoint_of(spoilt, LENGTH))
+    # Without a policy: the record alone decides.
+    resume_from(checkpoint_of(spoilt, LOADED), tmp_path / "other", train_iters=LENGTH, exit_interval=80)
+    alone = computed(tmp_path / "other/metrics.jsonl")
+    assert [record["iteration"] for record in alone] == [one["iteration"] for one in wanted if one["iteration"] <= 80]
+    assert_close([one["lm_loss"] for one in alone], [one["lm_loss"] for one in wanted[: len(alone)]], 1e-9)
+
+
+SHORT: Flags = {"train_iters": 40, "micro_batch_size": 4, "global_batch_size": 8, "seq_length": 16}
+
+
+def test_memory_of_the_trainer_is_freed_before_the_next_one_is_built(tmp_path: Path) -> None:
+    optimizers: list[weakref.ref[Any]] = []
+
+    def watched(*arguments: Any) -> Any:
+        assert all(optimizer() is None for optimizer in optimizers)
+        trainer = build_trainer(*arguments)
+        optimizers.append(weakref.ref(trainer.module.optimizer))
+        return trainer
+
+    with mock.patch.object(pretrain, "build_trainer", watched):
+        train(tmp_path, **SHORT, **going_back(nan_policy="rollback", inject_fault="nan@25+5")).succeeded()
+    assert len(optimizers) == 2
+    assert rollbacks_of(tmp_path, 40)[0]["cause"] == "not_finite"
+    assert left_out(tmp_path) == [21, 22, 23, 24, 25, 26, 27, 28]
+
+
+def test_all_ranks_skip_an_update_that_one_rank_cannot_make(tmp_path: Path) -> None:
+    changes: Flags = {**SHORT, "train_iters": 12, "save_interval": None, "nan_policy": "skip"}
+    train(tmp_path / "one", **changes, inject_fault="nan@5").succeeded()
+    train(tmp_path / "two", 2, **changes, inject_fault="nan@5:rank1").succeeded()
+    for record in iterations(tmp_path / "two/metrics.jsonl"):
+        assert record["skipped"] == (record["iteration"] == 5)
+        assert record.get("skipped_updates") == (1 if record["iteration"] >= 5 else None)
+    alone, both = (
+        [loss for loss in losses(tmp_path / name / "metrics.jsonl") if loss is not None] for name in ("one", "two")
+    )
+    assert len(both) == 11
+    assert_close(both, alone, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"nan_policy": "skip", "inject_fault": "nan@5+4"}, ["4 updates in a row", "--nan-policy skip"]),
+        (
+            {"nan_policy": "rollback", "inject_fault": "nan@5+4", "rollback_margin": 4},
+            ["no checkpoint from before", "--save-interval"],
+        ),
+        (
+            {"spike_policy": "skip", "spike_window": 20, "inject_fault": "spike@25+3:1000"},
+            ["is a spike", "--spike-policy skip"],
+        ),
+    ],
+    ids=["skipped too often", "nothing to return to", "spikes skipped too often"],
+)
+def test_a_run_that_cannot_be_saved_ends_with_93(tmp_path: Path, changes: Flags, words: list[str]) -> None:
+    outcome = train(tmp_path, **SHORT, **changes)
+    assert outcome.exit_code == 93
+    (sentence,) = outcome.errors
+    assert all(word in sentence for word in words), sentence
+
+
+def test_after_three_rollbacks_every_start_ends_with_93(tmp_path: Path) -> None:
+    flags = going_back(nan_policy="rollback", inject_fault="nan@25+99:always")
+    for _ in range(2):
+        outcome = train(tmp_path, **SHORT, **flags)
+        assert outcome.exit_code == 93
+        assert "after 3 rollbacks (--max-rollbacks 3)" in outcome.errors[0]
+    assert len(rollbacks_of(tmp_path, 20)) == 3
+    assert not checkpoint_of(tmp_path, 30).exists()
+
+
+@pytest.mark.slow(reason="2,000 iterations")
+def test_a_clean_run_has_no_spikes(tmp_path: Path) -> None:
+    train(tmp_path, train_iters=2000, lr_warmup_iters=166, micro_batch_size=8, global_batch_size=8, save_interval=None)
+    records = iterations(tmp_path / "metrics.jsonl")
+    assert len(records) == 2000
+    assert not [record for record in records if "spike" in record]
+
+
+@pytest.mark.slow(reason="two ranks, several runs of each layout")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "overlap_grad_reduce": False},
+        {"pipeline_model_parallel_size": 2, "num_layers": 2, "rampup_batch_size": (16, 16, 1000)},
+        {"data_parallel_sharding_strategy": "optim_grads", "save_retain_last": 1},
+        {"use_torch_fsdp2": True, "async_save": True},
+        {"bf16": True, "fp64": False, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+         "overlap_param_gather": True},
+    ],
+    ids=["tensor", "pipeline and ramp", "ZeRO-2 and retention", "FSDP2", "bf16 and overlap"],
+)  # fmt: skip
+def test_every_layout_goes_back_and_resumes_alike(layout: Flags, tmp_path: Path) -> None:
+    changes = {**layout, **going_back(eval_interval=15, eval_iters=1)}
+    train(tmp_path / "whole", 2, **changes, inject_fault=SPIKE).succeeded()
+    assert rollbacks_of(tmp_path / "whole", LENGTH)
+    assert set(range(AT, AT + 3)) <= set(left_out(tmp_path / "whole"))
+    train(tmp_path / "parts", 2, **changes, inject_fault=SPIKE, exit_interval=75).succeeded()
+    train(tmp_path / "parts", 2, **changes, inject_fault=SPIKE).succeeded()
+    assert computed(tmp_path / "parts/metrics.jsonl") == computed(tmp_path / "whole/metrics.jsonl")
+    assert_same_tensors(checkpoint_of(tmp_path / "parts", LENGTH), checkpoint_of(tmp_path / "whole", LENGTH))

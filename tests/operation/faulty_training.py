@@ -1,0 +1,42 @@
+"""``pretrain_llama.py`` whose rank R injects a fault when the file ``fault.R`` of a directory asks for it; the first
+argument is the directory. The file has a kind of ``--inject-fault`` and the section of the heartbeat in which the rank
+injects it: a run injects its own faults only at the end of a step, a loading or a save."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pretrain_llama
+from megatron.config.faults import parse_faults
+from megatron.operation.heartbeat import Heartbeat, Section
+
+
+def main() -> None:
+    """Train."""
+    directory = Path(sys.argv.pop(1))
+    request = directory / f"fault.{os.environ['RANK']}"
+    (directory / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
+    enter = Heartbeat.enter
+
+    def enter_and_break(heartbeat: Heartbeat, section: Section) -> Section:
+        left = enter(heartbeat, section)
+        if request.exists():
+            kind, _, wanted = request.read_text().partition(" ")
+            if wanted == section.label:
+                from megatron.operation.faults import EVENT_FAULTS
+
+                request.unlink()
+                (directory / "began").write_text(repr(time.time()))
+                EVENT_FAULTS[kind](parse_faults(f"{kind}@1")[0])
+        return left
+
+    setattr(Heartbeat, "enter", enter_and_break)  # noqa: B010 (mypy takes an assignment for a mistake)
+    pretrain_llama.die_with_launcher()
+    code = pretrain_llama.main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Faults that make ranks of a real training hang, one after the other, and what the launcher reports of them.
+
+    python -m tests.operation.hang_campaign --faults 200 [--ranks 2] [--seed N] [--quiet-seconds S]
+
+One launcher restarts the ranks after each fault. Faults are random: kind, rank, and section of the iteration. Prints a
+line for every fault and a summary; the exit code is 1 if a report is wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.operation.causes import Cause
+from megatron.operation.process_states import child_processes
+from tests.end_to_end.run_process import REPOSITORY, TINY_RUN, descendants, environment, wait_until, words_of
+
+KINDS = ("stop", "sleep", "gil", "fifo", "loader")
+SECTIONS = ("step", "data", "forward-backward", "grads-reduce", "optimizer")
+LIMIT = 2.0
+PATIENCE = 240.0
+_QUIET_ITERATIONS = 20
+"""Iterations of an attempt before a fault: the first ones have the limit of the start."""
+_QUIET_SECONDS = 2.5
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A rank that hangs."""
+
+    kind: str
+    rank: int
+    section: str
+    """Where it hangs; a stopped loader is noticed in the section ``data``."""
+
+    @staticmethod
+    def draw(chance: random.Random, ranks: int) -> "Fault":
+        kind = chance.choice(KINDS)
+        return Fault(kind, chance.randrange(ranks), "data" if kind == "loader" else chance.choice(SECTIONS))
+
+    @property
+    def cause(self) -> Cause:
+        return Cause.STOPPED_PROCESS if self.kind in ("stop", "loader") else Cause.HANG
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the launcher made of a fault."""
+
+    fault: Fault
+    content: dict[str, Any]
+    """failure.json"""
+    seconds: float
+    """From the fault to the report."""
+
+    @property
+    def limit(self) -> float:
+        found = re.search(r"the limit is ([\d.]+) s", self.content["message"])
+        return float(found[1]) if found else 0.0
+
+    @property
+    def is_right(self) -> bool:
+        return self.content["rank"] == self.fault.rank and self.content["cause"] == self.fault.cause
+
+    def __str__(self) -> str:
+        verdict = "right" if self.is_right else "WRONG"
+        fault = f"{self.fault.kind} of rank {self.fault.rank} in {self.fault.section}"
+        return f"{verdict}: {fault}: after {self.seconds:.1f} s: {self.content['message']}"
+
+
+class Campaign:
+    """A launcher whose ranks train until they are told to break."""
+
+    def __init__(self, directory: Path, faults: int, ranks: int = 2) -> None:
+        self._directory, self._ranks = directory, ranks
+        self.log, self._run = directory / "log", directory / "run"
+        launcher = ["-m", "megatron.operation.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        script = [str(REPOSITORY / "tests" / "operation" / "faulty_training.py"), str(directory)]
+        flags = {
+            **TINY_RUN,
+            "mock_data": True,
+            "vocab_size": 384,
+            "train_iters": 1_000_000,
+            "num_workers": 1,
+            "global_batch_size": 4 * ranks,
+            "run_dir": self._run,
+            "hang_limit_s": LIMIT,
+        }
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, "--max-restarts", str(faults), *script, *words_of(flags)],
+                cwd=REPOSITORY,
+                env={**environment(), "PYTHONPATH": path},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._read = 0
+
+    def __enter__(self) -> "Campaign":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait_until_quiet(self) -> None:
+        """Wait until all ranks of an attempt have trained for a while."""
+        self._wait(lambda: self._iterations() > 0)
+        first = time.monotonic()
+        self._wait(
+            lambda: self._iterations() >= _QUIET_ITERATIONS and time.monotonic() - first > _QUIET_SECONDS,
+        )
+
+    def _iterations(self) -> int:
+        """Iterations logged since the last report."""
+        return self.log.read_bytes()[self._read :].count(b"] iteration ")
+
+    def _wait(self, condition: Any) -> None:
+        def holds() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            return bool(condition())
+
+        wait_until(holds, PATIENCE)
+
+    def inject(self, fault: Fault) -> Report:
+        """Break a rank, and wait for the report."""
+        reports = self._reports()
+        began = self._directory / "began"
+        began.unlink(missing_ok=True)
+        if fault.kind == "loader":
+            pid = int((self._directory / f"pid.{fault.rank}").read_text())
+            loader = next(child for child in child_processes(pid) if child.role == "loader process")
+            began.write_text(repr(time.time()))
+            os.kill(loader.pid, signal.SIGSTOP)
+        else:
+            draft = self._directory / "draft"
+            draft.write_text(f"{fault.kind} {fault.section}")
+            draft.replace(self._directory / f"fault.{fault.rank}")
+        self._wait(lambda: len(self._reports()) > len(reports))
+        (new,) = self._reports()[len(reports) :]
+        self._read = self.log.stat().st_size
+        content = json.loads(new.read_text())
+        return Report(fault, content, content["time"] - float(began.read_text()))
+
+    def false_alarms(self) -> int:
+        """Reports so far; there must be none that a fault has not caused."""
+        return len(self._reports())
+
+    def _reports(self) -> list[Path]:
+        return sorted((self._run / "failures").glob("[0-9]*.json"))
+
+
+def run_campaign(directory: Path, faults: Sequence[Fault], ranks: int, quiet_seconds: float = 0.0) -> list[Report]:
+    """Inject the faults in one job; with ``quiet_seconds`` of training before, in which nothing may be reported."""
+    with Campaign(directory, len(faults), ranks) as campaign:
+        if quiet_seconds:
+            campaign.wait_until_quiet()
+            time.sleep(quiet_seconds)
+            assert campaign.false_alarms() == 0, campaign.log.read_text()[-5000:]
+        reports: list[Report] = []
+        for fault in faults:
+            campaign.wait_until_quiet()
+            assert campaign.false_alarms() == len(reports), "an alarm without a fault"
+            reports.append(campaign.inject(fault))
+            print(reports[-1], flush=True)
+        return reports
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quiet-seconds", type=float, default=0.0)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    faults = [Fault.draw(chance, options.ranks) for _ in range(options.faults)]
+    with tempfile.TemporaryDirectory() as directory:
+        reports = run_campaign(Path(directory), faults, options.ranks, options.quiet_seconds)
+    right = Counter(report.fault.kind for report in reports if report.is_right)
+    drawn = Counter(fault.kind for fault in faults)
+    print(f"right: {right.total()} of {len(reports)}", {kind: f"{right[kind]} of {drawn[kind]}" for kind in drawn})
+    beyond = sorted(report.seconds - report.limit for report in reports)
+    late = sum(seconds > 2.0 for seconds in beyond)
+    print(f"seconds beyond the limit: median {statistics.median(beyond):.2f}, longest {beyond[-1]:.2f}; {late} above 2")
+    return int(right.total() < len(reports) or late > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Faults for the checks before a run, each on one of the ranks, with what the checks must say."""
+
+import errno
+import io
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from megatron.core.communication import Communicator
+from megatron.operation.preflight.board import Board
+from megatron.operation.preflight.check import Check, Needs, Network, Place
+from megatron.operation.preflight.clocks import Clocks
+from megatron.operation.preflight.disk import Disk
+from megatron.operation.preflight.host_memory import HostMemory
+from megatron.operation.preflight.product import Product
+from megatron.operation.preflight.run import Preflight, run_preflight
+from megatron.operation.preflight.table import CHECKS
+
+GIB = 2**30
+
+
+def slow_product(left: Tensor, right: Tensor) -> Tensor:
+    """1.5 times the time."""
+    started = time.perf_counter()
+    product = torch.matmul(left, right)
+    end = started + 1.5 * (time.perf_counter() - started)
+    while time.perf_counter() < end:
+        pass
+    return product
+
+
+def wrong_product(left: Tensor, right: Tensor) -> Tensor:
+    """The last bit of one element is flipped."""
+    product = torch.matmul(left, right)
+    product.view(torch.int32)[3, 5] ^= 1
+    return product
+
+
+class WrongSum(Network):
+    def all_reduce(self, tensor: Tensor) -> None:
+        super().all_reduce(tensor)
+        tensor[17] += 1
+
+
+class WrongAddend(Network):
+    def all_reduce(self, tensor: Tensor) -> None:
+        if tensor.any():
+            tensor[17] += 1
+        super().all_reduce(tensor)
+
+
+class SlowLink(Network):
+    """Exchanges with one rank take longer; with every rank if there is none."""
+
+    peer: int | None = None
+
+    def exchange(self, tensor: Tensor, received: Tensor, peer: int) -> None:
+        super().exchange(tensor, received, peer)
+        if tensor.numel() > 1 and self.peer in (peer, None):
+            time.sleep(0.05)
+
+
+class SlowLinkToOne(SlowLink):
+    peer = 1
+
+
+class WrongBytes(Network):
+    def exchange(self, tensor: Tensor, received: Tensor, peer: int) -> None:
+        super().exchange(tensor, received, peer)
+        received[-1] += 1
+
+
+class FullFile(io.FileIO):
+    """A file on a disk that is full after a MiB."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() >= 2**20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data[: 2**19])
+
+
+class ForgetfulFile(io.FileIO):
+    """Loses a byte between writing and reading."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size)[:-1]
+
+
+def full_file(directory: Path) -> IO[bytes]:
+    return FullFile(tempfile.mkstemp(dir=directory)[1], "r+")
+
+
+def forgetful_file(directory: Path) -> IO[bytes]:
+    return ForgetfulFile(tempfile.mkstemp(dir=directory)[1], "r+")
+
+
+def silent_file(directory: Path) -> IO[bytes]:
+    """A path that does not answer: a pipe without a writer."""
+    pipe = directory / "pipe"
+    os.mkfifo(pipe)
+    return pipe.open("rb")
+
+
+class ImpatientDisk(Disk):
+    seconds = 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """On rank 2 of four, each on a node of its own."""
+
+    check: str
+    """The check that must name it."""
+    value: str
+    """In the value of the result."""
+    rank: int | None = 2
+    replaced: Check | None = None
+    network: type[Network] = Network
+    place: Mapping[str, str] | None = None
+
+
+FAULTS = {
+    "slow product": Fault("product", "x the median", replaced=Product(slow_product)),
+    "wrong product": Fault("product", "wrong elements", replaced=Product(wrong_product)),
+    "wrong sum": Fault("all-reduce", "received a wrong sum", network=WrongSum),
+    "wrong addend": Fault("all-reduce", "wrong addend", network=WrongAddend),
+    "clock 5 s ahead": Fault("clocks", "clock 5.0 s ahead", replaced=Clocks(lambda: time.time() + 5)),
+    "clock 5 s behind": Fault("clocks", "clock 5.0 s behind", replaced=Clocks(lambda: time.time() - 5)),
+    "slow node": Fault("links", "x the usual", network=SlowLink),
+    "slow link": Fault("links", "link to rank 2", rank=1, network=SlowLinkToOne),
+    "changed bytes": Fault("links", "changes what it carries", network=WrongBytes),
+    "full disk": Fault("disk", "No space left on device", replaced=Disk(open=full_file)),
+    "no space": Fault("disk", "0.5 GiB free", replaced=Disk(free=lambda _: GIB // 2)),
+    "space for one": Fault("disk", "1.5 GiB free", replaced=Disk(free=lambda _: 3 * GIB // 2)),
+    "lost write": Fault("disk", "other bytes read", replaced=Disk(open=forgetful_file)),
+    "silent disk": Fault("disk", "no answer", replaced=ImpatientDisk(open=silent_file)),
+    "little memory": Fault("host memory", "0.5 GiB available", replaced=HostMemory(lambda: GIB // 2)),
+    "two machines, one name": Fault("identity", "another machine", place={"host": "node0", "boot": "another boot"}),
+}
+
+
+def run_checks(directory: str, attempt: str, fault: str | None, duration: float) -> Preflight:
+    """A case for four ranks: all checks, on four nodes that are really one."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    injected = FAULTS.get(fault or "") if rank == 2 else None
+    place = Place(f"node{rank}", f"boot {rank}", "namespace")
+    checks: list[Check] = [Product(duration=duration) if isinstance(one, Product) else one for one in CHECKS]
+    network = Network(Communicator(range(world_size), rank))
+    if injected is not None:
+        network = injected.network(Communicator(range(world_size), rank))
+        place = replace(place, **(injected.place or {}))
+        if injected.replaced is not None:
+            checks = [_replacement(one, injected.replaced) for one in checks]
+    store = FileStore(f"{directory}/{attempt}.store", world_size)
+    store.set_timeout(timedelta(seconds=60))
+    needs = Needs(Path(directory) / "checkpoints", GIB, GIB)
+    return run_preflight(Board(store, rank, world_size), torch.device("cpu"), network, needs, checks, place)
+
+
+def _replacement(check: Check, other: Check) -> Check:
+    if check.name != other.name:
+        return check
+    if isinstance(check, Product) and isinstance(other, Product):
+        return replace(other, duration=check.duration)
+    return other

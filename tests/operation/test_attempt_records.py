@@ -1,0 +1,103 @@
+"""The records of attempts of real runs: under a launcher whose rank is killed, and without a launcher."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.config.operation import OperationConfig
+from megatron.errors import ExitCode
+from megatron.operation.accounting import ATTEMPTS, CURRENT, Attempt, account, read_attempts, read_current
+from megatron.operation.run_settings import RunSettings
+from tests.end_to_end.run_process import call_training, iterations, words_of
+from tests.operation.jobs import LAUNCH, MODEL, PATIENCE, Job
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.end()
+
+
+def check_sums(attempts: list[Attempt]) -> None:
+    for attempt in attempts:
+        assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, rel=0.01)
+        assert min(attempt.seconds.values()) >= 0.0
+        assert attempt.second("start") > 0.0
+
+
+def test_ranks_may_have_newer_code_than_their_launcher() -> None:
+    settings = RunSettings(0, 2, "/run", OperationConfig(max_failed_attempts=7), hosts=("a",))
+    written = settings.to_json()
+    assert RunSettings.from_json(written) == settings
+    written["operation"]["a_later_flag"] = 1
+    written["a_later_setting"] = 2
+    assert RunSettings.from_json(written) == settings
+
+
+def test_a_job_whose_rank_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
+    """Two attempts, the second from the newest checkpoint; nothing but the gap between them is in neither."""
+    begun = time.time()
+    flags = ["--standalone", "--max-restarts", "1"]
+    jobs.append(job := Job(tmp_path, LAUNCH, flags, save_interval=5, log_interval=1))
+    job.wait_for_training()
+    job.wait_for(lambda: (found := read_current(job.save)) is not None and found.saves > 0)
+    current = read_current(job.save)
+    assert current is not None
+    assert (current.attempt, current.outcome, current.world_size) == (1, "running", 2)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    job.wait_for(lambda: len(read_attempts(job.save)) == 1)
+    job.wait_for_training()
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.process.wait(PATIENCE) == ExitCode.STOPPED
+    ended = time.time()
+    attempts = read_attempts(job.save)
+    assert [(attempt.attempt, attempt.outcome, attempt.exit_code) for attempt in attempts] == [
+        (1, "failed", -signal.SIGKILL),
+        (2, "stopped", ExitCode.STOPPED),
+    ]
+    check_sums(attempts)
+    first, second = attempts
+    assert first.first_iteration == 0 and first.committed_iteration == second.first_iteration
+    assert first.committed_iteration is not None and first.committed_iteration % 5 == 0
+    assert first.saves == first.committed_iteration // 5
+    assert second.committed_iteration == second.last_iteration
+    assert second.second("step") > 0 and second.second("lost") == 0.0
+    assert begun <= first.start <= first.end <= second.start <= second.end <= ended
+    assert account(attempts).wall_s == pytest.approx(second.end - first.start, rel=0.01)
+    assert not (job.save / CURRENT).exists()
+    shares = [record["effective_time"] for record in iterations(job.metrics)]
+    assert all(0.0 < share < 1.0 for share in shares)
+
+
+def test_a_run_without_a_launcher_in_another_run_directory(tmp_path: Path) -> None:
+    run_dir, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
+    flags = {**MODEL, "save": tmp_path / "save", "load": tmp_path / "save", "run_dir": run_dir}
+    flags |= {"metrics_jsonl": metrics, "save_interval": 4, "log_interval": 1, "train_iters": 12}
+    assert call_training(words_of({**flags, "exit_interval": 6})).exit_code == ExitCode.STOPPED
+    assert call_training(words_of({**flags, "lr": 1e38, "override_opt_param_scheduler": True})).exit_code == 1
+    assert call_training(words_of({**flags, "async_save": True})).exit_code == ExitCode.COMPLETE
+    assert call_training(words_of({**flags, "skip_train": True, "eval_iters": 1})).exit_code == ExitCode.COMPLETE
+    attempts = read_attempts(run_dir)
+    assert [attempt.outcome for attempt in attempts] == ["stopped", "failed", "complete"]
+    assert [attempt.first_iteration for attempt in attempts] == [0, 6, 6]
+    assert [attempt.last_iteration for attempt in attempts] == [6, attempts[1].last_iteration, 12]
+    assert [attempt.committed_iteration for attempt in attempts] == [6, None, 12]
+    assert [attempt.saves for attempt in attempts] == [2, 0, 2]
+    check_sums(attempts)
+    assert attempts[1].second("step") == 0.0
+    assert not (tmp_path / "save" / ATTEMPTS).exists()
+    assert all(0.0 < record["effective_time"] < 1.0 for record in iterations(metrics))
+
+
+def test_without_a_run_directory_nothing_is_written(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = {**MODEL, "train_iters": 2, "log_interval": 1, "metrics_jsonl": metrics}
+    assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert all("effective_time" not in record for record in iterations(metrics))

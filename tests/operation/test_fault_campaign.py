@@ -1,0 +1,198 @@
+"""Jobs that random faults disturb end as if nothing had happened; and the campaign would notice if they did not."""
+
+import json
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.config.faults import SAVE, Fault, parse_fault, parse_faults
+from megatron.operation import accounting
+from tests.operation import fault_campaign as campaign
+from tests.operation.fault_campaign import (
+    LAYOUTS,
+    Blow,
+    Job,
+    Launch,
+    Plan,
+    References,
+    check_attempts,
+    check_bits,
+    check_commits,
+    check_exit_code,
+    check_injected,
+    check_leftovers,
+    check_loads,
+    check_report,
+    make_plan,
+    run_seed,
+)
+
+SEEDS_OF_CI = (1, 3, 4, 8)
+"""A file that never answers, an exception at the start and a killed launcher, a killed run, a stopped rank."""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
+
+
+def assert_holds(seed: int, directory: Path, references: References) -> None:
+    job, violations = run_seed(seed, directory, references)
+    assert not violations, campaign.report(job, violations)
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("seed", SEEDS_OF_CI)
+def test_a_disturbed_job_ends_as_an_undisturbed_one(tmp_path: Path, references: References, seed: int) -> None:
+    assert_holds(seed, tmp_path / "job", references)
+
+
+@pytest.mark.slow(reason="the other jobs of the campaign")
+@pytest.mark.parametrize("seed", sorted(set(range(20)) - set(SEEDS_OF_CI)))
+def test_disturbed_jobs_end_as_undisturbed_ones(tmp_path: Path, references: References, seed: int) -> None:
+    assert_holds(seed, tmp_path / "job", references)
+
+
+@pytest.mark.whole_matrix
+def test_five_hundred_disturbed_jobs_end_as_undisturbed_ones(tmp_path: Path, references: References) -> None:
+    for seed in range(20, 500):
+        assert_holds(seed, tmp_path / str(seed), references)
+
+
+# --- what a seed does ----------------------------------------------------------------------------------------
+
+
+def test_plans_are_repeatable_and_cover_the_table() -> None:
+    plans = [make_plan(seed) for seed in range(500)]
+    assert plans == [make_plan(seed) for seed in range(500)]
+    assert {plan.layout for plan in plans} == LAYOUTS.keys()
+    kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
+    wanted = {*campaign.FATAL, *campaign.HANGS, *campaign.HARMLESS, *campaign.IN_BACKGROUND}
+    assert kinds.keys() == wanted and min(kinds.values()) >= 5
+    assert {plan.blow.number for plan in plans if plan.blow is not None} == {signal.SIGKILL, signal.SIGTERM}
+    for plan in plans:
+        assert plan.faults or plan.blow
+        assert parse_faults(",".join(map(str, plan.faults))) == plan.faults if plan.faults else True
+
+
+# --- what it would notice ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(references: References) -> Path:
+    return references.checkpoints("data")
+
+
+@pytest.fixture
+def save(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
+    """A directory of checkpoints, to be damaged."""
+    yield Path(shutil.copytree(undisturbed, tmp_path / "save"))
+
+
+def test_a_lost_or_replaced_checkpoint_is_noticed(save: Path) -> None:
+    job = Job(make_plan(0), save.parent)
+    job.note_commits()
+    assert sorted(job.commits) == [4, 8, 12, 16, 20, 24]
+    assert not check_commits(job.commits, save)
+    shutil.rmtree(save / "iter_0000008")
+    manifest = save / "iter_0000012" / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    assert [text.split()[-1] for text in check_commits(job.commits, save)] == ["lost", "replaced"]
+
+
+def test_a_changed_bit_or_state_and_a_missing_end_are_noticed(save: Path, undisturbed: Path) -> None:
+    assert not check_bits(save, undisturbed)
+    shard = save / "iter_0000008" / "rank_00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    manifest = save / "iter_0000012" / "manifest.json"
+    record = json.loads(manifest.read_text())
+    record["manifest"]["state"]["consumed_samples"] += 1
+    manifest.write_text(json.dumps(record))
+    shutil.rmtree(save / "iter_0000024")
+    found = check_bits(save, undisturbed)
+    assert len(found) == 3
+    assert "iter_0000024 is missing" in found[0]
+    assert "iter_0000008 differs" in found[1]
+    assert "iter_0000012 has another state" in found[2]
+
+
+def test_leftovers_are_noticed(save: Path, tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    assert not check_leftovers(save, temporary)
+    (save / ".iter_0000004.saving-0123").mkdir()
+    (temporary / "tmpabc").mkdir()
+    (problem,) = check_leftovers(save, temporary)
+    assert ".saving-0123" in problem and "tmp/tmpabc" in problem
+
+
+def plan_of(*specs: str, blow: Blow | None = None) -> Plan:
+    return Plan(0, "data", tuple(parse_fault(spec) for spec in specs), blow)
+
+
+@pytest.mark.parametrize(
+    ("plan", "injected", "code", "is_right"),
+    [
+        (plan_of("kill@3"), {"kill@3"}, 0, True),
+        (plan_of("kill@3"), {"kill@3"}, 1, False),
+        (plan_of("sigterm@3"), {"sigterm@3"}, 75, True),
+        (plan_of("sigterm@3"), {"sigterm@3"}, 0, False),
+        (plan_of("sigterm@3"), set(), 0, True),
+        (plan_of("sigterm@start"), {"sigterm@start"}, 0, True),
+        (plan_of("kill@3:always"), {"kill@3:always"}, 93, True),
+        (plan_of("kill@3:always"), {"kill@3:always"}, 0, False),
+        (plan_of(blow=Blow(signal.SIGKILL, 3, 0.1)), set(), -9, True),
+        (plan_of(blow=Blow(signal.SIGTERM, 3, 0.1)), set(), 75, True),
+        (plan_of(blow=Blow(signal.SIGTERM, 3, 0.1)), set(), 2, False),
+        (plan_of("kill@3"), set(), None, False),
+    ],
+)
+def test_a_wrong_exit_code_is_noticed(plan: Plan, injected: set[str], code: int | None, is_right: bool) -> None:
+    assert (check_exit_code(Launch(code, injected, ""), plan, is_first=True) == []) == is_right
+
+
+def test_a_load_of_an_older_or_unknown_checkpoint_is_noticed() -> None:
+    saved, loaded = "> saved checkpoint /x/iter_{:07d}\n", "> loaded checkpoint /x, continuing after iteration {}\n"
+    assert not check_loads(saved.format(4) + saved.format(8) + loaded.format(8), {4, 8})
+    # A save that was committed, but not reported before the end.
+    assert not check_loads(saved.format(4) + loaded.format(8), {4, 8})
+    assert check_loads(saved.format(4) + saved.format(8) + loaded.format(4), {4, 8})
+    assert check_loads(saved.format(4) + loaded.format(8), {4})
+
+
+def test_a_fault_that_was_not_injected_is_noticed() -> None:
+    plan = Plan(0, "data", (parse_fault("kill@3"), Fault("eio", SAVE, 2)))
+    assert not check_injected(plan, {"kill@3"})
+    assert check_injected(plan, {"eio@save2"})
+
+
+@pytest.mark.parametrize(
+    ("spec", "reports", "is_right"),
+    [
+        ("kill@3:rank1", [("killed", 1)], True),
+        ("kill@3:rank1", [("killed", 0)], False),
+        ("kill@3:rank1", [("hang", 1)], False),
+        ("kill@3:rank1", [], False),
+        ("kill@3:rank1", [("killed", 1), ("hang", 0)], False),
+        ("kill@3", [("killed", 0)], True),
+        ("nan@3:rank1", [("not_finite", None)], True),
+        ("delay@3:rank1:0.1", [], True),
+    ],
+)
+def test_a_wrong_report_is_noticed(spec: str, reports: list[tuple[str, int | None]], is_right: bool) -> None:
+    found = [{"cause": cause, "rank": rank, "message": "..."} for cause, rank in reports]
+    assert (check_report(plan_of(spec), found) == []) == is_right
+
+
+def test_seconds_without_a_class_are_noticed(tmp_path: Path) -> None:
+    for step, is_right in ((9.95, True), (9.5, False)):
+        shutil.rmtree(tmp_path)
+        attempt = accounting.Attempt(attempt=1, start=0.0, end=10.0, outcome="complete", seconds={"step": step})
+        accounting.append_attempt(tmp_path, attempt)
+        assert (check_attempts(tmp_path) == []) == is_right

@@ -1,0 +1,151 @@
+"""The heartbeat: what a launcher reads of a rank, also of one that hangs or is dead."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.metrics.timers import Timers
+from megatron.operation.heartbeat import (
+    DUMP_SIGNAL,
+    HEARTBEATS,
+    STEP_SECTIONS,
+    Heartbeat,
+    HeartbeatMemory,
+    Section,
+)
+from megatron.operation.sections import SECTION_OF_TIMER, Sections
+from tests.forked import fork_context
+
+
+def test_every_moment_is_in_one_section() -> None:
+    before = time.monotonic_ns()
+    heartbeat = Heartbeat()
+    after_start = time.monotonic_ns()
+    for section in (Section.LOAD, Section.STEP):
+        heartbeat.enter(section)
+        with heartbeat.section(Section.DATA):
+            time.sleep(0.01)
+    left = heartbeat.enter(Section.END)
+    after = time.monotonic_ns()
+    times = heartbeat.snapshot().section_ns_until(after)
+    assert left == Section.STEP
+    assert after - after_start <= sum(times.values()) <= after - before
+    assert times[Section.DATA] >= 2e7
+    assert times[Section.EVALUATION] == 0
+
+
+def test_a_nested_section_returns_to_the_outer_one_but_not_after_an_error() -> None:
+    heartbeat = Heartbeat()
+    heartbeat.enter(Section.STEP)
+    with heartbeat.section(Section.FORWARD_BACKWARD), heartbeat.section(Section.DATA):
+        assert heartbeat.snapshot().section == Section.DATA
+    assert heartbeat.snapshot().section == Section.STEP
+    with pytest.raises(ValueError, match="no disk"), heartbeat.section(Section.SAVE):
+        raise ValueError("no disk")
+    assert heartbeat.snapshot().section == Section.SAVE
+
+
+def test_seconds_of_training_include_the_open_section() -> None:
+    heartbeat = Heartbeat()
+    assert heartbeat.step_ns == 0
+    for section in STEP_SECTIONS:
+        heartbeat.enter(section)
+        time.sleep(0.002)
+    first = heartbeat.step_ns
+    assert first >= 8e6
+    heartbeat.enter(Section.SAVE)
+    last = heartbeat.step_ns
+    assert heartbeat.step_ns == last >= first
+
+
+def rank(path: str, local_rank: int, directory: Path) -> None:
+    heartbeat = Heartbeat.attach({HEARTBEATS: path}, local_rank)
+    heartbeat.dump_stacks_on_signal()
+    heartbeat.write_settings({"rank": local_rank, "run_dir": str(directory)})
+    heartbeat.start_iteration(7)
+    heartbeat.count_microbatch()
+    heartbeat.count_collective()
+    heartbeat.add_waited(5)
+    heartbeat.committed(6, 123)
+    heartbeat.enter(Section.OPTIMIZER)
+    (directory / f"ready.{local_rank}").touch()
+    time.sleep(60)
+
+
+def test_the_launcher_reads_a_rank_while_it_hangs_and_after_it_is_killed(tmp_path: Path) -> None:
+    memory = HeartbeatMemory(3)
+    processes = [fork_context().Process(target=rank, args=(memory.path, number, tmp_path)) for number in (0, 2)]
+    for process in processes:
+        process.start()
+    while len(list(tmp_path.glob("ready.*"))) < 2:
+        time.sleep(0.01)
+    assert memory.read(1) is None and memory.settings(1) == {}
+    for number, process in zip((0, 2), processes):
+        snapshot, settings = memory.read(number), memory.settings(number)
+        assert snapshot is not None and snapshot.pid == process.pid
+        assert (snapshot.section, snapshot.iteration, snapshot.microbatch) == (Section.OPTIMIZER, 7, 1)
+        assert (snapshot.collectives, snapshot.waited_ns[Section.START]) == (1, 5)
+        assert (snapshot.committed_iteration, snapshot.step_ns_at_commit) == (6, 123)
+        assert settings["rank"] == number and settings["run_dir"] == str(tmp_path)
+        if DUMP_SIGNAL is not None:
+            assert process.pid is not None
+            os.kill(process.pid, DUMP_SIGNAL)
+            stacks = Path(settings["stacks"])
+            while "in rank" not in stacks.read_text():
+                time.sleep(0.01)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert memory.read(number) == snapshot
+    memory.clear()
+    assert memory.read(0) is None and memory.settings(0) == {}
+    memory.close()
+
+
+def test_without_a_launcher_or_with_one_that_is_gone_the_memory_is_private() -> None:
+    for environment in ({}, {HEARTBEATS: "/proc/1/fd/999999"}):
+        heartbeat = Heartbeat.attach(environment, 0)
+        heartbeat.start_iteration(3)
+        assert heartbeat.snapshot().iteration == 3
+        assert heartbeat.snapshot().committed_iteration is None
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_the_timers_mark_sections_at_every_level(level: int) -> None:
+    heartbeat = Heartbeat()
+    sections = Sections(heartbeat, level)
+    heartbeat.enter(Section.STEP)
+    for name, section in SECTION_OF_TIMER.items():
+        with sections(name, level=2):
+            assert heartbeat.snapshot().section == section
+            with sections("a part of it", level=2):
+                assert heartbeat.snapshot().section == section
+        assert heartbeat.snapshot().section == Section.STEP
+    assert bool(sections.elapsed()) == (level == 2)
+    assert isinstance(sections, Timers)
+
+
+def test_a_rollback_drops_the_time_since_the_checkpoint() -> None:
+    heartbeat = Heartbeat()
+    assert heartbeat.snapshot().first_iteration is None and heartbeat.snapshot().done_iteration is None
+    heartbeat.start_training(10)
+    heartbeat.enter(Section.STEP)
+    times = {}
+    for iteration in (11, 12, 13, 14):
+        time.sleep(0.005)
+        heartbeat.finish_iteration(iteration)
+        times[iteration] = heartbeat.step_ns
+        if iteration % 2 == 0:
+            heartbeat.committed(iteration, heartbeat.step_ns)
+    heartbeat.enter(Section.LOAD)
+    heartbeat.start_training(12)
+    snapshot = heartbeat.snapshot()
+    assert (snapshot.first_iteration, snapshot.done_iteration, snapshot.saves) == (10, 12, 2)
+    assert times[12] <= heartbeat.step_ns == snapshot.step_ns_at_commit < times[13]
+    assert snapshot.dropped_ns >= 1e7
+    heartbeat.start_training(8)  # a checkpoint of an earlier attempt
+    assert heartbeat.step_ns == heartbeat.snapshot().step_ns_at_commit == 0
+    assert heartbeat.snapshot().first_iteration == 8

@@ -1,0 +1,69 @@
+"""Slow ranks: named with the section that is slow, and only they."""
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.operation.stragglers import NEEDED, StragglerDetector, excess_section, ratios
+
+FOUR = [(0, 1, 2, 3)]
+TWO_STAGES = [(0, 1, 2), (3, 4, 5)]
+
+
+def observe(detector: StragglerDetector, *intervals: Sequence[float]) -> list[int]:
+    return [straggler.rank for busy in intervals for straggler in detector.observe(busy)]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=4, max_size=4), st.floats(0.01, 100))
+def test_ratios_do_not_depend_on_the_unit(busy: list[float], unit: float) -> None:
+    scaled = ratios([seconds * unit for seconds in busy], FOUR)
+    assert all(abs(one - other) < 1e-9 * one for one, other in zip(ratios(busy, FOUR), scaled))
+    assert sum(ratio <= 1 for ratio in scaled) >= 2
+
+
+def test_one_of_two_ranks_can_be_slow() -> None:
+    assert ratios([1.3, 1.0], [(0, 1)]) == [1.3, 1.0]
+
+
+def test_ranks_are_compared_with_ranks_of_their_stage_alone() -> None:
+    assert observe(StragglerDetector(1.2, TWO_STAGES), *[[1, 1, 1, 5, 5, 5]] * 9) == []
+    assert observe(StragglerDetector(1.2, TWO_STAGES), *[[1, 1.3, 1, 5, 5, 5]] * 9) == [1]
+    assert ratios([1, 5], [(0,), (1,)]) == [1, 1]
+
+
+def test_a_rank_is_named_once_at_the_third_slow_interval_of_five() -> None:
+    slow, good = [1, 1, 1.25, 1], [1, 1, 1, 1]
+    detector = StragglerDetector(1.2, FOUR)
+    assert observe(detector, slow, good, good, slow, good, good, slow, good) == []
+    assert observe(detector, slow) == []  # the second in five
+    assert observe(detector, slow) == [2]
+    assert observe(detector, *[slow] * 9) == []
+
+
+def test_a_rank_that_recovered_is_named_again() -> None:
+    slow, good = [1, 1, 1.25, 1], [1, 1, 1, 1]
+    detector = StragglerDetector(1.2, FOUR)
+    assert observe(detector, *[slow] * 4, *[good] * 4, *[slow] * 3) == [2]  # one interval was still remembered
+    assert observe(detector, *[good] * 5, *[slow] * NEEDED) == [2]
+
+
+def test_noise_names_nobody_and_a_rank_30_percent_slower_is_named_in_four_intervals() -> None:
+    for seed in range(20):
+        chance = random.Random(seed)
+        detector = StragglerDetector(1.2, [tuple(range(16))])
+        # Five per cent of noise, and a hiccup of one rank in one of ten intervals.
+        for interval in range(1000):
+            busy = [chance.gauss(1, 0.05) for _ in range(16)]
+            if interval % 10 == 0:
+                busy[chance.randrange(16)] *= 2
+            assert detector.observe(busy) == [], (seed, interval)
+        slow = [[chance.gauss(1.3 if rank == 5 else 1, 0.05) for rank in range(16)] for _ in range(5)]
+        assert observe(detector, *slow[:4]) == [5], seed
+
+
+def test_the_section_with_most_of_the_difference_is_named() -> None:
+    own = {"data": 1.0, "forward-backward": 5.0, "optimizer": 2.5}
+    peers = [own, {"data": 0.9, "forward-backward": 4.9, "optimizer": 1.0}, {**own, "optimizer": 1.1}]
+    assert excess_section(own, peers) == "optimizer"

@@ -1,0 +1,119 @@
+"""Standby processes become ranks: with the arguments, environment and output files of the new attempt."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.operation.warm import RankCommand, WarmProcesses
+from tests.end_to_end.run_process import wait_until
+from tests.operation.jobs import LAUNCH, PATIENCE, Job, environment_of, has_imported, is_alive, standby_processes
+
+SCRIPT = """
+import json, os, sys
+
+def import_for_training():
+    import wave
+    {hook}
+
+if __name__ == "__main__":
+    found = [sys.argv, dict(os.environ), "wave" in sys.modules, sys.path[0], os.getpriority(os.PRIO_PROCESS, 0)]
+    print(json.dumps(found), flush=True)
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def warm() -> Iterator[WarmProcesses]:
+    processes = WarmProcesses()
+    yield processes
+    processes.end()
+
+
+def words(directory: Path, *arguments: str, hook: str = "pass") -> list[str]:
+    """The command of a rank, as torchrun's."""
+    script = directory / "script.py"
+    script.write_text(SCRIPT.format(hook=hook))
+    return [sys.executable, "-u", str(script), *arguments]
+
+
+def test_a_standby_becomes_a_rank(tmp_path: Path, warm: WarmProcesses) -> None:
+    command, environment = words(tmp_path, "--lr", "1"), dict(os.environ, RANK="0", OLD="1")
+    warm.started(0, command, environment)
+    warm.prepare()
+    warm.prepare()  # has no effect
+    wait_until(warm.are_ready, PATIENCE)
+    standby = warm.take(0, command)
+    assert standby is not None and "RANK" not in environment_of(standby.process.pid)
+    new = {**{name: value for name, value in environment.items() if name != "OLD"}, "RANK": "3"}
+    process = standby.become(new, (str(tmp_path / "out"), None))
+    assert process.wait(PATIENCE) == 7
+    arguments, variables, has_imported, first_path, niceness = json.loads((tmp_path / "out").read_text())
+    assert arguments == command[2:] and has_imported and first_path == str(tmp_path)
+    assert variables == new
+    assert niceness == os.getpriority(os.PRIO_PROCESS, 0)  # only its imports have a low priority
+    assert warm.take(0, command) is None
+
+
+def test_ranks_that_start_as_usual(tmp_path: Path, warm: WarmProcesses) -> None:
+    """Before a standby is ready, with another command, and after a standby that could not import."""
+    slow = words(tmp_path, hook="import time; time.sleep(600)")
+    warm.started(0, slow, os.environ)
+    warm.prepare()
+    assert not warm.are_ready() and warm.take(0, slow) is None
+    quick = words(tmp_path)
+    warm.prepare()
+    wait_until(warm.are_ready, PATIENCE)
+    assert warm.take(0, [*quick, "--other"]) is None
+    words(tmp_path, hook="raise ImportError")
+    warm.prepare()
+    wait_until(lambda: not standby_processes(os.getpid()), PATIENCE)
+    warm.prepare()
+    assert not standby_processes(os.getpid())
+    assert not warm.are_ready() and warm.take(0, quick) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["sh", "-c", "true"],
+        [sys.executable, "-u", "-m", "module"],
+        [sys.executable, "-u", "missing.py"],
+        [sys.executable, "-u", __file__],
+        [sys.executable],
+    ],
+)
+def test_commands_without_standby(command: list[str]) -> None:
+    """A script that does not define the hook might train when it is imported."""
+    assert RankCommand.parse(command) is None
+
+
+def test_commands_with_standby(tmp_path: Path) -> None:
+    plain = words(tmp_path, "--lr", "1")
+    bound = ["numactl", "-N", "0", *plain]
+    assert RankCommand.parse(plain) == RankCommand((), plain[2], ("--lr", "1"))
+    assert RankCommand.parse(bound) == RankCommand(("numactl", "-N", "0"), plain[2], ("--lr", "1"))
+
+
+@pytest.mark.slow(reason="restarts training with standby processes")
+def test_training_is_restarted_with_standby_processes(tmp_path: Path) -> None:
+    job = Job(tmp_path, LAUNCH, ["--standalone", "--max-restarts", "2", "--warm-processes"], save_interval=2)
+
+    try:
+        job.wait_for_training()
+        first = job.ranks()
+        job.wait_for(lambda: sum(map(has_imported, standby_processes(job.process.pid))) == 2)
+        ready = standby_processes(job.process.pid)
+        os.kill(first[1], 9)
+        job.wait_for_training(without=list(first.values()))
+        assert set(job.ranks().values()) == ready
+        # The next ones, which end with the launcher.
+        job.wait_for(lambda: len(standby_processes(job.process.pid) - ready) == 2)
+        family = [*standby_processes(job.process.pid), *job.ranks().values()]
+        os.kill(job.process.pid, 9)
+        wait_until(lambda: not any(map(is_alive, family)), PATIENCE)
+    finally:
+        job.end()

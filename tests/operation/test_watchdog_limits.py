@@ -1,0 +1,231 @@
+"""When the watchdog decides that a rank hangs, on a simulated clock: never in a sound run, and soon after a limit."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron.config.operation import OperationConfig
+from megatron.operation.heartbeat import Heartbeat, Section, Snapshot
+from megatron.operation.watchdog import FACTOR, FIRST_ITERATIONS, LONGEST_PERIOD, Limits, Overrun, Watchdog
+
+SECOND = 10**9
+STEP = (
+    (Section.STEP, 0.02),
+    (Section.DATA, 0.05),
+    (Section.FORWARD_BACKWARD, 0.6),
+    (Section.GRADS_REDUCE, 0.2),
+    (Section.OPTIMIZER, 0.1),
+)
+"""Sections of an iteration, as shares of its time."""
+DEFAULT = Limits()
+
+
+class SimulatedRank:
+    """A rank whose sections last as long as the test says."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        heartbeat = Heartbeat().snapshot()
+        nothing = dict.fromkeys(Section, 0)
+        self.snapshot = replace(heartbeat, section=Section.START, entered_ns=0, iteration=0, section_ns=nothing)
+
+    def enter(self, section: Section) -> None:
+        before = self.snapshot
+        times = {
+            **before.section_ns,
+            before.section: before.section_ns[before.section] + self.now_ns - before.entered_ns,
+        }
+        self.snapshot = replace(before, section=section, entered_ns=self.now_ns, section_ns=times)
+
+    def stay(self, seconds: float) -> None:
+        self.now_ns += round(seconds * SECOND)
+
+
+class Simulation:
+    """A rank and its watchdog, which samples at its own period."""
+
+    def __init__(self, limits: Limits = DEFAULT, jitter: random.Random | None = None) -> None:
+        self.rank, self.watchdog = SimulatedRank(), Watchdog(1, 0, limits)
+        self.jitter = jitter or random.Random(0)
+        self.alarms: list[tuple[float, Overrun]] = []
+        """Seconds and overrun."""
+        self._next_ns = 0
+
+    def stay(self, section: Section, seconds: float) -> None:
+        """Be in ``section`` for so long, while the watchdog samples."""
+        self.rank.enter(section)
+        end_ns = self.rank.now_ns + round(seconds * SECOND)
+        while self._next_ns <= end_ns:
+            self.rank.now_ns = max(self.rank.now_ns, self._next_ns)
+            self._sample(self.rank.snapshot)
+        self.rank.now_ns = end_ns
+
+    def _sample(self, snapshot: Snapshot | None) -> None:
+        now_ns = self.rank.now_ns
+        self.alarms += [(now_ns / SECOND, one) for one in self.watchdog.sample(now_ns, [snapshot])]
+        late = self.jitter.uniform(1.0, 1.3)
+        self._next_ns = now_ns + round(self.watchdog.period() * late * SECOND)
+
+    def steps(self, count: int, seconds: float) -> None:
+        for _ in range(count):
+            before = self.rank.snapshot
+            self.rank.snapshot = replace(before, first_iteration=0, iteration=before.iteration + 1)
+            for section, share in STEP:
+                self.stay(section, seconds * share * self.jitter.lognormvariate(0.0, 0.2))
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(10_000, 0.03), (10_000, 1.0), (1000, 40.0)])
+@pytest.mark.parametrize("limit", [2.0, 60.0])
+def test_quiet_steps_never_alarm(chance: random.Random, count: int, seconds: float, limit: float) -> None:
+    """Also if each takes longer than the limit of the flags, with saves, evaluations, and a start that compiles."""
+    run = Simulation(Limits(step=limit), chance)
+    run.stay(Section.START, 600.0)
+    run.stay(Section.LOAD, 900.0)
+    run.rank.snapshot = replace(run.rank.snapshot, iteration=0)
+    run.stay(Section.FORWARD_BACKWARD, 20 * 60.0)  # compiles
+    for _ in range(10):
+        run.steps(count // 10, seconds)
+        run.stay(Section.SAVE, 300.0)
+        run.stay(Section.EVALUATION, 300.0)
+    assert run.alarms == []
+
+
+@pytest.mark.parametrize("section", [section for section, _ in STEP])
+@pytest.mark.parametrize("limit", [2.0, 60.0])
+def test_a_hang_is_decided_within_two_seconds_of_its_limit(
+    chance: random.Random, section: Section, limit: float
+) -> None:
+    run = Simulation(Limits(step=limit), chance)
+    run.steps(300, 1.0)
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 10 * limit)
+    decided, overrun = run.alarms[0]
+    assert overrun.section == section and overrun.seconds > overrun.limit
+    assert overrun.limit < decided - began <= overrun.limit + 2.0
+    assert overrun.limit <= max(limit, FACTOR * 5.0)  # learned from a second's steps with jitter
+
+
+@pytest.mark.parametrize(
+    ("section", "limit"),
+    [
+        (Section.START, 1800.0),
+        (Section.LOAD, 1801.0),
+        (Section.SAVE, 1802.0),
+        (Section.EVALUATION, 1803.0),
+        (Section.END, 1802.0),
+        (Section.SPARE, None),
+    ],
+)
+def test_start_load_save_and_evaluation_have_limits_of_their_own(section: Section, limit: float | None) -> None:
+    run = Simulation(Limits(60.0, 1800.0, 1801.0, 1802.0, 1803.0))
+    run.steps(100, 1.0)
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 7200.0)
+    if limit is None:
+        assert run.alarms == []
+    else:
+        assert limit < run.alarms[0][0] - began <= limit + 2.0
+
+
+def test_the_limit_of_long_sections_is_learned() -> None:
+    run = Simulation()
+    run.steps(10, 100.0)
+    longest = max(span for span in run.watchdog._ranks[0].spans[Section.FORWARD_BACKWARD])
+    run.stay(Section.FORWARD_BACKWARD, 2 * FACTOR * longest)
+    assert run.alarms[0][1].limit == pytest.approx(FACTOR * longest)
+
+
+def test_the_first_iterations_may_compile_for_as_long_as_a_start() -> None:
+    run = Simulation(Limits(step=2.0, start=100.0))
+    run.stay(Section.START, 90.0)
+    for _ in range(2 * FIRST_ITERATIONS - 2):
+        run.steps(1, 1.0)
+        run.stay(Section.FORWARD_BACKWARD, 90.0)
+    assert run.alarms == []
+    run.stay(Section.OPTIMIZER, 101.0 + 2.0)
+    assert run.alarms and run.alarms[0][1].limit == 100.0
+
+
+@pytest.mark.parametrize("section", [section for section, _ in STEP])
+def test_a_hang_after_a_few_fast_iterations_is_decided_by_the_limit_of_iterations(section: Section) -> None:
+    """The launcher has sampled hardly any of them."""
+    run = Simulation(Limits(step=2.0, start=1800.0))
+    run.stay(Section.START, 5.0)
+    run.steps(2 * FIRST_ITERATIONS + 1, 0.03)
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 10.0)
+    assert run.alarms and run.alarms[0][0] - began <= 4.0
+
+
+def test_a_rank_that_never_attaches_has_the_limit_of_the_start() -> None:
+    watchdog = Watchdog(2, 0, Limits(start=10.0))
+    running = SimulatedRank().snapshot
+    alarms: list[Overrun] = []
+    for second in range(13):
+        moving = replace(running, section=Section.STEP, entered_ns=second * SECOND)
+        alarms = watchdog.sample(second * SECOND, [moving, None])
+        if alarms:
+            break
+    assert [(one.local_rank, one.section) for one in alarms] == [(1, Section.START)]
+    assert second <= 12
+
+
+def test_progress_within_a_section_counts() -> None:
+    """A section with many microbatches or collectives is not a hang."""
+    run = Simulation()
+    run.steps(100, 0.1)
+    for _ in range(100):
+        run.rank.snapshot = replace(run.rank.snapshot, collectives=run.rank.snapshot.collectives + 1)
+        run.rank.stay(50.0)
+        for _ in range(2):
+            run._sample(run.rank.snapshot)
+    assert run.alarms == []
+
+
+def test_words_read_while_the_rank_writes_them_do_not_alarm() -> None:
+    """The launcher may read a new section with the time at which the section before was entered."""
+    run = Simulation()
+    run.steps(100, 1.0)
+    run.stay(Section.SAVE, 600.0)
+    torn = replace(run.rank.snapshot, section=Section.STEP)
+    run._sample(torn)
+    run.rank.enter(Section.STEP)
+    run.rank.stay(1.0)
+    run._sample(run.rank.snapshot)
+    run.steps(10, 1.0)
+    assert run.alarms == []
+
+
+def test_a_job_that_was_suspended_is_not_a_hang_and_a_hang_after_it_is_found() -> None:
+    """SLURM may stop the launcher with its ranks for hours."""
+    run = Simulation()
+    run.steps(100, 1.0)
+    run.rank.enter(Section.FORWARD_BACKWARD)
+    run._sample(run.rank.snapshot)
+    run.rank.stay(3600.0)
+    for _ in range(20):
+        run._sample(run.rank.snapshot)
+        run.rank.stay(1.0)
+    assert run.alarms == []
+    run.stay(Section.FORWARD_BACKWARD, 200.0)  # the limit is 5 times the part of that span that counts
+    assert run.alarms
+
+
+def test_a_loader_that_may_take_longer_is_waited_for() -> None:
+    operation = OperationConfig(hang_limit_s=60.0, hang_limit_start_s=900.0)
+    assert Limits.of_flags(operation, None).step == 60.0
+    assert Limits.of_flags(operation, 30.0).step == 60.0
+    assert Limits.of_flags(operation, 300.0).step > 300.0
+    assert Limits.of_flags(operation, 0.0).step == 900.0
+
+
+def test_no_limit_disables_the_watchdog_and_short_limits_shorten_its_period() -> None:
+    off = Simulation(Limits.of_flags(OperationConfig(hang_limit_s=0.0), 300.0))
+    off.steps(10, 0.1)
+    off.stay(Section.OPTIMIZER, 3600.0)
+    assert off.alarms == []
+    assert off.watchdog.period() == LONGEST_PERIOD
+    assert Watchdog(1, 0, DEFAULT).period() == LONGEST_PERIOD
+    assert Watchdog(1, 0, Limits(step=2.0)).period() == pytest.approx(0.2)
+    assert Watchdog(1, 0, Limits(start=4.0)).period() == pytest.approx(0.4)

@@ -1,0 +1,145 @@
+"""Launchers of two nodes agree on what failed: a rank of the other node that hangs or crashes, a node that is lost."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.errors import ExitCode
+from megatron.operation import launch
+from megatron.operation.causes import Cause
+from megatron.operation.processes import end_processes
+from tests.end_to_end.run_process import REPOSITORY, descendants, wait_until
+from tests.forked import fork_context
+from tests.operation.test_launch import PATIENCE, TWO, Node, start, two_nodes
+from tests.operation.test_launch import RANK as TEMPLATE
+from tests.operation.test_launch import _launch as run_launcher
+
+RANK = """
+from megatron.config.operation import OperationConfig
+from megatron.errors import report_crash, write_error_file
+from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.processes import die_with_parent
+from megatron.operation.run_settings import RunSettings
+
+die_with_parent()
+heartbeat = Heartbeat.attach(os.environ, int(os.environ["LOCAL_RANK"]))
+heartbeat.dump_stacks_on_signal()
+run = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run")
+heartbeat.write_settings(RunSettings(RANK, 2, run, OperationConfig(hang_limit_s=1.0)).to_json())
+
+def train(iterations):
+    heartbeat.start_training(0)
+    for iteration in range(1, iterations + 1):
+        heartbeat.start_iteration(iteration)
+        for section in (Section.STEP, Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER):
+            heartbeat.enter(section)
+            time.sleep(0.02)
+
+def wait_for_other_rank():
+    heartbeat.enter(Section.GRADS_REDUCE)
+    open(os.path.join(os.path.dirname(run), f"waits.{RANK}"), "w").close()
+    time.sleep(600)
+
+def fail(text):
+    report_crash(text, RuntimeError(), os.environ["TORCHELASTIC_ERROR_FILE"])
+    os._exit(1)
+
+if ATTEMPT:
+    sys.exit(0)
+train(40)
+"""
+"""A rank without torch and without collectives, whose heartbeat is real."""
+STOPPED = f"""{RANK}
+heartbeat.enter(Section.OPTIMIZER)
+os.kill(os.getpid(), signal.SIGSTOP) if RANK else wait_for_other_rank()
+"""
+CRASHED = f"""{RANK}
+fail("ZeroDivisionError: division by zero") if RANK else (time.sleep(0.1), fail("... Connection closed by peer"))
+"""
+LOST = f"""{RANK}
+if RANK:
+    wait_for_other_rank()
+while not os.path.exists(os.path.join(os.path.dirname(run), "lost")):
+    time.sleep(0.01)
+fail("... Connection closed by peer")
+"""
+
+
+def failures(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((directory / "run" / "failures").glob("[0-9]*.json"))]
+
+
+def test_on_one_node_a_stopped_rank_is_named_and_restarted(tmp_path: Path) -> None:
+    assert start(tmp_path, STOPPED, *TWO, "--max-restarts", "1").exit_code() == ExitCode.COMPLETE
+    (found,) = failures(tmp_path)
+    assert (found["rank"], found["cause"], found["section"]) == (1, Cause.STOPPED_PROCESS, "optimizer")
+    assert [group["ranks"] for group in found["groups"]] == [[0], [1]]
+
+
+def test_without_restarts_the_last_box_names_the_rank(tmp_path: Path) -> None:
+    node = start(tmp_path, STOPPED, *TWO)
+    assert node.exit_code() == ExitCode.CRASH
+    text = node.log.read_text()
+    assert "hangs in optimizer of iteration 40" in text[text.rindex("Root Cause (first observed failure):") :]
+
+
+@pytest.mark.slow(reason="launchers on two nodes")
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+@pytest.mark.parametrize(
+    ("body", "cause"), [(STOPPED, Cause.STOPPED_PROCESS), (CRASHED, Cause.EXCEPTION)], ids=["stopped", "crashed"]
+)
+def test_one_report_names_the_rank_of_the_other_node(tmp_path: Path, kind: str, body: str, cause: Cause) -> None:
+    nodes = two_nodes(tmp_path, kind, body, restarts=1)
+    assert [node.exit_code() for node in nodes] == [ExitCode.COMPLETE] * 2, [node.log.read_text() for node in nodes]
+    (found,) = failures(tmp_path)
+    assert (found["rank"], found["cause"]) == (1, cause)
+
+
+@pytest.mark.slow(reason="launchers on two nodes")
+def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
+    nodes = two_nodes(tmp_path, "static", LOST, restarts=1)
+    wait_until((tmp_path / "waits.1").exists, PATIENCE)
+    end(nodes[1])
+    (tmp_path / "lost").write_text("")
+    wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
+    (found,) = failures(tmp_path)
+    assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
+    assert "rank 1" in found["message"] and found["host"] in found["message"]
+    end(nodes[0])
+
+
+def end(node: Node) -> None:
+    """Kill a launcher with everything that it has started."""
+    assert node.process.pid is not None
+    for pid in [node.process.pid, *descendants(node.process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    node.process.join(PATIENCE)
+
+
+def launch_with_unkillable_rank(words: list[str], log: Path) -> None:
+    """Rank 1 seems to remain, as a process does that waits in the kernel."""
+
+    def end_all_but_one(*arguments: Any) -> list[int]:
+        return [*end_processes(*arguments), 1]
+
+    with mock.patch.object(launch, "end_processes", end_all_but_one):
+        run_launcher(words, log)
+
+
+def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: Path) -> None:
+    """Although restarts are left: new ranks would find the devices in use."""
+    script, log = tmp_path / "rank.py", tmp_path / "node0.log"
+    script.write_text(TEMPLATE.format(repository=str(REPOSITORY), directory=tmp_path, body=STOPPED))
+    words = [*TWO, "--max-restarts", "3", str(script)]
+    process = fork_context().Process(target=launch_with_unkillable_rank, args=(words, log))
+    process.start()
+    assert Node(process, log).exit_code() == ExitCode.CRASH
+    (found,) = failures(tmp_path)
+    assert (found["rank"], found["cause"]) == (1, Cause.HANG)
+    assert "does not end after SIGKILL" in found["message"]
+    assert len(list(tmp_path.glob("started.*"))) == 2

@@ -1,0 +1,146 @@
+"""A replay changes nothing of training, and names the rank whose products are wrong."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.optimizer import OptimizerConfig
+from megatron.operation.replay import Verdict
+from megatron.training.guard.replay import Replay
+from tests.parallel.flip_run import FP32, Run, bits_of
+from tests.parallel.layout_run import SEQUENCE, Layout, Task, microbatches
+from tests.parallel.test_expert_layouts import MIX, MIX_MODEL
+from tests.parallel.test_layouts import DELAYED, TIED_SHORT
+from tests.rank_pool import RankPool
+
+FP64 = Task(OptimizerConfig(weight_decay=0.1))
+WITH_BIASES = replace(
+    MIX,
+    model=replace(MIX_MODEL, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+    moe=replace(MIX.moe, moe_router_bias_update_rate=1e-2),
+)
+CASES: dict[str, tuple[Task, Layout]] = {
+    "DP, overlap": (FP64, Layout(dp=4, microbatches=2, bucket_size=3000, overlap_grad_reduce=True)),
+    "ZeRO-1, overlap": (FP32, Layout(dp=4, strategy="optim", overlap_param_gather=True)),
+    "ZeRO-2, overlap": (FP64, Layout(dp=4, strategy="optim_grads", bucket_size=3000, overlap_grad_reduce=True)),
+    "FSDP": (FP64, Layout(dp=4, strategy="optim_grads_params", microbatches=2)),
+    "FSDP, deferred reduction": (FP64, Layout(dp=4, strategy="optim_grads_params", defer_grad_reduce=True)),
+    "PP and DP, tied": (TIED_SHORT, Layout(pp=2, dp=2, microbatches=2)),
+    "zero bubble": (FP64, Layout(pp=2, dp=2, schedule="zb-h1", microbatches=4)),
+    "TP and DP": (FP64, Layout(tp=2, dp=2, sequence_parallel=True)),
+    "CP and DP": (FP64, Layout(cp=2, dp=2)),
+    "experts": (WITH_BIASES, Layout(dp=4, ep=2, strategy="optim")),
+    "FP8 with delayed scales": (DELAYED, Layout(dp=4, strategy="optim", fp8_param_gather=True)),
+}
+SAMPLE = ("DP, overlap", "ZeRO-2, overlap", "FSDP", "PP and DP, tied", "experts", "FP8 with delayed scales")
+
+
+def replay_once(run: Run, replay: Replay) -> Verdict:
+    """Replay the first microbatch of the next step."""
+    ranks = run.topology
+    own = microbatches(
+        run.progress.iteration, run.layout, ranks.data_parallel.rank, ranks.context_parallel.rank, run.task.batch
+    )
+    reads = bool(run.module.executor.readers)
+    return replay.run(run.module, [next(own)] if reads else [], 1, run.task.batch * SEQUENCE)
+
+
+def trained(task: Task, layout: Layout, replays: bool) -> tuple[list[str], list[Verdict]]:
+    """The bits of the state after three steps, and the verdicts of replays before each."""
+    run = Run(task, layout)
+    replay = Replay(run.topology)
+    verdicts = []
+    for _ in range(3):
+        if replays:
+            verdicts.append(replay_once(run, replay))
+        torch.rand(1)  # as a user's code may
+        assert run.step()
+    return [bits_of(held.tensor) for held in run.tensors()] + [bits_of(torch.rand(4))], verdicts
+
+
+def seeded(case: Any, *arguments: Any) -> Any:
+    torch.manual_seed(1)
+    return case(*arguments)
+
+
+def compare(pool: RankPool, name: str) -> None:
+    task, layout = CASES[name]
+    without = pool.run(seeded, trained, task, layout, False, world_size=4)
+    with_replays = pool.run(seeded, trained, task, layout, True, world_size=4)
+    for (expected, _), (bits, verdicts) in zip(without, with_replays):
+        assert bits == expected
+        assert verdicts == [Verdict("data")] * 3
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_replay_changes_nothing(four_ranks: RankPool, name: str) -> None:
+    compare(four_ranks, name)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("name", sorted(CASES.keys() - set(SAMPLE)))
+def test_a_replay_changes_nothing_in_other_layouts(four_ranks: RankPool, name: str) -> None:
+    compare(four_ranks, name)
+
+
+class FaultyProduct:
+    """Linear layers of a rank whose products have a wrong bit: always, or in one product of many."""
+
+    def __init__(self, bit: int, once_in: int = 1) -> None:
+        self.bit, self.once_in, self.count = bit, once_in, 0
+        self.original = torch.nn.functional.linear
+
+    def __call__(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        product = self.original(inputs, weight).clone()
+        self.count += 1
+        if self.count % self.once_in == 0:
+            product.view(-1)[:1].view(torch.int64).bitwise_xor_(1 << self.bit)
+        return product
+
+
+def with_faulty_product(
+    task: Task, layout: Layout, rank: int, bit: int, once_in: int, steps: int, interval: int
+) -> tuple[int, Verdict] | None:
+    """The step after which a replay finds that the products of ``rank`` are wrong, and its verdict."""
+    run = Run(task, layout, interval=0)
+    replay = Replay(run.topology)
+    faulty = mock.patch("torch.nn.functional.linear", FaultyProduct(bit, once_in))
+    with faulty if run.topology.rank == rank else nullcontext():
+        for step in range(1, steps + 1):
+            run.step()
+            if step % interval == 0:
+                verdict = replay_once(run, replay)
+                if verdict.kind != "data":
+                    return step, verdict
+    return None
+
+
+@pytest.mark.parametrize(
+    "name, rank, expected",
+    [
+        ("DP, overlap", 2, (2,)),
+        ("FSDP", 3, (3,)),
+        ("TP and DP", 1, (0, 1, 2, 3)),
+    ],
+)
+def test_a_persistently_wrong_product_is_found_within_an_interval(
+    four_ranks: RankPool, name: str, rank: int, expected: tuple[int, ...]
+) -> None:
+    """Also its lowest bit. Two replicas can only accuse each other."""
+    task, layout = CASES[name]
+    for bit in (0, 51):
+        for found in four_ranks.run(with_faulty_product, task, layout, rank, bit, 1, 4, 2, world_size=4):
+            assert found == (2, Verdict("persistent", expected))
+
+
+def test_a_product_that_is_wrong_now_and_then_is_transient(four_ranks: RankPool) -> None:
+    task, layout = CASES["ZeRO-2, overlap"]
+    found = four_ranks.run(with_faulty_product, task, layout, 1, 30, 19, 6, 1, world_size=4)
+    assert len(set(found)) == 1 and found[0] is not None
+    _, verdict = found[0]
+    assert verdict.kind == "transient" and verdict.ranks == (1,)

@@ -1,0 +1,196 @@
+"""The report of a run: the page without a browser, in a browser, and the figures as text and JSON."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ExitCode
+from megatron.operation.accounting import CURRENT, Attempt, append_attempt, write_current
+from megatron.operation.effective_time import Costs, SimulatedJob, simulate
+from megatron.operation.run_summary import read_run
+from tools import report_run
+from tools.support.run_charts import interrupted
+
+NASTY = '"><script>document.title="hacked"</script>'
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The records of 5 hours with four failures, and metrics."""
+    directory = tmp_path / "run-7"
+    job = SimulatedJob(Costs(2400.0, 60.0, 4.0), 600.0, 2.0, world_size=16, commit_s=5.0)
+    attempts = simulate(job, 5 * 3600.0, seed=2, start=1.7e9)
+    assert len(attempts) == 5
+    for attempt in attempts[:-1]:
+        append_attempt(directory, with_failure(attempt))
+    write_current(directory, replace(attempts[-1], outcome="running"))
+    (directory / "failures").mkdir()
+    report = {"schema": 1, "time": attempts[1].end, "cause": "hang", "rank": 3, "host": NASTY, "section": "optimizer"}
+    report |= {"message": NASTY, "advice": "Replace the host.", "stack": NASTY, "iteration": 5}
+    (directory / "failures" / "0002.json").write_text(json.dumps(report))
+    with (directory / "metrics.jsonl").open("w") as metrics:
+        for index in range(1000):
+            record = {"iteration": index, "lm_loss": 3.0 + 5.0 / (1 + index), "time": 1.7e9 + 17 * index}
+            metrics.write(json.dumps(record) + "\n")
+            if index % 300 == 299:
+                metrics.write(json.dumps({**record, "lm_loss": None, "validation_loss": 3.1}) + "\n")
+        metrics.write('{"iteration": 1000, "lm_l')  # torn
+    return directory
+
+
+def with_failure(attempt: Attempt) -> Attempt:
+    if attempt.attempt == 2:  # its report has the cause
+        return replace(attempt, cause=None)
+    return replace(attempt, cause="killed", rank=1, host="node1", hosts=("node1", "node2"), exit_code=-9)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["report_run", *map(str, words)])
+    return report_run.main()
+
+
+class Page(HTMLParser):
+    """The tags of a page, its attributes and the text of its cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+
+
+def write_page(monkeypatch: pytest.MonkeyPatch, run: Path) -> Path:
+    target = run.parent / "report.html"
+    assert call(monkeypatch, run, "--html", target, "--metrics", run / "metrics.jsonl") == 0
+    return target
+
+
+def test_the_page_shows_attempts_faults_saves_and_losses(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = write_page(monkeypatch, run).read_text()
+    page, recorded = Page(text), read_run(run).attempts
+    tips = page.attributes["data-tip"]
+    assert sum("checkpoint of iteration" in tip for tip in tips) == sum(one.saves for one in recorded)
+    assert {"attempt 1: killed", "attempt 2: hang"} <= {tip.split("\n")[0] for tip in tips}
+    for name, label in (("start", "start"), ("step", "training"), ("save", "saves"), ("lost", "lost work")):
+        assert any(tip.startswith(f"attempt 1: {label} ") for tip in tips)
+        assert name in page.attributes["class"]
+    assert sum("validation loss" in tip for tip in tips) == 3
+    assert 'class="line"' in text and "Save interval" in text and "node1" in text
+
+
+def test_the_page_loads_nothing_and_executes_nothing_but_its_script(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = write_page(monkeypatch, run).read_text()
+    page = Page(text)
+    assert page.tags.count("script") == 1
+    assert not {"src", "href", "srcset", "action", "onclick", "onload"} & page.attributes.keys()
+    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttp|import\(", text)
+    assert "default-src 'none'" in page.attributes["content"][0]
+    assert not {"nan", "inf", "None"} & set(re.findall(r"[A-Za-z]+", " ".join(page.attributes["d"])))
+
+
+def test_all_figures_are_in_the_text_and_in_json(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = run.parent / "out" / "run.json"
+    assert call(monkeypatch, run, "--json", target) == 0
+    figures, text = json.loads(target.read_text()), capsys.readouterr().out
+    assert f"effective time      {100 * figures['effective_time']:.1f} %" in text
+    assert sum(figures["seconds"].values()) == pytest.approx(figures["wall_s"]) == pytest.approx(5 * 3600.0)
+    assert figures["interruptions"] == len(figures["records"]) - 1
+    assert f"every {figures['save_interval']['young']['seconds'] / 60:.1f} min" in text
+    assert figures["hosts"][0]["host"] == "node1"
+
+
+def test_the_curve_of_losses_is_interrupted_where_an_attempt_starts() -> None:
+    points = [(float(place), 1.0) for place in range(4)]
+    assert [point[0] for point in interrupted(points, [0.0, 1.5, 1.7, 2.0]) if math.isfinite(point[1])] == [0, 1, 2, 3]
+    broken = [math.isnan(value) for _, value in interrupted(points, [0.0, 1.5, 1.7, 2.0])]
+    assert broken == [False, False, True, False, False]
+
+
+def test_the_report_of_a_run_under_way_changes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    write_page(monkeypatch, run)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert (run / CURRENT).exists()
+
+
+def test_a_run_of_one_short_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append_attempt(tmp_path, Attempt(attempt=1, start=5.0, end=5.0, outcome="failed", exit_code=2))
+    assert call(monkeypatch, tmp_path, "--html", tmp_path / "page.html", "--json", tmp_path / "run.json") == 0
+    assert "Attempts" in (tmp_path / "page.html").read_text()
+
+
+def test_mistakes_are_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("{}\n")
+    cases = [
+        ((tmp_path,), f"{tmp_path} has no record of an attempt"),
+        ((run, "--metrics", tmp_path / "missing"), f"--metrics {tmp_path}/missing cannot be read (No such file"),
+        ((run, "--metrics", tmp_path / "empty.jsonl"), f"--metrics {tmp_path}/empty.jsonl has no losses"),
+        ((run, "--html", run / "metrics.jsonl" / "page"), f"--html {run}/metrics.jsonl/page cannot be written"),
+    ]
+    for words, sentence in cases:
+        assert call(monkeypatch, *words) == ExitCode.ACTION_REQUIRED
+        error = capsys.readouterr().err
+        assert error.startswith(f"ERROR: {sentence}") and error.count("\n") == 1
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_the_page_works_in_a_browser(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script runs without an error: it sorts a table, shows a tip, and switches between light and dark."""
+    page = write_page(monkeypatch, run)
+    probe = """<script>
+    const found = {errors: 0};
+    addEventListener("error", () => found.errors++);
+    const table = [...document.querySelectorAll("table.sortable")].at(-1);
+    const column = () => [...table.tBodies[0].rows].map((row) => Number(row.cells[2].dataset.value));
+    table.tHead.rows[0].cells[2].click();
+    found.ascending = column();
+    table.tHead.rows[0].cells[2].click();
+    found.descending = column();
+    document.querySelector("svg [data-tip]").dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+    found.tip = document.getElementById("tip").textContent;
+    const colour = () => getComputedStyle(document.body).backgroundColor;
+    found.before = colour();
+    document.getElementById("theme").click();
+    found.after = colour();
+    found.title = document.title;
+    found.overflow = document.documentElement.scrollWidth - innerWidth;
+    found.bars = document.querySelectorAll("svg rect.step").length;
+    document.body.textContent = "";
+    document.body.dataset.found = JSON.stringify(found);
+    </script>"""
+    page.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    for width in (420, 1300):
+        assert BROWSER is not None
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+        profile = f"--user-data-dir={run.parent}/profile"
+        command = [BROWSER, *flags, profile, page.as_uri()]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        body = Page(output).attributes["data-found"][0]
+        found = json.loads(body)
+        assert found["errors"] == 0 and found["title"] == "run-7"
+        assert found["ascending"] == sorted(found["ascending"]) == found["descending"][::-1]
+        assert len(found["ascending"]) == len(read_run(run).attempts)
+        assert found["bars"] == sum(one.second("step") > 0 for one in read_run(run).attempts)
+        assert found["tip"].startswith("attempt 1")
+        assert found["before"] != found["after"]
+        assert found["overflow"] <= 0

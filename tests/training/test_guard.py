@@ -1,0 +1,162 @@
+"""When the checks of numbers run, where they cannot, and what their messages say."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.config.training import TrainingConfig
+from megatron.core.control import ControlGroup
+from megatron.core.topology import single_process
+from megatron.errors import NotFiniteError, SilentCorruptionError
+from megatron.intervals import IntervalSchedule
+from megatron.operation.known_answer import KnownProduct
+from megatron.operation.replicas import HOLDERS, TensorKey
+from megatron.training.build.guard import why_not_replayed
+from megatron.training.context import RunContext
+from megatron.training.guard.known_answer import KnownAnswer
+from megatron.training.guard.state_check import RankReport, StateCheck, raise_findings
+from megatron.training.loop.stop import StopConditions
+from megatron.training.loop.trainer import Trainer
+from megatron.training.signals import SignalWatch
+from megatron.training.train_module import TrainModule
+
+CPU = torch.device("cpu")
+
+
+def control() -> ControlGroup:
+    return ControlGroup((0,), 0)
+
+
+def known_answer(interval_s: float = 100.0) -> KnownAnswer:
+    return KnownAnswer(control(), CPU, (torch.float32,), interval_s)
+
+
+def test_replays_need_kernels_that_repeat_their_bits() -> None:
+    assert why("cpu", False) is None
+    assert why("cuda", True) is None
+    refused = why("cuda", False)
+    assert refused is not None and "--deterministic-mode" in refused
+
+
+def test_replays_need_scales_that_they_do_not_change() -> None:
+    delayed, current = SimpleNamespace(is_delayed=True), SimpleNamespace(is_delayed=False)
+    refused = why("cuda", True, "transformer_engine", delayed)
+    assert refused is not None and "--fp8-recipe" in refused
+    assert why("cuda", True, "transformer_engine", current) is None
+    assert why("cuda", True, "local", delayed) is None, "our own FP8 keeps the scales of a step"
+
+
+def why(
+    device: str, is_deterministic: bool, implementation: str = "local", fp8: SimpleNamespace | None = None
+) -> str | None:
+    training = TrainingConfig(deterministic_mode=is_deterministic)
+    config = SimpleNamespace(training=training, model=SimpleNamespace(transformer_impl=implementation))
+    context = SimpleNamespace(topology=SimpleNamespace(device=torch.device(device)), config=config)
+    return why_not_replayed(cast(RunContext, context), cast(TrainModule, SimpleNamespace(fp8=fp8)))
+
+
+def test_the_known_product_is_tested_at_its_interval_and_ends_the_run_with_the_flags_of_a_step() -> None:
+    clock, results = [0.0], [0, 0, 0, 3]
+    trainer = cast(Trainer, None)
+    with (
+        mock.patch("time.monotonic", lambda: clock[0]),
+        mock.patch.object(KnownProduct, "count_errors", side_effect=results) as count,
+    ):
+        known = known_answer()
+        assert count.call_count == 1, "at the start"
+        for clock[0], expected in ((99.0, 1), (100.0, 2), (150.0, 2), (201.0, 3)):
+            known.on_iteration_start(trainer)
+            assert count.call_count == expected
+        assert not known.has_failed
+        clock[0] = 400.0
+        known.on_iteration_start(trainer)
+    stop = StopConditions(10, TrainingConfig(), SignalWatch(), single_process().world, CPU, started=0.0, alarm=known)
+    flags = stop.local_flags(5)
+    assert flags[-1]
+    with pytest.raises(SilentCorruptionError, match="3 elements of a known product in float32 are wrong on rank 0"):
+        stop.reason(5, [float(flag) for flag in flags])
+
+
+def test_no_product_is_computed_without_an_interval() -> None:
+    with mock.patch.object(KnownProduct, "count_errors", side_effect=AssertionError):
+        known_answer(0.0).on_iteration_start(cast(Trainer, None))
+
+
+@pytest.mark.parametrize(
+    "interval, saves, is_saving, due",
+    [
+        (3, None, False, [3, 6, 9]),
+        (3, 4, True, [3, 4, 6, 8, 9]),
+        (0, 4, True, []),
+        (5, None, True, [5, 10]),
+    ],
+)
+def test_the_state_is_checked_at_the_interval_and_at_saves(
+    interval: int, saves: int | None, is_saving: bool, due: Sequence[int]
+) -> None:
+    schedule = None if saves is None else IntervalSchedule(((saves, 0),))
+    check = StateCheck(single_process(), interval, schedule, is_saving, known_answer(0.0))
+    checked: list[int] = []
+
+    def note(self: StateCheck, trainer: Any, when: str, *_: Any) -> None:
+        checked.append(int(when.removeprefix("before the update of iteration ")))
+
+    with (
+        mock.patch.object(StateCheck, "_check", note),
+        mock.patch.object(StateCheck, "_digests", lambda *_, **__: None),
+    ):
+        for iteration in range(10):
+            progress = SimpleNamespace(iteration=iteration)
+            check.before_update(cast(Trainer, SimpleNamespace(state=SimpleNamespace(progress=progress))))
+    assert checked == due
+
+
+WEIGHT, MOMENT = TensorKey("weight", "layers.0.w", 0), TensorKey("exp_avg", "layers.0.w", 0)
+AXES = HOLDERS[0]
+
+
+def report(host: str, **changes: Any) -> RankReport:
+    return RankReport(**{"host": host, "digests": {}, "changed": (), "not_finite": (), "failure": None, **changes})
+
+
+def test_a_message_names_tensor_rank_and_host() -> None:
+    digests = [{AXES: {WEIGHT: (1, 1), MOMENT: (2, rank)}} for rank in (5, 5, 6)]
+    reports = [report(f"n{rank}", digests=found) for rank, found in enumerate(digests)]
+    expected = (
+        r"found before the update of iteration 7: the exp_avg of layers.0.w on rank 2 \(host n2\) differs from ranks 0 "
+        r"and 1\. "
+    )
+    with pytest.raises(SilentCorruptionError, match=expected) as raised:
+        raise_findings("before the update of iteration 7", reports, [(AXES, (0, 1, 2))])
+    assert raised.value.ranks == (2,) and raised.value.culprit == 2
+
+
+def test_without_a_majority_both_ranks_are_named() -> None:
+    reports = [report("a", digests={AXES: {WEIGHT: (rank, 0)}}) for rank in range(2)]
+    expected = r"layers.0.w differs between ranks 0 and 1 \(host a\), any of which may be wrong"
+    with pytest.raises(SilentCorruptionError, match=expected) as raised:
+        raise_findings("now", reports, [(AXES, (0, 1))])
+    assert raised.value.ranks == (0, 1) and raised.value.culprit is None
+
+
+def test_a_rank_whose_tensor_changed_is_named_alone() -> None:
+    """Two replicas differ, and one of them knows that it had other bits after the update."""
+    reports = [report("a", digests={AXES: {WEIGHT: (rank, 0)}}, changed=(WEIGHT,) * rank) for rank in range(2)]
+    with pytest.raises(SilentCorruptionError) as raised:
+        raise_findings("now", reports, [(AXES, (0, 1))])
+    assert raised.value.culprit == 1 and "differs" not in str(raised.value)
+
+
+def test_a_change_between_updates_and_a_number_that_is_not_finite() -> None:
+    with pytest.raises(
+        SilentCorruptionError, match=r"the weight of layers.0.w changed since the last update on rank 1"
+    ):
+        raise_findings("now", [report("a"), report("b", changed=(WEIGHT,))], [])
+    with pytest.raises(
+        NotFiniteError, match=r"not finite now, which is not written: the weight of w on rank 1 \(host b"
+    ):
+        raise_findings("now", [report("a"), report("b", not_finite=("the weight of w",))], [])
