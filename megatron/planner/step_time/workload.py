@@ -21,6 +21,7 @@ Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager"
 Sharding = Literal["none", "optimizer", "fsdp1", "fsdp2"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
+Dispatcher = Literal["alltoall", "allgather"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,21 @@ class Run:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     schedule: Schedule = "1f1b"
+    head_size: int = 0
+    """Of attention; 0 for ``hidden / heads``."""
+    num_experts: int = 0
+    """Experts of a MoE layer; 0 for a dense model."""
+    moe_topk: int = 0
+    """Experts that a token uses."""
+    moe_ffn: int = 0
+    """Width of an expert."""
+    shared_ffn: int = 0
+    """Width of the expert that every token uses; 0 without one."""
+    moe_layers: int = 0
+    """MoE layers among the ``layers``; the MLPs of the others are ``ffn`` wide."""
+    ep: int = 1
+    etp: int = 1
+    dispatcher: Dispatcher = "alltoall"
     software: Software
     cluster: Cluster
 
