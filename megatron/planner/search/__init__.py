@@ -1,0 +1,1 @@
+"""Search of the fastest layout of a training run that fits in memory."""

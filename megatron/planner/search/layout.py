@@ -1,0 +1,138 @@
+"""A layout of a training step over GPUs: what the search chooses, as flags and as a changed configuration."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from megatron.config.activations import RecomputeModule
+from megatron.config.parallel import ShardingStrategy
+from megatron.config.run import RunConfig
+
+FULL = "full"
+"""Recompute of whole layers; of the first ``recompute_layers`` of each chunk."""
+RECOMPUTE: Mapping[str, tuple[RecomputeModule, ...]] = {
+    "none": (),
+    "layernorm": ("layernorm",),
+    "mlp_act": ("mlp_act",),
+    "layernorm+mlp_act": ("layernorm", "mlp_act"),
+    "core_attn": ("core_attn",),
+    "core_attn+layernorm+mlp_act": ("core_attn", "layernorm", "mlp_act"),
+    "layernorm+moe_act": ("layernorm", "moe_act"),
+    "moe_act": ("moe_act",),
+    "core_attn+layernorm+moe_act": ("core_attn", "layernorm", "moe_act"),
+    "layernorm+mlp_act+moe_act": ("layernorm", "mlp_act", "moe_act"),
+    "mlp_act+moe_act": ("mlp_act", "moe_act"),
+    "core_attn+layernorm+mlp_act+moe_act": ("core_attn", "layernorm", "mlp_act", "moe_act"),
+}
+"""Modules of --recompute-modules by the name of a selective recompute; ``"full"`` is beside them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of a training step over GPUs. Sizes are numbers of ranks."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    """Model replicas; the global batch is divided among them."""
+    vp: int
+    """Model chunks of a pipeline rank: 1 without interleaving, 2 with zb-v."""
+    schedule: str
+    """As in --pipeline-schedule; ``"1f1b"`` without pipeline parallelism."""
+    sharding: ShardingStrategy
+    """As in --data-parallel-sharding-strategy."""
+    micro_batch_size: int
+    recompute: str
+    """A name of :data:`RECOMPUTE`, or ``"full"``."""
+    recompute_layers: int = 0
+    """With ``"full"``: recomputed layers of a chunk, at most the layers of the longest chunk."""
+    replicas: int = 1
+    """Copies of each shard, as in --num-distributed-optimizer-instances: above 1 is hybrid sharding."""
+    reduces_in_bf16: bool = False
+    """Accumulate and reduce gradients in bf16, which changes the numerics."""
+    counts_ends: bool = False
+    """The embedding and the output layer count as a layer each in the division among the stages."""
+    sequence_parallel: bool = True
+    """No effect with ``tp`` 1."""
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def settings(self, has_experts: bool = False) -> dict[str, Any]:
+        """Values of all fields of the flags that the layout determines, by field name."""
+        is_piped, is_full = self.pp > 1, self.recompute == FULL
+        modules = () if is_full else RECOMPUTE[self.recompute]
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sequence_parallel and self.tp > 1,
+            "pipeline_model_parallel_size": self.pp,
+            "pipeline_schedule": self.schedule if is_piped else None,
+            "num_virtual_stages_per_pipeline_rank": self.vp if is_piped and self.vp > 1 else None,
+            "account_for_embedding_in_pipeline_split": self.counts_ends,
+            "account_for_loss_in_pipeline_split": self.counts_ends,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp if has_experts else None,
+            "data_parallel_sharding_strategy": self.sharding,
+            "num_distributed_optimizer_instances": self.replicas,
+            "micro_batch_size": self.micro_batch_size,
+            "recompute_granularity": FULL if is_full else "selective" if modules else None,
+            "recompute_modules": modules or None,
+            "recompute_method": "block" if is_full else None,
+            "recompute_num_layers": self.recompute_layers if is_full else None,
+            "grad_reduce_in_bf16": self.reduces_in_bf16,
+        }
+
+    def overlaps(self) -> dict[str, Any]:
+        """As :meth:`settings`: the communication that our recipes overlap with computation, and the dispatcher."""
+        overlaps = self.dp * self.cp > 1
+        chosen: dict[str, Any] = {
+            "overlap_grad_reduce": overlaps,
+            "overlap_param_gather": overlaps and self.sharding != "no_shard",
+        }
+        if self.ep > 1:
+            # Expert-parallel ranks are neighbours, as the recipes of experts have it.
+            chosen |= {"moe_token_dispatcher_type": "alltoall", "rank_order": "tp-cp-ep-dp-pp"}
+        return chosen
+
+    def apply(self, config: RunConfig, given: Collection[str] = ()) -> RunConfig:
+        """``config`` with this layout. Overlaps whose field name is in ``given`` keep their value."""
+        values = self._overlaps_but(given) | self.settings(bool(config.model.num_experts)) | dict(_ALIASES)
+        changed = {}
+        for group in fields(config):
+            old = getattr(config, group.name)
+            ours = {field.name: values[field.name] for field in fields(old) if field.name in values}
+            if ours:
+                changed[group.name] = replace(old, **ours)
+        return replace(config, **changed)
+
+    def flags(self, given: Collection[str] = (), has_experts: bool = False) -> dict[str, object]:
+        """Value by flag name without leading dashes (True for a switch): what to paste. Switches that are off and
+        values that are None are left out, as are overlaps in ``given``."""
+        has_experts = has_experts or self.ep * self.etp > 1
+        values = self.settings(has_experts) | self._overlaps_but(given)
+        if not has_experts:
+            del values["expert_model_parallel_size"]
+        if self.replicas == 1:
+            del values["num_distributed_optimizer_instances"]
+        return {
+            name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
+
+    def _overlaps_but(self, given: Collection[str]) -> dict[str, Any]:
+        return {name: value for name, value in self.overlaps().items() if name not in given}
+
+
+_ALIASES: Mapping[str, Any] = {
+    "use_distributed_optimizer": False,
+    "use_torch_fsdp2": False,
+    "recompute_activations": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+"""Fields that mean the same as fields of :meth:`Layout.settings`, at their defaults."""
