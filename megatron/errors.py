@@ -82,6 +82,12 @@ class CheckpointError(UserError):
     exit_code = ExitCode.ACTION_REQUIRED
 
 
+class DirectoryInUseError(CheckpointError):
+    """A directory of the run belongs to another run; this one must not write there, not even its failure."""
+
+    cause = "in_use"
+
+
 class NoProgressError(UserError):
     """Several attempts in a row ended without a new checkpoint."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.checkpoint.files import explained
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, DirectoryInUseError
 
 LOCK = ".run.lock"
 LEASE = 60.0
@@ -38,7 +38,7 @@ _NAMESPACE = "/proc/self/ns/pid"
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
 
-class LockLostError(CheckpointError):
+class LockLostError(DirectoryInUseError):
     """Another run has taken over the lock: this run must not save any more."""
 
 
@@ -154,8 +154,8 @@ class LockAttempt:
         self._since = 0.0
 
     def poll(self) -> "RunLock | None":
-        """Return the lock, or None while the state of its owner is unknown. Raises :class:`CheckpointError` with the
-        owner if the owner is alive."""
+        """Return the lock, or None while the state of its owner is unknown. Raises :class:`DirectoryInUseError` with
+        the owner if the owner is alive."""
         with explained("lock", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             for _ in range(3):
@@ -169,7 +169,7 @@ class LockAttempt:
                     return None
                 else:
                     _remove(self._path, found)
-        raise CheckpointError(f"Another run is taking over {self._root} right now: choose another --save.")
+        raise DirectoryInUseError(f"Another run is taking over {self._root} right now: choose another --save.")
 
     def _may_be_held(self, found: _Sighting) -> bool:
         """Whether to keep waiting; raises if the owner is alive."""
@@ -187,8 +187,8 @@ class LockAttempt:
             raise self._refusal(owner, "which renewed its lock while this run was waiting for it")
         return self._clock() - self._since <= LEASE + RENEWAL
 
-    def _refusal(self, owner: Owner, reason: str) -> CheckpointError:
-        return CheckpointError(
+    def _refusal(self, owner: Owner, reason: str) -> DirectoryInUseError:
+        return DirectoryInUseError(
             f"{self._root} is in use by process {owner.pid} on {owner.host}, {reason}: stop that run, or use another "
             "--save."
         )

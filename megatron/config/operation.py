@@ -72,6 +72,11 @@ class OperationConfig(GuardConfig):
         """Whether a policy returns to earlier checkpoints."""
         return "rollback" in (self.nan_policy, self.spike_policy)
 
+    @property
+    def decides_by_norm(self) -> bool:
+        """Whether a policy decides by the gradient norm of an iteration whether there is an update."""
+        return self.spike_policy != "log" or self.nan_policy != "stop"
+
     def check(self) -> None:
         require_at_least(10, values_of(self, "spike_window"))
         require_at_least(1, values_of(self, "max_rollbacks"))

@@ -17,6 +17,7 @@ class Cause(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     EXCEPTION = "exception"
     USER_ERROR = "user_error"
+    IN_USE = "in_use"
     NOT_FINITE = "not_finite"
     SPIKE = "spike"
     SILENT_CORRUPTION = "silent_corruption"
@@ -67,6 +68,12 @@ EXPLANATIONS: Mapping[Cause, Explanation] = {
         "A flag, a file or a checkpoint is wrong.",
         "Follow the message; the same command would fail again.",
         (ExitCode.ACTION_REQUIRED, ExitCode.CRASH),
+    ),
+    Cause.IN_USE: Explanation(
+        "Another run has the lock of a directory of this run. Nothing is written there, so this cause is only in the "
+        "log.",
+        "Stop the other run, or use another --save.",
+        (ExitCode.ACTION_REQUIRED,),
     ),
     Cause.NOT_FINITE: Explanation(
         "The loss or a gradient was not finite.",

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ExitCode, UserError, cause_of
+from megatron.errors import DirectoryInUseError, ExitCode, UserError, cause_of
 from megatron.operation.accounting import read_attempts, read_current
 from megatron.operation.causes import Cause, advice, cause_named
 from megatron.operation.culprit import Evidence, Verdict
@@ -312,6 +312,8 @@ def record_own_failure(error: Exception, text: str, rank: int, local_rank: int, 
     by rank 0.
     """
     directory = heartbeat.settings.get("run_dir")
+    if isinstance(error, DirectoryInUseError):
+        return
     culprit = error.culprit if isinstance(error, UserError) else rank
     is_local = culprit == rank or (isinstance(error, UserError) and error.is_local)
     if directory is None or not (is_local or (culprit is None and rank == 0)):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.operation import OperationConfig
-from megatron.operation.causes import OutOfMemoryKills
+from megatron.operation.causes import Cause, OutOfMemoryKills
 from megatron.operation.culprit import Evidence, find_culprit
 from megatron.operation.failure import (
     FILE,
@@ -305,7 +305,7 @@ class RankWatch:
         self.failure = failure
         directory = self._directory()
         note = ""
-        if directory is not None:
+        if directory is not None and failure.cause != Cause.IN_USE:
             try:
                 assert self._attempt is not None
                 if self._attempt.number is None:

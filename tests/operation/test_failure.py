@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from megatron import errors
 from megatron.errors import (
     ConfigError,
     DataError,
+    DirectoryInUseError,
     ExitCode,
     LoaderError,
     NoProgressError,
@@ -118,6 +120,7 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOENT, "No such file"), Cause.EXCEPTION),
         (raised(UserError("the save failed"), OSError(errno.EIO, "input/output")), Cause.DISK),
         (ConfigError("--lr"), Cause.USER_ERROR),
+        (DirectoryInUseError("out is in use"), Cause.IN_USE),
         (DataError("corpus"), Cause.DATA),
         (LoaderError("loader"), Cause.DATA),
         (NotFiniteError("nan"), Cause.NOT_FINITE),
@@ -229,6 +232,13 @@ def test_without_a_launcher_the_first_rank_writes(tmp_path: Path, error: Excepti
     assert "first" in found["message"] and found["attempt"] == (2 if 0 in writes_on else 1)
     earlier = json.loads((tmp_path / str(writes_on[0]) / "failures" / "0001.json").read_text())
     assert earlier["section"] == "save" and earlier["message"].endswith("the text")
+
+
+def test_a_run_that_is_kept_out_writes_nothing(tmp_path: Path) -> None:
+    heartbeat = Heartbeat()
+    heartbeat.write_settings({"run_dir": str(tmp_path)})
+    record_own_failure(DirectoryInUseError("out is in use"), "the text", 0, 0, heartbeat)
+    assert not os.listdir(tmp_path)
 
 
 def test_a_run_without_a_directory_or_with_a_full_disk_only_warns(

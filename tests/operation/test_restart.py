@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.directory import TRACKER
-from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.errors import ExitCode
 from megatron.operation.attempts import FILE
 from tests.end_to_end.run_process import (
@@ -83,6 +83,27 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, jobs: list[J
     done = latest_iteration(job.save)
     flags = {**MODEL, "save": job.save, "load": job.save, "exit_interval": done + 1, "global_batch_size": 8}
     assert call_training(words_of(flags)).exit_code == ExitCode.STOPPED
+
+
+def test_a_second_job_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    """Nor does its launcher: the records of the directory are those of the run that has its lock."""
+    save = tmp_path / "save"
+    lock = acquire(save)
+    flags = {**MODEL, "save": save, "train_iters": 2, "global_batch_size": 8}
+    command = [
+        sys.executable,
+        "-m",
+        LAUNCH,
+        "--standalone",
+        "--nproc-per-node=2",
+        "pretrain_llama.py",
+        *words_of(flags),
+    ]
+    outcome = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=300)
+    assert outcome.returncode == ExitCode.ACTION_REQUIRED
+    assert "(in_use)" in outcome.stderr and "use another --save" in outcome.stderr
+    assert os.listdir(save) == [LOCK]
+    lock.release()
 
 
 def test_a_process_that_no_agent_has_started_outlives_the_shell(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerChunk
 from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import info_of
 from megatron.core.precision import number_formats
@@ -68,6 +69,35 @@ def bytes_per_parameter(
     optimizer = Optimizer(optimizer_config, data_parallel, topology)
     kept = sum((data_parallel.memory() | optimizer.memory()).values())
     return kept / FOUR_MILLION.num_parameters()
+
+
+def norms_with_wrong_bits(strategy: ShardingStrategy, agrees: bool) -> tuple[float, bool]:
+    """The norm of a rank, of gradients that are 1, and 8 on the last rank; whether it is certainly one of all ranks."""
+    config = ParallelConfig(data_parallel_sharding_strategy=strategy, tensor_model_parallel_size=2)
+    dp = RANKS // 2
+    topology = topology_of(RankGrid(tp=2, dp=dp, dp_replicas=config.data_parallel_replicas(dp)))
+    kernel = choose_attention_kernel("auto", CPU, torch.float32)
+    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.float32, CPU, kernel)
+    model = build_model(FOUR_MILLION, context, seed=1)
+    data_parallel = wrap_data_parallel(model, number_formats(PrecisionConfig(), OptimizerConfig()), topology, config)
+    for shard in data_parallel.param_shards:
+        shard.gradient.fill_(8.0 if topology.world.rank == RANKS - 1 else 1.0)
+    optimizer = Optimizer(OptimizerConfig(clip_grad=0.0), data_parallel, topology, agrees_on_norms=agrees)
+    norm = optimizer.step(Hyperparameters(0.0), 1.0).grad_norm
+    return norm, optimizer.has_one_norm
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_replicas_agree_on_a_norm_by_which_a_policy_decides(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
+    """Each replica computes its own norm. If one of them has wrong bits, its ranks must not decide on their own."""
+    norms, certain = zip(*four_ranks.run(norms_with_wrong_bits, strategy, True))
+    assert len(set(norms)) == 1 and all(certain)
+    own, certain = zip(*four_ranks.run(norms_with_wrong_bits, strategy, False))
+    if strategy == "no_shard":
+        assert len(set(own)) == 2 and not any(certain)
+        assert set(norms) == {min(own)}, "the norm of the first replica"
+    else:
+        assert own == norms and all(certain)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -182,14 +182,14 @@ def run_with_fault(fault: str, folding: Folding) -> Record:
     """On every rank: train with a fault."""
     is_counted, finish = ModelSharing.is_counted, DataParallel.finish_grad_sync
 
-    def without_experts(sharing: ModelSharing, info: ParameterInfo) -> bool:
-        return not info.is_expert and is_counted(sharing, info)
+    def without_experts(sharing: ModelSharing, info: ParameterInfo, over_all_ranks: bool) -> bool:
+        return not info.is_expert and is_counted(sharing, info, over_all_ranks)
 
-    def of_every_replica(sharing: ModelSharing, info: ParameterInfo) -> bool:
-        return info.is_expert or is_counted(sharing, info)
+    def of_every_replica(sharing: ModelSharing, info: ParameterInfo, over_all_ranks: bool) -> bool:
+        return info.is_expert or is_counted(sharing, info, over_all_ranks)
 
-    def as_first_tensor_parallel_rank(sharing: ModelSharing, info: ParameterInfo) -> bool:
-        return is_counted(sharing, info) and not (info.is_expert and sharing.tensor_parallel.rank > 0)
+    def as_first_tensor_parallel_rank(sharing: ModelSharing, info: ParameterInfo, over_all_ranks: bool) -> bool:
+        return is_counted(sharing, info, over_all_ranks) and not (info.is_expert and sharing.tensor_parallel.rank > 0)
 
     def finish_divided(data_parallel: DataParallel) -> None:
         finish(data_parallel)

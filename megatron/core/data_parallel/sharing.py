@@ -51,7 +51,8 @@ class ModelSharing:
     experts: Sharing | None
     """None in a model without experts."""
     norm_ranks: Communicator
-    """Ranks over which norms are summed."""
+    """Ranks over which norms are summed: the ranks of one replica, or all ranks with experts, as the two kinds have
+    different replicas."""
     tensor_parallel: Communicator
 
     @classmethod
@@ -84,11 +85,13 @@ class ModelSharing:
         assert self.experts is not None, f"{info.name} in a model without experts"
         return self.experts
 
-    def is_counted(self, info: ParameterInfo) -> bool:
-        """Whether this rank adds its shard of a parameter to norms: one of the ranks that hold it does."""
+    def is_counted(self, info: ParameterInfo, over_all_ranks: bool) -> bool:
+        """Whether this rank adds its shard of a parameter to norms: one of the ranks that hold it does.
+
+        ``over_all_ranks``: norms are summed over all ranks instead of the ranks of one replica.
+        """
         if info.tied_end == "output_layer":
             return False
         if not info.is_expert and not info.tensor_parallel_sharded and self.tensor_parallel.rank > 0:
             return False
-        # With experts the ranks of norms are all ranks, as the two kinds have different replicas.
-        return self.experts is None or self.of_parameter(info).replicas.rank == 0
+        return not over_all_ranks or self.of_parameter(info).replicas.rank == 0

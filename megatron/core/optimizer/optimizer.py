@@ -50,7 +50,11 @@ class _GroupKey:
 
 
 class Optimizer:
-    """Updates the shards of ``data_parallel``."""
+    """Updates the shards of ``data_parallel``.
+
+    With ``agrees_on_norms`` all ranks have the bits of the norms of the first replica, also if another replica has
+    wrong bits: for policies that decide by a norm. Otherwise each replica computes its own.
+    """
 
     def __init__(
         self,
@@ -58,20 +62,27 @@ class Optimizer:
         data_parallel: DataParallel,
         topology: Topology,
         kernels: OptimizerKernels | None = None,
+        agrees_on_norms: bool = False,
     ) -> None:
         kernels = kernels or OptimizerKernels()
         self._squared_norm = kernels.squared_norm
         self._clip_grad = config.clip_grad
         self._data_parallel = data_parallel
         sharing = data_parallel.sharing
-        self._ranks = sharing.norm_ranks
+        self._ranks = topology.world if agrees_on_norms else sharing.norm_ranks
+        self.has_one_norm = self._ranks.size == topology.world.size
+        """Whether all ranks certainly have the same norms."""
         self._param_shards = data_parallel.param_shards
         self.has_master_weights = data_parallel.needs_master_weights
         """Whether master weights differ from the model's weights."""
         master_dtype = data_parallel.formats.master
         # The same tensor if it has that dtype already.
         self._masters = [shard.weight.to(master_dtype) for shard in self._param_shards]
-        counted = [number for number, shard in enumerate(self._param_shards) if sharing.is_counted(shard.info)]
+        counted = [
+            number
+            for number, shard in enumerate(self._param_shards)
+            if sharing.is_counted(shard.info, self.has_one_norm)
+        ]
         self._counted_shards = [self._param_shards[number] for number in counted]
         self._counted = [shard.gradient for shard in self._counted_shards]
         self._counted_weights = [self._masters[number] for number in counted]

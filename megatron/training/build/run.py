@@ -67,7 +67,9 @@ def build_trainer(
     parallel = parallelize(config, topology, vocabulary.size, kernels)
     parallel.data_parallel.initialize(config.training.seed)
     model, fp8 = parallel.model, parallel.model.context.fp8
-    optimizer = Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer)
+    optimizer = Optimizer(
+        config.optimizer, parallel.data_parallel, topology, kernels.optimizer, config.operation.decides_by_norm
+    )
     loss_scaler = build_loss_scaler(config.precision)
     module = TrainModule(
         parallel.executor, parallel.data_parallel, optimizer, loss_scaler, topology, fp8, model.expert_balance

@@ -124,7 +124,7 @@ def train_step(
         is_skipped=not result.is_applied,
         is_fault=is_fault,
         num_tokens=loss.num_tokens,
-        is_fault_of_all=is_fault and module.data_parallel.sharing.norm_ranks.size == module.topology.world.size,
+        is_fault_of_all=is_fault and module.optimizer.has_one_norm,
         stop_flags=counts,
         metrics={**result.metrics, **balance},
     )
