@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama
 from megatron.config.guard import GuardConfig
-from megatron.operation.known_answer import KnownProduct
+from megatron.operation.known_product import KnownProduct
 from megatron.training.build.guard import REPLAY_INTERVAL
 from megatron.training.guard.replay import Replay
 from megatron.training.guard.state_check import StateCheck

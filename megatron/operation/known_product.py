@@ -5,8 +5,12 @@
 integer below 256, which bf16, fp16 and wider formats hold exactly. The element (i, j) depends on i mod 7 and j mod 5.
 """
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
+
+from megatron.core.ops.matmul import linear
 
 ROWS, COLUMNS = 7, 5
 """Periods of the product."""
@@ -33,3 +37,34 @@ def expected_product(size: int, dtype: torch.dtype, device: torch.device) -> Ten
     """The product ``[size, size]``, computed without a matrix product."""
     period = torch.tensor(period_of(size), dtype=dtype, device=device)
     return period.repeat(-(-size // ROWS), -(-size // COLUMNS))[:size, :size]
+
+
+_SIZES = {"cpu": 256}
+_SIZE_ON_GPU = 4096
+"""Every multiprocessor computes several tiles."""
+
+
+class KnownProduct:
+    """The product ``[n, n]`` in ``dtype`` on ``device``, as linear layers compute it: a test of the arithmetic."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self.dtype = device, dtype
+        self.size = _SIZES.get(device.type, _SIZE_ON_GPU)
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        left, right = operands(self.size, self.dtype, self._device)
+        return left, right.t().contiguous()
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """The product as it must be."""
+        return expected_product(self.size, self.dtype, self._device)
+
+    def count_errors(self) -> int:
+        """Compute the product, and count its wrong elements; waits for the device."""
+        return self.count_wrong(linear(*self._factors))
+
+    def count_wrong(self, product: Tensor) -> int:
+        """The elements of ``product`` that are not as expected."""
+        return int((product != self.expected).sum())

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.faults import VARIABLE
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.errors import ExitCode
-from megatron.operation.known_answer import KnownProduct
+from megatron.operation.known_product import KnownProduct
 from megatron.training.train_module import TrainModule
 from tests.end_to_end.run_process import (
     TINY_RUN,

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.topology import RankGrid
 from megatron.errors import SilentCorruptionError, report
 from megatron.operation.digests import OddRanks, digest, find_odd, fold, key_of, list_ranks
-from megatron.operation.known_answer import KnownProduct
+from megatron.operation.known_product import KnownProduct
 from megatron.operation.replay import RankReplay, judge, neighbour, neighbour_distance
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_ranks_in_words() -> None:
 def test_a_known_product_is_exact_and_one_wrong_bit_is_counted(dtype: torch.dtype) -> None:
     product = KnownProduct(CPU, dtype)
     assert product.count_errors() == 0
-    result = product.expected.to(dtype)
+    result = product.expected.clone()
     assert product.count_wrong(result) == 0
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
     result.view(integers)[5, 6] ^= 1

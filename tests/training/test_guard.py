@@ -13,7 +13,7 @@ from megatron.core.control import ControlGroup
 from megatron.core.topology import single_process
 from megatron.errors import NotFiniteError, SilentCorruptionError
 from megatron.intervals import IntervalSchedule
-from megatron.operation.known_answer import KnownProduct
+from megatron.operation.known_product import KnownProduct
 from megatron.operation.replicas import HOLDERS, TensorKey
 from megatron.training.build.guard import why_not_replayed
 from megatron.training.context import RunContext

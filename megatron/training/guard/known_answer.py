@@ -1,4 +1,4 @@
-"""The known product (megatron/operation/known_answer.py) at the start of a run and at intervals of time."""
+"""The known product (megatron/operation/known_product.py) at the start of a run and at intervals of time."""
 
 import socket
 import time
@@ -8,7 +8,7 @@ import torch
 from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.errors import SilentCorruptionError
-from megatron.operation.known_answer import TILE, KnownProduct
+from megatron.operation.known_product import KnownProduct
 from megatron.training.loop.trainer import Listener, Trainer
 
 
@@ -51,7 +51,7 @@ class KnownAnswer(Listener):
             if wrong:
                 self._failure = (
                     f"{wrong} elements of a known product in {str(product.dtype).removeprefix('torch.')} are wrong on "
-                    f"rank {self._control.rank} (host {socket.gethostname()}), in tiles of {TILE} x {TILE} elements"
+                    f"rank {self._control.rank} (host {socket.gethostname()})"
                 )
 
     def _test_or_raise(self) -> None:
