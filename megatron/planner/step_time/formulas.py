@@ -13,12 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.prices import (
+    BACKWARD_ATTENTION,
+    EXPOSED_RING,
+    Machines,
+    exposed_reduction,
+    exposed_sharding,
+    growth,
+    message_rate,
+    product_seconds,
+    product_traffic,
+    reduction_window,
+    ring_rate,
+)
 from megatron.planner.step_time.workload import Array, Mask, Workload
 
-_TILE_ROWS, _TILE_COLUMNS = 128, 256
-_MOST_QUANTIZATION = 4.0
-_BACKWARD_ATTENTION = 2.5  # FLOPs relative to the forward pass: five products instead of two
-_EXPOSED_RING = 0.2  # share of context-parallel communication that attention does not hide
 _OPTIMIZER_BYTES = 30  # per parameter: gradient, main weight and two moments, read and written, and the weight
 
 
@@ -62,9 +71,9 @@ class StepTimeModel:
         self.tokens = w.number("micro_batch_size") * self.seq_length / self.cp  # of a microbatch on a rank
         self.microbatches = w.number("global_batch_size") / (w.number("micro_batch_size") * self.dp)
         self.is_fp8, self.sequence_parallel = w.where("is_fp8"), w.where("sequence_parallel")
-        self.bf16_flops, self.hbm = w.number("bf16_flops"), w.number("hbm_bytes_per_s")
-        self.multiprocessors, self.node_size = w.number("multiprocessors"), w.number("node_size")
-        self.link, self.network = w.number("link_bytes_per_s"), w.number("network_bytes_per_s")
+        self.machines = Machines([run.cluster for run in w.runs])
+        self.bf16_flops, self.hbm = self.machines.bf16_flops, self.machines.hbm
+        self.node_size, self.link = self.machines.node_size, self.machines.link
         self.main_grad_bytes = w.number("main_grad_bytes")
         self._workload = w
         self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
@@ -82,7 +91,7 @@ class StepTimeModel:
         slowest, whole = self._stages(layer, head, messages)
         bubble = self._bubble((whole - slowest) / self.vp, weights.total)
         optimizer, data_parallel = self._optimizer(c), self._data_parallel(c, slowest)
-        growth = 1 + c["growth"] * np.log2(np.maximum(1.0, self.gpus / 8))
+        larger = growth(c, self.gpus)
         slowest_head = np.where(self._is_head_slowest(layer, head), head, 0.0)
         per_layer = self.microbatches * (slowest - slowest_head - messages) / layer
         passes = (forward, backward, weights)
@@ -100,15 +109,10 @@ class StepTimeModel:
             "data parallelism": data_parallel,
             "optimizer": optimizer,
         }
-        terms = {name: seconds * growth for name, seconds in terms.items()}
+        terms = {name: seconds * larger for name, seconds in terms.items()}
         return StepTime(np.asarray(sum(terms.values())), terms)
 
     # One layer.
-
-    def _peak(self, c: Constants) -> Array:
-        """bf16 FLOP/s that a large product reaches."""
-        share = self._by_generation(c["product_ampere"], c["product_hopper"], c["product_blackwell"])
-        return self.bf16_flops * share * self._power(c)
 
     def _product(
         self,
@@ -121,13 +125,8 @@ class StepTimeModel:
     ) -> Array:
         """A product ``[rows, depth] x [depth, columns]``, with ``extra_bytes`` of memory traffic."""
         is_fp8 = self.is_fp8 & (not in_bf16)
-        rate = self._peak(c) * np.where(is_fp8, 2 * c["product_fp8"], 1.0)
-        waves = np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS) / self.multiprocessors
-        quantization = 1 + c["wave_quantization"] * (np.ceil(waves) / waves - 1)
-        computation = 2 * rows * columns * depth / rate * (1 + c["product_depth"] / depth)
-        element = np.where(is_fp8, 1, 2)
-        traffic = (rows + columns) * depth * element + 2 * rows * columns + extra_bytes
-        return computation * np.minimum(quantization, _MOST_QUANTIZATION) + c["product_bytes"] * traffic / self.hbm
+        traffic = product_traffic(rows, columns, depth, is_fp8, extra_bytes)
+        return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8)
 
     def _layer(self, c: Constants) -> tuple[_Pass, _Pass, _Pass]:
         """The forward pass, the backward pass without the weight gradients, and the weight gradients."""
@@ -148,7 +147,7 @@ class StepTimeModel:
         casts = np.where(self.is_fp8, c["fp8_cast"] * 4 * n / self.hbm, 0.0)
         between = 2 * self._elementwise(c) / self.hbm
         collective = self._tensor_parallel(c)
-        ring = _EXPOSED_RING * 4 * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
+        ring = EXPOSED_RING * 4 * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
         none = np.zeros_like(h)
         return (
             _Pass(
@@ -171,11 +170,7 @@ class StepTimeModel:
     def _attention(self, c: Constants) -> tuple[Array, Array]:
         """Forward and backward."""
         flops = 2 * self.tokens * self.seq_length * self.hidden / self.tp
-        flash = self._by_generation(c["flash_ampere"], c["flash_hopper"], c["cudnn_blackwell"])
-        cudnn = self._by_generation(c["flash_ampere"], c["cudnn_hopper"], c["cudnn_blackwell"])
-        share = np.where(self._is["attention", "cudnn"], cudnn, flash) * self._power(c)
-        share = share * self.seq_length / (self.seq_length + c["attention_length"])
-        fused = flops / (share * self.bf16_flops)
+        fused = flops / self.machines.attention_flops(c, self._is["attention", "cudnn"], self.seq_length)
         # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.
         is_odd = self.head_size % 8 != 0
         products = 2 * flops / (c["batched_product"] * self.bf16_flops) * np.where(is_odd, 2.0, 1.0)
@@ -184,7 +179,7 @@ class StepTimeModel:
         is_unfused = self._is["attention", "unfused"]
         return (
             np.where(is_unfused, products + 6 * access, fused),
-            np.where(is_unfused, 2 * products + 8 * access, _BACKWARD_ATTENTION * fused),
+            np.where(is_unfused, 2 * products + 8 * access, BACKWARD_ATTENTION * fused),
         )
 
     def _elementwise(self, c: Constants) -> Array:
@@ -254,7 +249,7 @@ class StepTimeModel:
 
     def _messages(self, c: Constants) -> Array:
         """The exposed messages of a microbatch: one activation and one gradient per chunk."""
-        rate = np.where(self.gpus <= self.node_size, c["link"] * self.link, c["network"] * self.network)
+        rate = message_rate(self.machines, c, self.gpus <= self.node_size)
         # Tensor-parallel ranks each send a part.
         activation = 2 * self.tokens * self.hidden / self.tp
         share = np.where(self.vp > 1, c["exposed_interleaved_messages"], c["exposed_messages"])
@@ -272,8 +267,7 @@ class StepTimeModel:
     def _data_parallel_rate(self, c: Constants) -> Array:
         """Bytes per second of a ring over data-parallel ranks: several of them in a node share its adapters."""
         in_node = np.maximum(1.0, np.minimum(self.node_size / self.tp, self.dp * self.cp))
-        across = np.minimum(c["link"] * self.link, c["network"] * self.network * in_node)
-        return np.where(self.gpus <= self.node_size, c["link"] * self.link, across)
+        return ring_rate(self.machines, c, in_node, self.gpus <= self.node_size)
 
     def _data_parallel(self, c: Constants, slowest: Array) -> Array:
         """The exposed part of the reduction of gradients and of the gathers of weights."""
@@ -284,25 +278,16 @@ class StepTimeModel:
         is_fsdp = self._is["sharding", "fsdp1"] | self._is["sharding", "fsdp2"]
         # bf16 gradients of the replicas are reduced once, with the interleaved schedule behind several microbatches.
         once = 4 * moved
-        window = np.where(self.vp > 1, np.minimum(self.pp, self.microbatches), 1.0) * 0.6 * slowest
-        hidden = np.where(self._is["overlaps_data_parallel", True], c["hidden_data_parallel"] * window, 0.0)
-        replicated = np.maximum(once - hidden, 0.05 * once)
+        window = reduction_window(slowest, self.microbatches, self.pp, self.vp > 1)
+        replicated = exposed_reduction(c, once, window, self._is["overlaps_data_parallel", True])
         # Two gathers of bf16 weights and one reduction of bf16 gradients for each microbatch.
         each = np.where(self._is["keeps_weights_gathered", True], 4.0, 6.0) * moved
         contention = np.where(self._is["sharding", "fsdp1"], c["fsdp1_contention"], c["fsdp2_contention"])
-        exposed = np.maximum(each - c["hidden_data_parallel"] * slowest, 0.0)
-        return np.where(is_fsdp, self.microbatches * (exposed + contention * np.minimum(each, slowest)), replicated)
+        return np.where(is_fsdp, self.microbatches * exposed_sharding(c, each, slowest, contention), replicated)
 
     def _optimizer(self, c: Constants) -> Array:
         shards = np.where(self._is["sharding", "none"], 1.0, self.dp * self.cp)
         return c["optimizer"] * _OPTIMIZER_BYTES * self._parameters() / shards / self.hbm
-
-    def _by_generation(self, ampere: float, hopper: float, blackwell: float) -> Array:
-        values = {"ampere": ampere, "hopper": hopper, "blackwell": blackwell}
-        return np.asarray(sum(np.where(self._is["generation", name], value, 0.0) for name, value in values.items()))
-
-    def _power(self, c: Constants) -> Array:
-        return np.where(self._is["is_power_limited", True], c["power_limit"], 1.0)
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -311,8 +296,6 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "sharding": ("none", "fsdp1", "fsdp2"),
     "recompute": ("selective", "full"),
     "schedule": ("zb-h1", "zb-h2"),
-    "generation": ("ampere", "hopper", "blackwell"),
-    "is_power_limited": (True,),
     "overlaps_tensor_parallel": (True,),
     "overlaps_data_parallel": (True,),
     "keeps_weights_gathered": (True,),

@@ -1,0 +1,129 @@
+"""Prices of single operations: products, attention, memory traffic, rings of ranks, and what stays exposed of them.
+
+The closed form (:mod:`megatron.planner.step_time.formulas`) and the priced rehearsal
+(:mod:`megatron.planner.priced_rehearsal`) both use these functions, so each formula exists once. They work on scalars
+and arrays; times are seconds, sizes are bytes, rates are per second.
+
+Sources: a ring all-gather or reduce-scatter moves (n - 1) / n bytes per byte, an all-reduce twice as many (Patarasuk
+and Yuan 2009).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.workload import Array
+
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+_MOST_QUANTIZATION = 4.0
+_LEAST_EXPOSED = 0.05  # share of the reduction of gradients that never overlaps: the last bucket
+_BACKWARD_SHARE = 0.6  # of a microbatch: the backward pass, behind which gradients are reduced
+
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of attention's backward pass relative to the forward pass: five products instead of two."""
+EXPOSED_RING = 0.2
+"""Share of the ring of context parallelism that attention does not hide."""
+
+
+class Machines:
+    """The clusters of some runs; arrays ``[runs]``."""
+
+    def __init__(self, clusters: Sequence[Cluster]) -> None:
+        def numbers(name: str) -> Array:
+            return np.array([float(getattr(cluster, name)) for cluster in clusters])
+
+        self.bf16_flops, self.hbm = numbers("bf16_flops"), numbers("hbm_bytes_per_s")
+        self.multiprocessors, self.node_size = numbers("multiprocessors"), numbers("node_size")
+        self.link, self.network = numbers("link_bytes_per_s"), numbers("network_bytes_per_s")
+        self._is_power_limited = np.array([cluster.is_power_limited for cluster in clusters])
+        names = [cluster.generation for cluster in clusters]
+        self._generations = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
+
+    def by_generation(self, constants: Constants, operation: str, names: dict[str, str] | None = None) -> Array:
+        """The constant of an ``operation``, ``operation_generation`` unless ``names`` has another for a generation."""
+        names = names or {}
+        return np.asarray(
+            sum(
+                np.where(mask, constants[names.get(name, f"{operation}_{name}")], 0.0)
+                for name, mask in self._generations.items()
+            )
+        )
+
+    def power(self, constants: Constants) -> Array:
+        """The factor of power-limited parts."""
+        return np.where(self._is_power_limited, constants["power_limit"], 1.0)
+
+    def product_flops(self, constants: Constants) -> Array:
+        """bf16 FLOP/s that a large product reaches."""
+        share = self.by_generation(constants, "product")
+        return self.bf16_flops * share * self.power(constants)
+
+    def attention_flops(self, constants: Constants, is_cudnn: Any, seq_length: Any) -> Array:
+        """Causal FLOP/s of fused attention in the forward pass."""
+        flash = self.by_generation(constants, "flash", {"blackwell": "cudnn_blackwell"})
+        cudnn = self.by_generation(constants, "cudnn", {"ampere": "flash_ampere", "cpu": "flash_cpu"})
+        share = np.where(is_cudnn, cudnn, flash) * self.power(constants)
+        share = share * seq_length / (seq_length + constants["attention_length"])
+        return np.asarray(share * self.bf16_flops)
+
+
+def product_traffic(rows: Any, columns: Any, depth: Any, is_fp8: Any, extra_bytes: Any = 0.0) -> Any:
+    """Bytes that a product reads and writes once; its output is bf16, and ``extra_bytes`` are on top."""
+    element = np.where(is_fp8, 1, 2)
+    return (rows + columns) * depth * element + 2 * rows * columns + extra_bytes
+
+
+def product_seconds(
+    machines: Machines, c: Constants, rows: Any, columns: Any, depth: Any, traffic: Any, is_fp8: Any
+) -> Array:
+    """A product ``[rows, depth] x [depth, columns]`` that moves ``traffic`` bytes.
+
+    Short inner lengths and a partial last wave of tiles lower the rate; a share of the traffic is not hidden.
+    """
+    rate = machines.product_flops(c) * np.where(is_fp8, 2 * c["product_fp8"], 1.0)
+    waves = np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS) / machines.multiprocessors
+    quantization = 1 + c["wave_quantization"] * (np.ceil(waves) / waves - 1)
+    computation = 2 * rows * columns * depth / rate * (1 + c["product_depth"] / depth)
+    return np.asarray(
+        computation * np.minimum(quantization, _MOST_QUANTIZATION) + c["product_bytes"] * traffic / machines.hbm
+    )
+
+
+def ring_rate(machines: Machines, c: Constants, in_node: Any, is_in_node: Any) -> Array:
+    """Bytes per second of a ring with ``in_node`` ranks in each of its nodes, or all of them in one: ranks of a node
+    share its network adapters, and no ring is faster than the link inside of a node."""
+    link = c["link"] * machines.link
+    across = np.minimum(link, c["network"] * machines.network * in_node)
+    return np.where(is_in_node, link, across)
+
+
+def message_rate(machines: Machines, c: Constants, is_in_node: Any) -> Array:
+    """Bytes per second between two ranks."""
+    return np.where(is_in_node, c["link"] * machines.link, c["network"] * machines.network)
+
+
+def reduction_window(slowest: Any, microbatches: Any, stages: Any, is_interleaved: Any) -> Any:
+    """Seconds behind which gradients can be reduced: the backward pass of a microbatch, with interleaving of several;
+    ``slowest`` is a microbatch on the slowest stage."""
+    return np.where(is_interleaved, np.minimum(stages, microbatches), 1.0) * _BACKWARD_SHARE * slowest
+
+
+def exposed_reduction(c: Constants, once: Any, window: Any, overlaps: Any) -> Array:
+    """What is not hidden of ``once``, the reduction of gradients and the gather of weights of a step."""
+    hidden = np.where(overlaps, c["hidden_data_parallel"] * window, 0.0)
+    return np.maximum(once - hidden, _LEAST_EXPOSED * once)
+
+
+def exposed_sharding(c: Constants, each: Any, slowest: Any, contention: Any) -> Array:
+    """What a microbatch of ``slowest`` seconds shows of the gathers and reductions of fully sharded weights, ``each``
+    seconds: what is longer than it, and the computation that hidden traffic slows down."""
+    exposed = np.maximum(each - c["hidden_data_parallel"] * slowest, 0.0)
+    return np.asarray(exposed + contention * np.minimum(each, slowest))
+
+
+def growth(c: Constants, gpus: Any) -> Any:
+    """The factor of large runs."""
+    return 1 + c["growth"] * np.log2(np.maximum(1.0, gpus / 8))
