@@ -6,12 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.flags import values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
+
+RUN = "run"
+"""Key of the description of the run in the first record of a process."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class JsonlFlags(WriterFlags):
     def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
         if self.metrics_jsonl is None:
             return None
-        return NeverFatal(JsonlWriter(self.metrics_jsonl, run.resume_iteration), "--metrics-jsonl", run.warn)
+        return NeverFatal(JsonlWriter(self.metrics_jsonl, run.resume_iteration, run.flags), "--metrics-jsonl", run.warn)
 
 
 class JsonlWriter:
@@ -36,10 +40,13 @@ class JsonlWriter:
     On resume the file is first cut back to the iteration of the checkpoint. A run from the start (``resume_iteration``
     0) renames an existing file to ``PATH.previous``. Raises :class:`ConfigError` if the file cannot be written, or is
     not a metrics file.
+
+    The first record of an iteration that a process writes has ``run``, too: the number of ranks and the flags by group.
     """
 
-    def __init__(self, path: str | Path, resume_iteration: int) -> None:
+    def __init__(self, path: str | Path, resume_iteration: int, flags: Mapping[str, Any] | None = None) -> None:
         path = Path(path)
+        self._flags = flags
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
@@ -50,20 +57,27 @@ class JsonlWriter:
             raise ConfigError(f"--metrics-jsonl {path} cannot be written: {reason}.") from error
 
     def write_iteration(self, record: IterationRecord) -> None:
-        self._append(record, {"consumed_samples": record.consumed_samples, **record.metrics})
+        run = {} if self._flags is None else {RUN: {"world_size": record.world_size, "flags": self._flags}}
+        self._flags = None
+        self._append(record, {**run, "consumed_samples": record.consumed_samples, **record.metrics})
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         self._append(record, {f"{record.split}_loss": record.loss})
 
-    def _append(self, record: IterationRecord | EvaluationRecord, values: Mapping[str, float | None]) -> None:
+    def _append(self, record: IterationRecord | EvaluationRecord, values: Mapping[str, Any]) -> None:
         line = {"iteration": record.iteration, **values, "time": record.time, "elapsed_s": record.elapsed_s}
-        # Strict JSON has no NaN and no infinity.
-        strict = {key: value if value is None or math.isfinite(value) else None for key, value in line.items()}
-        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+        self._file.write(json.dumps(_strict(line), allow_nan=False, default=str) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _strict(value: Any) -> Any:
+    """``value`` without NaN and infinity, which strict JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _strict(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rewind_jsonl(path: Path, resume_iteration: int) -> None:

@@ -402,11 +402,12 @@ MEASURED = (
     "operation/slowest_rank_ratio",
     "time",
     "elapsed_s",
+    "run",
 )
 
 
 def computed(metrics: Path) -> list[Record]:
-    """All records without what depends on the clock."""
+    """All records without what depends on the clock, and without the flags."""
     return [{key: value for key, value in one.items() if key not in MEASURED} for one in records(metrics)]
 
 

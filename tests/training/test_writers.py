@@ -240,6 +240,19 @@ def test_the_metrics_file_holds_the_metrics_that_flags_ask_for(tmp_path: Path) -
     assert (record["num_zeros"], record["params_norm"]) == (None, 99.5)
 
 
+def test_the_first_record_of_a_process_describes_the_run(tmp_path: Path) -> None:
+    flags = {"parallel": {"tensor_model_parallel_size": 2}, "data": {"path": tmp_path, "limit": math.inf}}
+    writer = JsonlWriter(tmp_path / "metrics.jsonl", 0, flags)
+    writer.write_evaluation(_evaluation(0))
+    for iteration in (1, 2):
+        writer.write_iteration(_record(iteration))
+    writer.close()
+    evaluation, first, second = _lines(tmp_path / "metrics.jsonl")
+    stated = {"parallel": {"tensor_model_parallel_size": 2}, "data": {"path": str(tmp_path), "limit": None}}
+    assert first["run"] == {"world_size": _record(1).world_size, "flags": stated}
+    assert "run" not in evaluation and "run" not in second
+
+
 def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_iteration=0)
     writer.write_iteration(_record(lm_loss=math.nan, grad_norm=math.inf, mfu=None))
