@@ -8,11 +8,13 @@ Sources: ring collectives move 2 (n - 1) / n bytes per byte (Patarasuk and Yuan 
 passes (arXiv 2104.04473, section 2.2), of ZB-H1 that without the weight gradients (arXiv 2401.10241, section 3).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.experts import ExpertPass, ExpertShapes, expert_passes, fp32_rate
 from megatron.planner.step_time.prices import (
     BACKWARD_ATTENTION,
     EXPOSED_RING,
@@ -50,10 +52,12 @@ class _Pass:
     elementwise: Array
     tensor_parallel: Array
     context_parallel: Array
+    expert_parallel: Array
 
     @property
     def total(self) -> Array:
-        return self.products + self.attention + self.elementwise + self.tensor_parallel + self.context_parallel
+        communication = self.tensor_parallel + self.context_parallel + self.expert_parallel
+        return self.products + self.attention + self.elementwise + communication
 
 
 class StepTimeModel:
@@ -65,7 +69,9 @@ class StepTimeModel:
         self.tp, self.pp, self.vp = w.number("tp"), w.number("pp"), w.number("vp")
         self.cp, self.dp, self.gpus = w.number("cp"), w.number("dp"), w.number("gpus")
         self.vocab, self.ffn, self.heads = w.number("vocab"), w.number("ffn"), w.number("heads")
-        self.head_size = self.hidden / self.heads
+        stated = w.number("head_size")
+        self.head_size = np.where(stated > 0, stated, self.hidden / self.heads)
+        self.query_hidden = self.heads * self.head_size
         self.kv_hidden = w.number("kv_heads") * self.head_size
         self.gates = 1.0 + w.where("is_gated")
         self.tokens = w.number("micro_batch_size") * self.seq_length / self.cp  # of a microbatch on a rank
@@ -75,6 +81,7 @@ class StepTimeModel:
         self.bf16_flops, self.hbm = self.machines.bf16_flops, self.machines.hbm
         self.node_size, self.link = self.machines.node_size, self.machines.link
         self.main_grad_bytes = w.number("main_grad_bytes")
+        self.experts = ExpertShapes(w)
         self._workload = w
         self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
 
@@ -102,6 +109,7 @@ class StepTimeModel:
             "recompute": per_layer * again,
             "tensor parallelism": per_layer * sum(one.tensor_parallel for one in passes),
             "context parallelism": per_layer * sum(one.context_parallel for one in passes),
+            "expert parallelism": per_layer * sum(one.expert_parallel for one in passes),
             "gaps": per_layer * gap + c["step"],
             "output layer": self.microbatches * slowest_head,
             "pipeline messages": self.microbatches * messages,
@@ -121,27 +129,32 @@ class StepTimeModel:
         columns: Array,
         depth: Array,
         extra_bytes: Array | float = 0.0,
+        count: Array | float = 1.0,
         in_bf16: bool = False,
     ) -> Array:
-        """A product ``[rows, depth] x [depth, columns]``, with ``extra_bytes`` of memory traffic."""
+        """``count`` products ``[rows, depth] x [depth, columns]`` in one launch, each with ``extra_bytes`` of memory
+        traffic."""
         is_fp8 = self.is_fp8 & (not in_bf16)
         traffic = product_traffic(rows, columns, depth, is_fp8, extra_bytes)
-        return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8)
+        return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8, count)
 
     def _layer(self, c: Constants) -> tuple[_Pass, _Pass, _Pass]:
         """The forward pass, the backward pass without the weight gradients, and the weight gradients."""
         h, t, n = self.hidden, self.tp, self.tokens
-        qkv, up = (h + 2 * self.kv_hidden) / t, self.gates * self.ffn / t
-        linears = ((h, qkv), (h / t, h), (h, up), (self.ffn / t, h))  # (inputs, outputs)
-        forward = sum(self._product(c, n, outputs, inputs) for inputs, outputs in linears)
-        backward = sum(self._product(c, n, inputs, outputs) for inputs, outputs in linears)
+        qkv, up = (self.query_hidden + 2 * self.kv_hidden) / t, self.gates * self.ffn / t
+        dense = 1 - self.experts.share  # layers with an MLP
+        # (inputs, outputs, how many of them in a layer)
+        linears = ((h, qkv, 1.0), (self.query_hidden / t, h, 1.0), (h, up, dense), (self.ffn / t, h, dense))
+        forward = sum(share * self._product(c, n, outputs, inputs) for inputs, outputs, share in linears)
+        backward = sum(share * self._product(c, n, inputs, outputs) for inputs, outputs, share in linears)
         weights = sum(
-            self._product(c, inputs, outputs, n, self.main_grad_bytes * inputs * outputs) for inputs, outputs in linears
+            share * self._product(c, inputs, outputs, n, self.main_grad_bytes * inputs * outputs)
+            for inputs, outputs, share in linears
         )
         attention, attention_backward = self._attention(c)
         # Elements that are read or written: norms, residuals, rotary embedding, activation.
         residual = np.where(self.sequence_parallel, h / t, h)
-        inner = (self.gates + 1) * self.ffn / t
+        inner = dense * (self.gates + 1) * self.ffn / t
         accesses = n * (10 * residual + inner + 2 * qkv)
         accesses_backward = n * (16 * residual + 2 * inner + 2 * qkv)
         casts = np.where(self.is_fp8, c["fp8_cast"] * 4 * n / self.hbm, 0.0)
@@ -149,27 +162,49 @@ class StepTimeModel:
         collective = self._tensor_parallel(c)
         ring = EXPOSED_RING * 4 * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
         none = np.zeros_like(h)
-        return (
+        passes = (
             _Pass(
                 np.asarray(forward),
                 attention,
-                between * accesses + casts * (2 * h + h / t + self.ffn / t),
+                between * accesses + casts * (h + dense * h + (self.query_hidden + dense * self.ffn) / t),
                 collective,
                 ring,
+                none,
             ),
             _Pass(
                 np.asarray(backward),
                 attention_backward,
-                between * accesses_backward + casts * (2 * h + qkv + up),
+                between * accesses_backward + casts * (h + dense * h + qkv + dense * up),
                 collective,
                 2 * ring,
+                none,
             ),
-            _Pass(np.asarray(weights), none, none, none, none),
+            _Pass(np.asarray(weights), none, none, none, none, none),
+        )
+        if not self.experts.is_moe.any():
+            return passes
+        of_experts = expert_passes(
+            self.experts, partial(self._product, c), fp32_rate(self.bf16_flops), c["link"] * self.link,
+            c["network"] * self.machines.network,
+        )  # fmt: skip
+        first, second, third = (self._with_experts(c, one, also) for one, also in zip(passes, of_experts))
+        return first, second, third
+
+    def _with_experts(self, c: Constants, one: _Pass, of_experts: ExpertPass) -> _Pass:
+        """A pass of the mean layer: ``one`` has attention, and the MLPs of dense layers."""
+        between = 2 * self._elementwise(c) / self.hbm * of_experts.accesses
+        casts = c["fp8_cast"] * 4 / self.hbm * of_experts.casts
+        share = self.experts.share
+        return replace(
+            one,
+            products=one.products + share * of_experts.products,
+            elementwise=one.elementwise + share * (between + casts),
+            expert_parallel=share * of_experts.dispatch,
         )
 
     def _attention(self, c: Constants) -> tuple[Array, Array]:
         """Forward and backward."""
-        flops = 2 * self.tokens * self.seq_length * self.hidden / self.tp
+        flops = 2 * self.tokens * self.seq_length * self.query_hidden / self.tp
         fused = flops / self.machines.attention_flops(c, self._is["attention", "cudnn"], self.seq_length)
         # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.
         is_odd = self.head_size % 8 != 0
@@ -197,6 +232,8 @@ class StepTimeModel:
     def _tensor_parallel(self, c: Constants) -> Array:
         """Two all-reduces of a pass, or the all-gathers and reduce-scatters of sequence parallelism."""
         seconds = 2 * 2 * (self.tp - 1) / self.tp * 2 * self.tokens * self.hidden / (c["link"] * self.link)
+        # Experts have no such communication, unless every token uses a shared expert.
+        seconds = seconds * (1 - self.experts.share * np.where(self.experts.shared_ffn > 0, 0.0, 0.5))
         return seconds * np.where(self._is["overlaps_tensor_parallel", True], c["exposed_tensor_parallel"], 1.0)
 
     def _recomputed(self, forward: _Pass) -> Array:
@@ -258,23 +295,25 @@ class StepTimeModel:
     # Data parallelism and the optimizer.
 
     def _parameters(self) -> Array:
-        """Parameters of a rank, before sharding."""
+        """Parameters of a rank, before sharding, without experts."""
         h = self.hidden
-        layer = 2 * h * h + 2 * h * self.kv_hidden + (self.gates + 1) * h * self.ffn
+        mlp = (1 - self.experts.share) * (self.gates + 1) * h * self.ffn
+        layer = 2 * h * self.query_hidden + 2 * h * self.kv_hidden + mlp
         tables = np.where(self.pp > 1, 1.0, 2.0) * h * self.vocab
-        return (self.layers / self.pp * layer + tables) / self.tp
+        return (self.layers / self.pp * layer + tables) / self.tp + self.experts.dense_parameters
 
-    def _data_parallel_rate(self, c: Constants) -> Array:
-        """Bytes per second of a ring over data-parallel ranks: several of them in a node share its adapters."""
-        in_node = np.maximum(1.0, np.minimum(self.node_size / self.tp, self.dp * self.cp))
-        return ring_rate(self.machines, c, in_node, self.gpus <= self.node_size)
+    def _ring_seconds(self, c: Constants, ranks: Array, distance: Array) -> Array:
+        """Seconds to reduce-scatter or all-gather a byte over ``ranks``, which are ``distance`` apart: several of them
+        in a node share its adapters."""
+        in_node = np.maximum(1.0, np.minimum(self.node_size / distance, ranks))
+        return (ranks - 1) / ranks / ring_rate(self.machines, c, in_node, self.gpus <= self.node_size)
 
     def _data_parallel(self, c: Constants, slowest: Array) -> Array:
         """The exposed part of the reduction of gradients and of the gathers of weights."""
-        ranks = self.dp * self.cp
-        moved = (
-            self._parameters() * (ranks - 1) / ranks / self._data_parallel_rate(c)
-        )  # seconds per byte of a parameter
+        # Seconds per byte of a parameter.
+        moved = self._parameters() * self._ring_seconds(c, self.dp * self.cp, self.tp)
+        experts = self.experts
+        moved = moved + experts.parameters * self._ring_seconds(c, experts.edp, experts.ep * experts.etp)
         is_fsdp = self._is["sharding", "fsdp1"] | self._is["sharding", "fsdp2"]
         # bf16 gradients of the replicas are reduced once, with the interleaved schedule behind several microbatches.
         once = 4 * moved
@@ -286,8 +325,10 @@ class StepTimeModel:
         return np.where(is_fsdp, self.microbatches * exposed_sharding(c, each, slowest, contention), replicated)
 
     def _optimizer(self, c: Constants) -> Array:
-        shards = np.where(self._is["sharding", "none"], 1.0, self.dp * self.cp)
-        return c["optimizer"] * _OPTIMIZER_BYTES * self._parameters() / shards / self.hbm
+        is_sharded = ~self._is["sharding", "none"]
+        parameters = self._parameters() / np.where(is_sharded, self.dp * self.cp, 1.0)
+        parameters = parameters + self.experts.parameters / np.where(is_sharded, self.experts.edp, 1.0)
+        return c["optimizer"] * _OPTIMIZER_BYTES * parameters / self.hbm
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {

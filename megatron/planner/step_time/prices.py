@@ -77,19 +77,18 @@ def product_traffic(rows: Any, columns: Any, depth: Any, is_fp8: Any, extra_byte
 
 
 def product_seconds(
-    machines: Machines, c: Constants, rows: Any, columns: Any, depth: Any, traffic: Any, is_fp8: Any
+    machines: Machines, c: Constants, rows: Any, columns: Any, depth: Any, traffic: Any, is_fp8: Any, count: Any = 1.0
 ) -> Array:
-    """A product ``[rows, depth] x [depth, columns]`` that moves ``traffic`` bytes.
+    """``count`` products ``[rows, depth] x [depth, columns]`` in one launch, each of which moves ``traffic`` bytes.
 
     Short inner lengths and a partial last wave of tiles lower the rate; a share of the traffic is not hidden.
     """
     rate = machines.product_flops(c) * np.where(is_fp8, 2 * c["product_fp8"], 1.0)
-    waves = np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS) / machines.multiprocessors
+    waves = count * np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS) / machines.multiprocessors
     quantization = 1 + c["wave_quantization"] * (np.ceil(waves) / waves - 1)
     computation = 2 * rows * columns * depth / rate * (1 + c["product_depth"] / depth)
-    return np.asarray(
-        computation * np.minimum(quantization, _MOST_QUANTIZATION) + c["product_bytes"] * traffic / machines.hbm
-    )
+    one = computation * np.minimum(quantization, _MOST_QUANTIZATION) + c["product_bytes"] * traffic / machines.hbm
+    return np.asarray(count * one)
 
 
 def ring_rate(machines: Machines, c: Constants, in_node: Any, is_in_node: Any) -> Array:
