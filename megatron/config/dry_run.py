@@ -26,6 +26,9 @@ class DryRunConfig:
     """Dry run: file for the report in JSON."""
     gpu_memory_gb: float | None = None
     """Dry run: memory of a GPU in GiB (default: 80)."""
+    gpus_per_node: int = 8
+    """Dry run: GPUs of a node, which the fast link connects: 8 of a DGX, 72 of a GB200 NVL72. Traffic is divided into
+    bytes inside a node and across nodes."""
     dry_run_expert_load: float = 1.0
     """Dry run: tokens that the experts of the simulated rank receive, relative to the mean over the expert-parallel
     ranks. 1 is a balanced load; a higher one needs more memory for activations."""
@@ -36,11 +39,12 @@ class DryRunConfig:
         return int((DEFAULT_GPU_MEMORY if self.gpu_memory_gb is None else self.gpu_memory_gb) * 2**30)
 
     def check(self) -> None:
-        require_at_least(1, values_of(self, "num_gpus"))
+        require_at_least(1, values_of(self, "num_gpus", "gpus_per_node"))
         require_at_least(0, values_of(self, "dry_run_rank"))
         require_positive(values_of(self, "gpu_memory_gb", "dry_run_expert_load"))
         refuse_urls(values_of(self, "dry_run_json"), "use a local file")
-        given = changed_flags(self, "num_gpus", "dry_run_rank", "dry_run_json", "gpu_memory_gb", "dry_run_expert_load")
+        names = "num_gpus", "dry_run_rank", "dry_run_json", "gpu_memory_gb", "gpus_per_node", "dry_run_expert_load"
+        given = changed_flags(self, *names)
         require_flag("--dry-run", self.dry_run, given)
         if self.dry_run and self.num_gpus is None:
             raise ConfigError("--dry-run needs --num-gpus: set it to the number of ranks of the run.")

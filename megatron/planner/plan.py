@@ -99,7 +99,7 @@ class Run:
 
     @cached_property
     def _batches(self) -> BatchSchedule:
-        return build_batches(self.config, self.topology(0, ShapeTracker(), Traffic(0)))
+        return build_batches(self.config, self.topology(0, ShapeTracker(), self.traffic(0)))
 
     @property
     def global_batch_size(self) -> int:
@@ -110,6 +110,14 @@ class Run:
     def num_microbatches(self) -> int:
         """Microbatches of a rank in a step."""
         return self.global_batch_size // self._batches.unit
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node."""
+        return self.config.dry_run.gpus_per_node
+
+    def traffic(self, rank: int) -> Traffic:
+        return Traffic(rank, self.node_size)
 
     def topology(self, rank: int, tracker: ShapeTracker, traffic: Traffic) -> SimulatedTopology:
         return SimulatedTopology(self.grid, rank, self.device, tracker, traffic.observer)
@@ -145,6 +153,7 @@ class Run:
         """What determines the memory and traffic of a stage, given its first rank. Stages with equal signatures are
         simulated once."""
         config, grid = self.config, self.grid
+        in_node = partial(is_in_node, node_size=self.node_size)
         stage, stages = grid.coordinates(rank)["pp"], grid.pp
         chunks = self._chunks(stage)
         # Under these flags layers differ by their number.
@@ -158,9 +167,9 @@ class Run:
             tuple(chunk.layers if by_number else tuple(is_moe[layer] for layer in chunk.layers) for chunk in chunks),
             tuple((chunk.has_embedding, chunk.has_output_layer) for chunk in chunks),
             live_peaks(self.schedule(self.num_microbatches), stage),
-            tuple(is_in_node((rank, other)) for other in neighbours),
-            tuple(is_in_node(grid.group(rank, axes)) for axes in groups),
-            tuple(map(is_in_node, grid.levels(rank, "cp", config.parallel.hierarchical_context_parallel_sizes))),
+            tuple(in_node((rank, other)) for other in neighbours),
+            tuple(in_node(grid.group(rank, axes)) for axes in groups),
+            tuple(map(in_node, grid.levels(rank, "cp", config.parallel.hierarchical_context_parallel_sizes))),
         )
 
     def with_expert_load(self, load: float) -> "Run":
@@ -237,7 +246,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
     """Build ``rank`` and run a step with ``num_microbatches``, by default as many as reach its peak memory."""
     stage = run.grid.coordinates(rank)["pp"]
     count = num_microbatches or enough_microbatches(run.schedule, stage, run.num_microbatches)
-    tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), Traffic(rank)
+    tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), run.traffic(rank)
     with _no_garbage_collection(), fake_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
         topology = run.topology(rank, tracker, traffic)
         module = build_rank(run.config, topology, run.vocabulary, tracker, run.device)

@@ -31,7 +31,9 @@ _AXES = ("tp", "cp", "pp", "dp")
 
 def warnings(plan: Plan) -> list[str]:
     """Sentences about a layout that another one would improve."""
-    advice = expert_placement_advice(plan.run.grid) if plan.run.architecture.num_experts is not None else None
+    if plan.run.architecture.num_experts is None:
+        return []
+    advice = expert_placement_advice(plan.run.grid, plan.run.node_size)
     return [] if advice is None else [advice]
 
 
@@ -45,7 +47,7 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
             "size": len(members),
             "groups": grid.world_size // len(members),
             "ranks": list(members),
-            "in_node": all(map(is_in_node, grid.groups((axis,)))),
+            "in_node": all(is_in_node(ranks, plan.run.node_size) for ranks in grid.groups((axis,))),
         }
     return described
 

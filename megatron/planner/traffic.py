@@ -10,9 +10,6 @@ from megatron.core.topology import RankGrid
 
 Link = Literal["in node", "across"]
 
-NODE_SIZE = 8
-"""Ranks of a node."""
-
 EXPERTS_IN_NODE = "tp-cp-ep-dp-pp"
 """The order in which the ranks of a stage are neighbours."""
 
@@ -31,14 +28,14 @@ def bytes_sent(record: CollectiveRecord) -> int:
     return 0
 
 
-def expert_placement_advice(grid: RankGrid) -> str | None:
+def expert_placement_advice(grid: RankGrid, node_size: int) -> str | None:
     """A sentence if groups of expert-parallel ranks span nodes and another order of the ranks avoids it, else None.
 
     Tokens are exchanged in every MoE layer. They stay in a node if the ranks of a pipeline stage are neighbours.
     """
-    spanning = _expert_group_across_nodes(grid)
+    spanning = _expert_group_across_nodes(grid, node_size)
     better = replace(grid, order=EXPERTS_IN_NODE)
-    if spanning is None or _expert_group_across_nodes(better) is not None:
+    if spanning is None or _expert_group_across_nodes(better, node_size) is not None:
         return None
     return (
         f"expert-parallel ranks are on several nodes (such as {' '.join(map(str, spanning))}): add --rank-order "
@@ -46,13 +43,14 @@ def expert_placement_advice(grid: RankGrid) -> str | None:
     )
 
 
-def _expert_group_across_nodes(grid: RankGrid) -> tuple[int, ...] | None:
+def _expert_group_across_nodes(grid: RankGrid, node_size: int) -> tuple[int, ...] | None:
     """The first group of ranks with a copy of the experts that is not on one node."""
-    return next((group for group in grid.groups(("etp", "ep")) if not is_in_node(group)), None)
+    return next((group for group in grid.groups(("etp", "ep")) if not is_in_node(group, node_size)), None)
 
 
-def is_in_node(ranks: Sequence[int]) -> bool:
-    return len({rank // NODE_SIZE for rank in ranks}) == 1
+def is_in_node(ranks: Sequence[int], node_size: int) -> bool:
+    """Whether all ``ranks`` are on one node of ``node_size`` ranks."""
+    return len({rank // node_size for rank in ranks}) == 1
 
 
 @dataclass
@@ -60,6 +58,7 @@ class Traffic:
     """Sums the bytes that a rank sends."""
 
     rank: int
+    node_size: int
     records: list[CollectiveRecord] = field(default_factory=list)
     by_axis: Counter[str] = field(default_factory=Counter)
     by_link: Counter[Link] = field(default_factory=Counter)
@@ -70,14 +69,14 @@ class Traffic:
         A collective of ranks on several nodes counts as sent across nodes completely: the part that stays inside is
         the library's choice.
         """
-        in_node = is_in_node(communicator.ranks)
+        in_node = is_in_node(communicator.ranks, self.node_size)
 
         def observe(record: CollectiveRecord) -> None:
             self.records.append(record)
             sent = bytes_sent(record)
             if sent == 0:
                 return
-            stays = in_node if record.peer is None else is_in_node((self.rank, record.peer))
+            stays = in_node if record.peer is None else is_in_node((self.rank, record.peer), self.node_size)
             self.by_axis[axis_of(record.axes)] += sent
             self.by_link["in node" if stays else "across"] += sent
 
@@ -91,7 +90,8 @@ class Traffic:
             per_microbatch = {key: (counted[key] - single[key]) // (count - 1) for key in counted}
             return Counter({key: counted[key] + per_microbatch[key] * (wanted - count) for key in counted})
 
-        return Traffic(self.rank, [], extend(self.by_axis, one.by_axis), extend(self.by_link, one.by_link))
+        by_axis, by_link = extend(self.by_axis, one.by_axis), extend(self.by_link, one.by_link)
+        return Traffic(self.rank, self.node_size, [], by_axis, by_link)
 
     def clear(self) -> None:
         for counted in (self.records, self.by_axis, self.by_link):

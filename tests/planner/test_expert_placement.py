@@ -14,7 +14,7 @@ from megatron.planner.traffic import axis_of, expert_placement_advice
 
 def test_the_default_order_spreads_the_experts_of_a_pipeline_over_nodes() -> None:
     grid = RankGrid(tp=2, pp=4, dp=8, ep=8)
-    advice = expert_placement_advice(grid)
+    advice = expert_placement_advice(grid, 8)
     assert advice is not None
     assert "0 1 8 9 16 17 24 25" in advice
     assert "--rank-order tp-cp-ep-dp-pp" in advice
@@ -34,12 +34,19 @@ def test_the_default_order_spreads_the_experts_of_a_pipeline_over_nodes() -> Non
     ids=["ordered", "another order", "no pipeline", "one node", "pairs", "dense", "larger than a node"],
 )
 def test_there_is_no_advice_where_no_order_is_better(grid: RankGrid) -> None:
-    assert expert_placement_advice(grid) is None
+    assert expert_placement_advice(grid, 8) is None
 
 
 def test_expert_tensor_parallel_ranks_count() -> None:
     grid = RankGrid(tp=2, pp=4, dp=8, ep=4, etp=2)
-    assert expert_placement_advice(grid) is not None
+    assert expert_placement_advice(grid, 8) is not None
+
+
+@pytest.mark.parametrize(("node_size", "is_spread"), [(4, False), (8, True), (16, True), (32, False), (72, False)])
+def test_the_advice_depends_on_the_size_of_a_node(node_size: int, is_spread: bool) -> None:
+    """Eight experts every second of 32 ranks: they fit in a node of 32, and no order brings them into one of 4."""
+    grid = RankGrid(tp=2, pp=4, dp=8, ep=8)
+    assert (expert_placement_advice(grid, node_size) is not None) == is_spread
 
 
 def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
@@ -48,7 +55,7 @@ def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
     assert grid.group(0, ("ep",)) == (0, 1, 6, 7)
     architecture = SimpleNamespace(num_experts=4)
     plan: Any = SimpleNamespace(
-        run=SimpleNamespace(grid=grid, architecture=architecture), stages=[SimpleNamespace(rank=0)]
+        run=SimpleNamespace(grid=grid, architecture=architecture, node_size=8), stages=[SimpleNamespace(rank=0)]
     )
     layout = groups(plan)
     assert layout["ep"] == {"size": 4, "groups": 12, "ranks": [0, 1, 6, 7], "in_node": False}

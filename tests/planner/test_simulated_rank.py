@@ -76,7 +76,7 @@ def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], 
     """A step with numbers: the bytes at its peak, those between steps by kind, and its collectives."""
     config = config_of(flags)
     topology = ObservedTopology(rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"))
-    topology.traffic = Traffic(dist.get_rank())
+    topology.traffic = Traffic(dist.get_rank(), node_size=8)
     tracker = MemoryTracker()
     with tracker:
         module = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
@@ -170,7 +170,7 @@ def test_the_schedules_of_few_microbatches_hold_as_much(schedule: str) -> None:
     [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("all_to_all", 75), ("send", 100)],
 )
 def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
-    traffic = Traffic(rank=6)
+    traffic = Traffic(rank=6, node_size=8)
     near, far = (Communicator(ranks, 6, "dp") for ranks in ((4, 5, 6, 7), (6, 14, 22, 30)))
     for ranks in (near, far):
         observe = traffic.observer(ranks)
@@ -182,6 +182,18 @@ def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
     traffic.observer(far)(CollectiveRecord("shift", "cp", 4, 1, peer=7))
     assert traffic.by_link == {"in node": sent + 1, "across": sent + 10}
     assert traffic.by_axis == {"dp": 2 * sent, "pp": 10, "cp": 1}
+
+
+@pytest.mark.parametrize(("gpus_per_node", "across"), [(1, {"tp", "dp"}), (2, {"dp"}), (4, set())])
+def test_traffic_crosses_nodes_of_the_given_size(gpus_per_node: int, across: set[str]) -> None:
+    run = run_of(f"--tensor-model-parallel-size 2 --dry-run --num-gpus {RANKS} --gpus-per-node {gpus_per_node}")
+    plan = simulate_rank(run, 0)
+    sent = {axis: size for axis, size in plan.sent_by_axis.items() if axis in ("tp", "dp")}
+    assert set(sent) == {"tp", "dp"}
+    several = sum(plan.sent_by_axis.values()) - sum(sent.values())
+    expected = sum(size for axis, size in sent.items() if axis in across)
+    assert several < 1000
+    assert expected <= plan.sent_by_link.get("across", 0) <= expected + several
 
 
 @pytest.mark.parametrize(
@@ -243,7 +255,7 @@ def test_documents_on_gpus_are_planned_as_one_call(documents: str) -> None:
     config.check(1)
     run, tracker = Run.of(config, 1, Vocabulary(VOCABULARY, VOCABULARY - 1)), ShapeTracker()
     with fake_processes(run, 0), tracker:
-        topology = run.topology(0, tracker, Traffic(0))
+        topology = run.topology(0, tracker, run.traffic(0))
         kernels = simulated_kernels(config, topology, run.device, VOCABULARY, tracker)
     assert isinstance(kernels.attention, VarlenKernel) == bool(documents)
     assert simulate_rank(run, 0).peak.by_kind["activations"] > 0
@@ -271,7 +283,7 @@ def test_the_ranks_of_a_model_have_its_parameters_together() -> None:
     run = run_of("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
     sizes: dict[str, int] = {}
     for stage in range(2):
-        tracker, traffic = ShapeTracker(), Traffic(0)
+        tracker, traffic = ShapeTracker(), run.traffic(0)
         with torch._subclasses.FakeTensorMode(), tracker:
             module = build_rank(
                 run.config, run.topology(run.rank_of_stage(stage), tracker, traffic), run.vocabulary, tracker
