@@ -1,30 +1,22 @@
 """A layout of a training step over GPUs: what the search chooses, as flags and as a changed configuration."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
-from megatron.config.activations import RecomputeModule
+from megatron.config.activations import RecomputeMethod, RecomputeModule
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 
-FULL = "full"
-"""Recompute of whole layers; of the first ``recompute_layers`` of each chunk."""
-RECOMPUTE: Mapping[str, tuple[RecomputeModule, ...]] = {
-    "none": (),
-    "layernorm": ("layernorm",),
-    "mlp_act": ("mlp_act",),
-    "layernorm+mlp_act": ("layernorm", "mlp_act"),
-    "core_attn": ("core_attn",),
-    "core_attn+layernorm+mlp_act": ("core_attn", "layernorm", "mlp_act"),
-    "layernorm+moe_act": ("layernorm", "moe_act"),
-    "moe_act": ("moe_act",),
-    "core_attn+layernorm+moe_act": ("core_attn", "layernorm", "moe_act"),
-    "layernorm+mlp_act+moe_act": ("layernorm", "mlp_act", "moe_act"),
-    "mlp_act+moe_act": ("mlp_act", "moe_act"),
-    "core_attn+layernorm+mlp_act+moe_act": ("core_attn", "layernorm", "mlp_act", "moe_act"),
-}
-"""Modules of --recompute-modules by the name of a selective recompute; ``"full"`` is beside them."""
+FULL_RECOMPUTE: dict[str, RecomputeMethod] = {"full": "block", "uniform": "uniform"}
+"""--recompute-method by the :attr:`Layout.recompute` that recomputes whole layers."""
+DIVISION = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Flags that divide the layers among the stages, apart from sizes."""
+_OTHER_DIVISIONS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +36,9 @@ class Layout:
     """As in --data-parallel-sharding-strategy."""
     micro_batch_size: int
     recompute: str
-    """A name of :data:`RECOMPUTE`, or ``"full"``."""
+    """``"none"``; the values of --recompute-modules joined by ``+``; ``"full"``, the first ``recompute_layers`` layers
+    of each chunk one by one; or ``"uniform"``, all layers in units of ``recompute_layers``."""
     recompute_layers: int = 0
-    """With ``"full"``: recomputed layers of a chunk, at most the layers of the longest chunk."""
     replicas: int = 1
     """Copies of each shard, as in --num-distributed-optimizer-instances: above 1 is hybrid sharding."""
     reduces_in_bf16: bool = False
@@ -62,27 +54,31 @@ class Layout:
     def num_gpus(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def modules(self) -> tuple[RecomputeModule, ...]:
+        """What each layer recomputes; empty with full recompute."""
+        is_selective = self.recompute != "none" and self.recompute not in FULL_RECOMPUTE
+        return cast(tuple[RecomputeModule, ...], tuple(self.recompute.split("+"))) if is_selective else ()
+
     def settings(self, has_experts: bool = False) -> dict[str, Any]:
         """Values of all fields of the flags that the layout determines, by field name."""
-        is_piped, is_full = self.pp > 1, self.recompute == FULL
-        modules = () if is_full else RECOMPUTE[self.recompute]
+        is_piped, is_full = self.pp > 1, self.recompute in FULL_RECOMPUTE
         return {
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
             "pipeline_model_parallel_size": self.pp,
             "pipeline_schedule": self.schedule if is_piped else None,
             "num_virtual_stages_per_pipeline_rank": self.vp if is_piped and self.vp > 1 else None,
-            "account_for_embedding_in_pipeline_split": self.counts_ends,
-            "account_for_loss_in_pipeline_split": self.counts_ends,
+            **dict.fromkeys(DIVISION, self.counts_ends),
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp if has_experts else None,
             "data_parallel_sharding_strategy": self.sharding,
             "num_distributed_optimizer_instances": self.replicas,
             "micro_batch_size": self.micro_batch_size,
-            "recompute_granularity": FULL if is_full else "selective" if modules else None,
-            "recompute_modules": modules or None,
-            "recompute_method": "block" if is_full else None,
+            "recompute_granularity": "full" if is_full else "selective" if self.modules else None,
+            "recompute_modules": self.modules or None,
+            "recompute_method": FULL_RECOMPUTE.get(self.recompute),
             "recompute_num_layers": self.recompute_layers if is_full else None,
             "grad_reduce_in_bf16": self.reduces_in_bf16,
         }
@@ -100,8 +96,9 @@ class Layout:
         return chosen
 
     def apply(self, config: RunConfig, given: Collection[str] = ()) -> RunConfig:
-        """``config`` with this layout. Overlaps whose field name is in ``given`` keep their value."""
-        values = self._overlaps_but(given) | self.settings(bool(config.model.num_experts)) | dict(_ALIASES)
+        """``config`` with this layout. Fields of :meth:`overlaps` whose name is in ``given`` keep their value, as do
+        those that divide the layers if one of these is in ``given``."""
+        values = self._chosen(given, bool(config.model.num_experts)) | _aliases(given)
         changed = {}
         for group in fields(config):
             old = getattr(config, group.name)
@@ -111,10 +108,12 @@ class Layout:
         return replace(config, **changed)
 
     def flags(self, given: Collection[str] = (), has_experts: bool = False) -> dict[str, object]:
-        """Value by flag name without leading dashes (True for a switch): what to paste. Switches that are off and
-        values that are None are left out, as are overlaps in ``given``."""
+        """Value by flag name without leading dashes (True for a switch): what to paste beside the flags ``given``.
+
+        Switches that are off and values that are None are left out, and the fields that :meth:`apply` keeps.
+        """
         has_experts = has_experts or self.ep * self.etp > 1
-        values = self.settings(has_experts) | self._overlaps_but(given)
+        values = self._chosen(given, has_experts)
         if not has_experts:
             del values["expert_model_parallel_size"]
         if self.replicas == 1:
@@ -125,14 +124,30 @@ class Layout:
             if value is not None and value is not False
         }
 
-    def _overlaps_but(self, given: Collection[str]) -> dict[str, Any]:
-        return {name: value for name, value in self.overlaps().items() if name not in given}
+    def _chosen(self, given: Collection[str], has_experts: bool) -> dict[str, Any]:
+        values = self.settings(has_experts) | {
+            name: value for name, value in self.overlaps().items() if name not in given
+        }
+        if divides_layers(given):
+            for name in DIVISION:
+                del values[name]
+        if "pipeline_model_parallel_layout" in given:
+            del values["num_virtual_stages_per_pipeline_rank"]
+        return values
 
 
-_ALIASES: Mapping[str, Any] = {
-    "use_distributed_optimizer": False,
-    "use_torch_fsdp2": False,
-    "recompute_activations": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-}
-"""Fields that mean the same as fields of :meth:`Layout.settings`, at their defaults."""
+def divides_layers(given: Collection[str]) -> bool:
+    """Whether the user divides the layers among the stages."""
+    return not {*DIVISION, *_OTHER_DIVISIONS}.isdisjoint(given)
+
+
+def _aliases(given: Collection[str]) -> dict[str, Any]:
+    """Fields that mean the same as fields of :meth:`Layout.settings`, at their defaults."""
+    aliases = {
+        "use_distributed_optimizer": False,
+        "use_torch_fsdp2": False,
+        "recompute_activations": False,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
+    others = {} if divides_layers(given) else dict.fromkeys(_OTHER_DIVISIONS)
+    return {**aliases, **others}
