@@ -80,7 +80,7 @@ class StepTimeModel:
         self.machines = Machines([run.cluster for run in w.runs])
         self.bf16_flops, self.hbm = self.machines.bf16_flops, self.machines.hbm
         self.node_size, self.link = self.machines.node_size, self.machines.link
-        self.main_grad_bytes = w.number("main_grad_bytes")
+        self.main_grad_bytes, self.element_bytes = w.number("main_grad_bytes"), w.number("element_bytes")
         self.experts = ExpertShapes(w)
         self._workload = w
         self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
@@ -135,7 +135,7 @@ class StepTimeModel:
         """``count`` products ``[rows, depth] x [depth, columns]`` in one launch, each with ``extra_bytes`` of memory
         traffic."""
         is_fp8 = self.is_fp8 & (not in_bf16)
-        traffic = product_traffic(rows, columns, depth, is_fp8, extra_bytes)
+        traffic = product_traffic(rows, columns, depth, is_fp8, extra_bytes, self.element_bytes)
         return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8, count)
 
     def _layer(self, c: Constants) -> tuple[_Pass, _Pass, _Pass]:
@@ -158,9 +158,9 @@ class StepTimeModel:
         accesses = n * (10 * residual + inner + 2 * qkv)
         accesses_backward = n * (16 * residual + 2 * inner + 2 * qkv)
         casts = np.where(self.is_fp8, c["fp8_cast"] * 4 * n / self.hbm, 0.0)
-        between = 2 * self._elementwise(c) / self.hbm
+        between = self.element_bytes * self._elementwise(c) / self.hbm
         collective = self._tensor_parallel(c)
-        ring = EXPOSED_RING * 4 * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
+        ring = EXPOSED_RING * 2 * self.element_bytes * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
         none = np.zeros_like(h)
         passes = (
             _Pass(
@@ -209,7 +209,7 @@ class StepTimeModel:
         # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.
         is_odd = self.head_size % 8 != 0
         products = 2 * flops / (c["batched_product"] * self.bf16_flops) * np.where(is_odd, 2.0, 1.0)
-        score_bytes = 2 * self.tokens * self.seq_length * self.heads / self.tp
+        score_bytes = self.element_bytes * self.tokens * self.seq_length * self.heads / self.tp
         access = c["softmax"] * score_bytes / self.hbm * np.where(is_odd, c["odd_head_softmax"], 1.0)
         is_unfused = self._is["attention", "unfused"]
         return (
@@ -231,7 +231,8 @@ class StepTimeModel:
 
     def _tensor_parallel(self, c: Constants) -> Array:
         """Two all-reduces of a pass, or the all-gathers and reduce-scatters of sequence parallelism."""
-        seconds = 2 * 2 * (self.tp - 1) / self.tp * 2 * self.tokens * self.hidden / (c["link"] * self.link)
+        activation = self.element_bytes * self.tokens * self.hidden
+        seconds = 2 * 2 * (self.tp - 1) / self.tp * activation / (c["link"] * self.link)
         # Experts have no such communication, unless every token uses a shared expert.
         seconds = seconds * (1 - self.experts.share * np.where(self.experts.shared_ffn > 0, 0.0, 0.5))
         return seconds * np.where(self._is["overlaps_tensor_parallel", True], c["exposed_tensor_parallel"], 1.0)
@@ -255,7 +256,7 @@ class StepTimeModel:
         n, columns = self.tokens, self.vocab / self.tp
         shapes = ((n, columns, self.hidden), (n, self.hidden, columns), (self.hidden, columns, n))
         products = sum(self._product(c, *shape, in_bf16=True) for shape in shapes)
-        return products + self._elementwise(c) * 12 * n * columns / self.hbm
+        return products + self._elementwise(c) * 6 * self.element_bytes * n * columns / self.hbm
 
     def _middle_layers(self) -> Array:
         """Layers of an inner stage. If the number of layers + 2 divides, the first and the last stage have one less."""
@@ -288,7 +289,7 @@ class StepTimeModel:
         """The exposed messages of a microbatch: one activation and one gradient per chunk."""
         rate = message_rate(self.machines, c, self.gpus <= self.node_size)
         # Tensor-parallel ranks each send a part.
-        activation = 2 * self.tokens * self.hidden / self.tp
+        activation = self.element_bytes * self.tokens * self.hidden / self.tp
         share = np.where(self.vp > 1, c["exposed_interleaved_messages"], c["exposed_messages"])
         return np.where(self.pp > 1, 2 * self.vp * activation / rate * share, 0.0)
 
@@ -315,12 +316,13 @@ class StepTimeModel:
         experts = self.experts
         moved = moved + experts.parameters * self._ring_seconds(c, experts.edp, experts.ep * experts.etp)
         is_fsdp = self._is["sharding", "fsdp1"] | self._is["sharding", "fsdp2"]
-        # bf16 gradients of the replicas are reduced once, with the interleaved schedule behind several microbatches.
-        once = 4 * moved
+        # Gradients of the replicas are reduced once, and weights gathered once; with the interleaved schedule behind
+        # several microbatches.
+        once = 2 * self.element_bytes * moved
         window = reduction_window(slowest, self.microbatches, self.pp, self.vp > 1)
         replicated = exposed_reduction(c, once, window, self._is["overlaps_data_parallel", True])
-        # Two gathers of bf16 weights and one reduction of bf16 gradients for each microbatch.
-        each = np.where(self._is["keeps_weights_gathered", True], 4.0, 6.0) * moved
+        # Two gathers of weights and one reduction of gradients for each microbatch.
+        each = np.where(self._is["keeps_weights_gathered", True], 2.0, 3.0) * self.element_bytes * moved
         contention = np.where(self._is["sharding", "fsdp1"], c["fsdp1_contention"], c["fsdp2_contention"])
         return np.where(is_fsdp, self.microbatches * exposed_sharding(c, each, slowest, contention), replicated)
 

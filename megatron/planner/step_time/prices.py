@@ -70,10 +70,12 @@ class Machines:
         return np.asarray(share * self.bf16_flops)
 
 
-def product_traffic(rows: Any, columns: Any, depth: Any, is_fp8: Any, extra_bytes: Any = 0.0) -> Any:
-    """Bytes that a product reads and writes once; its output is bf16, and ``extra_bytes`` are on top."""
-    element = np.where(is_fp8, 1, 2)
-    return (rows + columns) * depth * element + 2 * rows * columns + extra_bytes
+def product_traffic(
+    rows: Any, columns: Any, depth: Any, is_fp8: Any, extra_bytes: Any = 0.0, element_bytes: Any = 2
+) -> Any:
+    """Bytes that a product reads and writes once; its output is not in FP8, and ``extra_bytes`` are on top."""
+    element = np.where(is_fp8, 1, element_bytes)
+    return (rows + columns) * depth * element + element_bytes * rows * columns + extra_bytes
 
 
 def product_seconds(

@@ -43,6 +43,8 @@ class Software:
     recomputes_products: bool = False
     """Whether selective recompute runs half of the products again, and not attention alone."""
     has_deepspeed_pipeline: bool = False
+    element_bytes: int = 2
+    """Bytes of an element of weights, activations and reduced gradients: 4 in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
