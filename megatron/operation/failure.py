@@ -196,7 +196,10 @@ class RankEnd:
     def precedence(self) -> tuple[int, float]:
         """The smallest is the cause of the others' ends."""
         is_killed = self.exit_code < 0 and self.text is None
-        return (2 if self.is_consequence else 0 if is_killed else 1), self.time
+        if self.is_consequence:
+            # A process that aborts closes its connections: it precedes the ranks that lost theirs.
+            return (2 if is_killed else 3), self.time
+        return (0 if is_killed else 1), self.time
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "RankEnd":

@@ -122,11 +122,16 @@ FIRST_LIMITS = 3
 HARMLESS = ("slow", "delay", "slowsave", "enospc", "eio")
 """Kinds that do not; the first two in all layouts, the others for synchronous saves."""
 IN_BACKGROUND = ("killloader", "killwriter", "stopwriter")
+RARE = ("flip", "collective", "stoploader")
+"""Kinds that need a layout of their own."""
 NUMBERS = {"exit": 7.0, "slow": 1.5, "delay": 0.02, "slowsave": 0.3}
 
 
 def make_plan(seed: int) -> Plan:
     """The plan of a seed: one or two events that end an attempt, and sometimes one that does not."""
+    rare = random.Random(f"rare {seed}")
+    if rare.random() < 0.1:
+        return _rare_plan(seed, rare)
     chance = random.Random(seed)
     layout = chance.choice(sorted(LAYOUTS))
     if chance.random() < 0.05:
@@ -148,6 +153,17 @@ def make_plan(seed: int) -> Plan:
         # A restart could come before it, and then there is no background writer yet.
         faults = [harmless] if harmless.kind in IN_BACKGROUND else [*faults, harmless]
     return Plan(seed, layout, tuple(dict.fromkeys(faults)), blow)
+
+
+def _rare_plan(seed: int, chance: random.Random) -> Plan:
+    """A flipped bit of a replica, a collective that one rank calls alone, or a stopped loader process."""
+    kind, rank = chance.choice(RARE), chance.randrange(RANKS)
+    first = SAVE_INTERVAL * chance.randint(2, LAST_FAULT // SAVE_INTERVAL)
+    if kind == "flip":
+        target, bit = chance.choice(("weight", "moment")), float(chance.randrange(32))
+        return Plan(seed, "data", (Fault(kind, ITERATION, first, rank=rank, target=target, number=bit),))
+    layout = "background" if kind == "stoploader" else chance.choice(sorted(LAYOUTS))
+    return Plan(seed, layout, (Fault(kind, ITERATION, first, rank=rank),))
 
 
 def _fatal(chance: random.Random, layout: str) -> Fault:
@@ -243,8 +259,8 @@ class Job:
             flags["inject_fault"] = ",".join(map(str, self.plan.faults))
         if self.plan.is_endless:
             flags["max_failed_attempts"] = 1
-        if any(fault.kind in HANGS for fault in self.plan.faults):
-            flags["hang_limit_s"] = 2
+        if any(fault.kind in (*HANGS, *RARE) for fault in self.plan.faults):
+            flags |= {"hang_limit_s": 2, "check_replicas_interval": 1}
         launcher = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "4"]
         launcher += ["--log-dir", str(self.directory / "ranks")]
         return [*launcher, str(REPOSITORY / "pretrain_llama.py"), *words_of(flags)]
@@ -452,6 +468,9 @@ CAUSES: Mapping[str, set[Cause]] = {
     "sleep": {Cause.HANG},
     "gil": {Cause.HANG},
     "fifo": {Cause.HANG},
+    "flip": {Cause.SILENT_CORRUPTION},
+    "collective": {Cause.HANG, Cause.KILLED},  # gloo aborts a process that receives a message of another size
+    "stoploader": {Cause.STOPPED_PROCESS},
 }
 """The cause that the failure report must name, by the kind of the fault."""
 
@@ -471,8 +490,9 @@ def check_report(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> list[str]:
         return [f"{len(reports)} failure reports after {fault}: {[report['message'] for report in reports]}"]
     cause, rank = reports[0]["cause"], reports[0]["rank"]
     found = [] if cause in CAUSES[fault.kind] else [f"cause {cause} reported after {fault}: {reports[0]['message']}"]
-    # All ranks see NaN.
-    if fault.rank is not None and fault.kind != "nan" and rank != fault.rank:
+    # All ranks see NaN. Two replicas, and two ranks in different collectives, do not say which one is wrong.
+    unnamed = fault.kind in ("nan", "collective") or (fault.kind == "flip" and rank is None)
+    if fault.rank is not None and not unnamed and rank != fault.rank:
         found.append(f"rank {rank} named after {fault}: {reports[0]['message']}")
     return found
 

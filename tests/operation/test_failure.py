@@ -77,6 +77,14 @@ def test_of_two_causes_the_first_is_named() -> None:
     assert failure_of_ends([end(0, text=BUG, time=9.0), end(1, text=BUG, time=8.0)], 1, False).rank == 1
 
 
+@pytest.mark.parametrize("moment", [50.0, 500.0])
+def test_a_rank_that_aborts_precedes_those_that_lost_its_connection(moment: float) -> None:
+    """gloo aborts a process that receives a message of another size, as after a wrong collective."""
+    ends = [end(0, text=CLOSED, cause="exception"), end(1, exit_code=-signal.SIGABRT, time=moment)]
+    failure = failure_of_ends(ends, 1, False)
+    assert (failure.rank, failure.cause) == (1, Cause.KILLED)
+
+
 def test_a_kill_for_memory_is_told_from_another_kill() -> None:
     killed = end(1, exit_code=-signal.SIGKILL)
     assert failure_of_ends([killed], 1, out_of_memory=True).cause == Cause.OUT_OF_MEMORY

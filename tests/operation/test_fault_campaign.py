@@ -71,7 +71,7 @@ def test_plans_are_repeatable_and_cover_the_table() -> None:
     assert plans == [make_plan(seed) for seed in range(500)]
     assert {plan.layout for plan in plans} == LAYOUTS.keys()
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
-    wanted = {*campaign.FATAL, *campaign.HANGS, *campaign.HARMLESS, *campaign.IN_BACKGROUND}
+    wanted = {*campaign.FATAL, *campaign.HANGS, *campaign.HARMLESS, *campaign.IN_BACKGROUND, *campaign.RARE}
     assert kinds.keys() == wanted and min(kinds.values()) >= 5
     assert {plan.blow.number for plan in plans if plan.blow is not None} == {signal.SIGKILL, signal.SIGTERM}
     for plan in plans:
@@ -183,6 +183,11 @@ def test_a_fault_that_was_not_injected_is_noticed() -> None:
         ("kill@3", [("killed", 0)], True),
         ("nan@3:rank1", [("not_finite", None)], True),
         ("delay@3:rank1:0.1", [], True),
+        ("flip@3:rank1:weight:7", [("silent_corruption", None)], True),
+        ("flip@3:rank1:weight:7", [("silent_corruption", 0)], False),
+        ("flip@3:rank1:weight:7", [], False),
+        ("collective@3:rank1", [("hang", None)], True),
+        ("stoploader@3:rank1", [("stopped_process", None)], False),
     ],
 )
 def test_a_wrong_report_is_noticed(spec: str, reports: list[tuple[str, int | None]], is_right: bool) -> None:
