@@ -24,6 +24,9 @@ class DryRunConfig:
     """Dry run: simulate this rank only (default: one rank of every pipeline stage)."""
     dry_run_json: str | None = None
     """Dry run: file for the report in JSON."""
+    dry_run_html: str | None = None
+    """Dry run: file for the report as a page: charts of memory, bytes sent and schedule, in one HTML file that loads
+    nothing."""
     gpu_memory_gb: float | None = None
     """Dry run: memory of a GPU in GiB (default: 80)."""
     gpus_per_node: int = 8
@@ -42,9 +45,10 @@ class DryRunConfig:
         require_at_least(1, values_of(self, "num_gpus", "gpus_per_node"))
         require_at_least(0, values_of(self, "dry_run_rank"))
         require_positive(values_of(self, "gpu_memory_gb", "dry_run_expert_load"))
-        refuse_urls(values_of(self, "dry_run_json"), "use a local file")
-        names = "num_gpus", "dry_run_rank", "dry_run_json", "gpu_memory_gb", "gpus_per_node", "dry_run_expert_load"
-        given = changed_flags(self, *names)
+        files = "dry_run_json", "dry_run_html"
+        refuse_urls(values_of(self, *files), "use a local file")
+        names = "num_gpus", "dry_run_rank", "gpu_memory_gb", "gpus_per_node", "dry_run_expert_load"
+        given = changed_flags(self, *files, *names)
         require_flag("--dry-run", self.dry_run, given)
         if self.dry_run and self.num_gpus is None:
             raise ConfigError("--dry-run needs --num-gpus: set it to the number of ranks of the run.")

@@ -187,16 +187,20 @@ class Run:
         """Model FLOPs of the global batch."""
         return self.flops_per_token * self.global_batch_size * self.config.seq_length
 
-    def bubble_fraction(self) -> float:
-        """The idle share of the stages' time. The time of a pass is proportional to the FLOPs of its GEMMs and
-        attention, backward takes twice as long as forward, and messages take no time."""
+    def pass_durations(self) -> Durations:
+        """Durations of the passes in FLOPs: of GEMMs and attention. Backward takes twice as long as forward, and
+        messages take no time."""
         times = tuple(
             self.architecture.flops_of_layers(
                 stage.layers, self.config.seq_length, has_output_layer=stage.has_output_layer
             )
             for stage in self._virtual_stages
         )
-        return simulate(self.schedule(self.num_microbatches), Durations(times, times, times)).bubble_fraction
+        return Durations(times, times, times)
+
+    def bubble_fraction(self) -> float:
+        """The idle share of the stages' time, with :meth:`pass_durations`."""
+        return simulate(self.schedule(self.num_microbatches), self.pass_durations()).bubble_fraction
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron.core.topology import EXPERT_AXES
 from megatron.planner.memory import KINDS, Kind
+from megatron.planner.memory_chart import gib
 from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
 from megatron.planner.suggestions import Suggestion
 from megatron.planner.traffic import expert_placement_advice, is_in_node
@@ -117,18 +118,18 @@ def _summary(plan: Plan) -> Text:
 
 def _counts(layers: Sequence[Sequence[int]]) -> str:
     """Layers of every stage; ``2 of 3 x 4`` are two stages with three chunks of four layers each."""
-    words = [(_chunks(chunks), len(list(equal))) for chunks, equal in groupby(layers)]
+    words = [(chunk_sizes(chunks), len(list(equal))) for chunks, equal in groupby(layers)]
     return " | ".join(f"{count} of {stage}" if count > 1 else stage for stage, count in words)
 
 
-def _chunks(layers: Sequence[int]) -> str:
+def chunk_sizes(layers: Sequence[int]) -> str:
     """Layers of the chunks of a stage; ``3 x 4`` are three chunks of four."""
     words = [(size, len(list(equal))) for size, equal in groupby(layers)]
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in words)
 
 
-def _rows(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
-    """One row for neighbouring stages with equal ``contents``: their numbers, and the first."""
+def neighbours(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
+    """Neighbouring stages with equal ``contents`` as one: their numbers, and the first."""
     rows = []
     for _, group in groupby(plan.stages, key=contents):
         stages = list(group)
@@ -157,27 +158,21 @@ def _memory(stage: StagePlan) -> object:
     return stage.layers, stage.num_parameters, stage.peak.by_kind, stage.peak.during
 
 
-def _gib(size: int) -> str:
-    """In GiB, with at least three significant digits unless 0."""
-    gib = size / 2**30
-    return f"{gib:,.2f}" if size == 0 or gib >= 1 else f"{gib:.3g}"
-
-
 def _memory_table(plan: Plan) -> Table:
     shown = [kind for kind in KINDS if any(stage.peak.by_kind.get(kind) for stage in plan.stages)]
     kinds = [kind.replace(" ", "\n") for kind in shown]
     columns = ["stage", "rank", "layers", "parameters", *kinds, "allowance", "total"]
     table = _table("\nmemory of a rank at its peak, GiB", columns)
-    for name, stage in _rows(plan, _memory):
-        sizes = [_gib(stage.peak.by_kind.get(kind, 0)) for kind in shown]
+    for name, stage in neighbours(plan, _memory):
+        sizes = [gib(stage.peak.by_kind.get(kind, 0)) for kind in shown]
         table.add_row(
             name,
             str(stage.rank),
-            _chunks(stage.layers),
+            chunk_sizes(stage.layers),
             f"{stage.num_parameters:,}",
             *sizes,
-            _gib(ALLOWANCE),
-            Text(_gib(stage.needed), style="" if stage.needed <= plan.limit else "bold red"),
+            gib(ALLOWANCE),
+            Text(gib(stage.needed), style="" if stage.needed <= plan.limit else "bold red"),
         )
     return table
 
@@ -185,7 +180,7 @@ def _memory_table(plan: Plan) -> Table:
 def _bars(plan: Plan) -> Text:
     text = Text("\n")
     scale = max(plan.limit, plan.tightest.needed) / _BAR_WIDTH
-    for name, stage in _rows(plan, _memory):
+    for name, stage in neighbours(plan, _memory):
         text.append(f"{name:>5} ")
         end = filled = 0
         for kind, size in stage.peak.by_kind.items():
@@ -205,20 +200,20 @@ def _traffic_table(plan: Plan) -> Table:
     axes = sorted({axis for stage in plan.stages for axis in stage.sent_by_axis if axis != "several"})
     columns = ["stage", *axes, "in node", "across"]
     table = _table("\nsent by a rank per step, GiB", columns)
-    for name, stage in _rows(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
-        by_axis = [_gib(stage.sent_by_axis.get(axis, 0)) for axis in axes]
-        by_link = [_gib(stage.sent_by_link.get(link, 0)) for link in ("in node", "across")]
+    for name, stage in neighbours(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
+        by_axis = [gib(stage.sent_by_axis.get(axis, 0)) for axis in axes]
+        by_link = [gib(stage.sent_by_link.get(link, 0)) for link in ("in node", "across")]
         table.add_row(name, *by_axis, *by_link)
     return table
 
 
-def _expert_load(plan: Plan, fitting_load: float | None) -> str:
+def expert_load_sentence(plan: Plan, fitting_load: float | None) -> str:
     """What is assumed of the load of the experts, and what still fits; empty where it does not matter."""
     run = plan.run
     if run.architecture.num_experts is None or run.grid.ep == 1:
         return ""
     assumed = run.config.dry_run.dry_run_expert_load
-    text = f"\nassumed expert load: {assumed:g}" + (", which is balanced" if assumed == 1 else "")
+    text = f"assumed expert load: {assumed:g}" + (", which is balanced" if assumed == 1 else "")
     if fitting_load is None:
         return text
     if fitting_load == run.architecture.largest_expert_load(run.grid.ep):
@@ -228,18 +223,23 @@ def _expert_load(plan: Plan, fitting_load: float | None) -> str:
 
 def _verdict(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None) -> Text:
     tightest = plan.tightest
-    limit, needed, distance = (_gib(size) for size in (plan.limit, tightest.needed, abs(tightest.needed - plan.limit)))
+    limit, needed, distance = (gib(size) for size in (plan.limit, tightest.needed, abs(tightest.needed - plan.limit)))
     # With --dry-run-rank the other stages are unknown.
     is_alone = len(plan.stages) < plan.run.grid.pp
     where = f"{'looked at alone:' if is_alone else 'tightest on'} stage {tightest.stage} (rank {tightest.rank})"
     if plan.fits:
         text = Text(f"\nfits {limit} GiB: {where}, which needs {needed} and leaves {distance}", style="bold green")
-        return text.append(_expert_load(plan, fitting_load), style="not bold")
+        return _append_load(text, plan, fitting_load)
     text = Text(
         f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many",
         style="bold red",
     )
-    lines = [f"{one.flags}: fits, {_gib(one.needed)} GiB on stage {one.stage}" for one in suggestions]
+    lines = [f"{one.flags}: fits, {gib(one.needed)} GiB on stage {one.stage}" for one in suggestions]
     for line in lines or ["nothing that was tried makes it fit: use more GPUs for a copy of the model"]:
         text.append(f"\n  {line}", style="not bold")
-    return text.append(_expert_load(plan, None), style="not bold")
+    return _append_load(text, plan, None)
+
+
+def _append_load(text: Text, plan: Plan, fitting_load: float | None) -> Text:
+    load = expert_load_sentence(plan, fitting_load)
+    return text.append(f"\n{load}" if load else "", style="not bold")

@@ -1,4 +1,5 @@
 "use strict";
+document.documentElement.classList.add("scripted");
 // Hovering: every element with data-tip shows its text beside the pointer.
 const tip = document.getElementById("tip");
 document.addEventListener("pointermove", (event) => {
@@ -10,6 +11,32 @@ document.addEventListener("pointermove", (event) => {
   tip.style.left = Math.max(4, Math.min(left, innerWidth - box.width - 6)) + "px";
   tip.style.top = (top + box.height > innerHeight ? event.clientY - box.height - 10 : top) + "px";
 });
+
+// What is marked together: everything with the same data-link; and in a figure, the parts of a legend's entry.
+let linked = [];
+document.addEventListener("pointerover", (event) => {
+  for (const element of linked) element.classList.remove("linked", "fading");
+  linked = [];
+  const find = (name) => event.target.closest && event.target.closest(`[data-${name}]`);
+  const mark = (scope, name, value) => linked.push(...scope.querySelectorAll(`[data-${name}="${CSS.escape(value)}"]`));
+  const source = find("link"), entry = find("part"), figure = entry && entry.closest("figure");
+  if (source) mark(document, "link", source.dataset.link);
+  if (figure && entry.closest(".legend")) mark(figure, "part", entry.dataset.part);
+  for (const element of linked) element.classList.add("linked");
+  if (figure && entry.closest(".legend")) linked.push(figure), figure.classList.add("fading");
+});
+
+// Buttons that copy the text beside them.
+for (const button of document.querySelectorAll("button.copy")) {
+  button.addEventListener("click", () => {
+    const text = button.parentElement.querySelector("pre"), selection = getSelection();
+    selection.selectAllChildren(text);
+    const isCopied = document.execCommand("copy");
+    if (isCopied) selection.removeAllRanges();
+    button.textContent = isCopied ? "copied" : "selected";
+    setTimeout(() => (button.textContent = "copy"), 1500);
+  });
+}
 
 // One vertical line over all lanes of a timeline.
 for (const lanes of document.querySelectorAll(".lanes")) {

@@ -17,7 +17,7 @@ Mood = Literal["", "good", "warn", "bad"]
 
 def page(title: str, subtitle: str, parts: Iterable[str], footer: str = "") -> str:
     """The whole file."""
-    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    style = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "charts.css"))
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     end = f"<footer>{escape(footer)}</footer>" if footer else ""
     return f"""<!DOCTYPE html>
@@ -106,8 +106,8 @@ def _tip(item: Share) -> str:
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
-    """(CSS class, name) of colours."""
-    entries = "".join(f'<li><i class="{css}"></i>{escape(name)}</li>' for css, name in items)
+    """(CSS class, name) of colours. In a :func:`figure`, hovering over a name fades what is not a part of that name."""
+    entries = "".join(f'<li data-part="{escape(name)}"><i class="{css}"></i>{escape(name)}</li>' for css, name in items)
     return f'<ul class="legend">{entries}</ul>'
 
 
@@ -134,14 +134,18 @@ def number(text: str, value: float | None) -> Cell:
     return Cell(text, value, is_number=True)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[Cell]], is_sortable: bool = True) -> str:
-    """A table, sorted by a click on a heading; headings of columns of numbers are above the numbers."""
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[Cell]], is_sortable: bool = True, links: Sequence[str] = ()
+) -> str:
+    """A table, sorted by a click on a heading; headings of columns of numbers are above the numbers. ``links`` are the
+    names by row under which charts mark the same thing."""
     are_numbers = [bool(rows) and rows[0][index].is_number for index in range(len(headings))]
     head = "".join(
         f"<th{_class('number' if is_number else '')}>{escape(heading)}</th>"
         for heading, is_number in zip(headings, are_numbers)
     )
-    body = "".join(f"<tr>{''.join(cell.html() for cell in row)}</tr>" for row in rows)
+    names = [f' data-link="{escape(link)}"' for link in links] or [""] * len(rows)
+    body = "".join(f"<tr{name}>{''.join(cell.html() for cell in row)}</tr>" for name, row in zip(names, rows))
     css = ' class="sortable"' if is_sortable and len(rows) > 1 else ""
     return f'<div class="scroll"><table{css}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -182,7 +186,7 @@ def columns(*parts: str) -> str:
     return f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
-def lanes(items: Sequence[Lane]) -> str:
+def lanes(items: Sequence[Lane], has_cursor: bool = True, css: str = "") -> str:
     """Charts below each other with one cursor over all of them; names are on the left, or above vertical axes."""
 
     def html(item: Lane) -> str:
@@ -191,7 +195,33 @@ def lanes(items: Sequence[Lane]) -> str:
         labels = "".join(f'<span style="top:{place:.1f}px">{escape(label)}</span>' for place, label in item.values)
         return f'<div class="caption">{escape(item.name)}</div><div class="values">{labels}</div>{item.chart}'
 
-    return f'<div class="lanes">{"<div class=gap></div>".join(map(html, items))}<div class="cursor"></div></div>'
+    cursor = '<div class="cursor"></div>' if has_cursor else ""
+    return f'<div class="{f"lanes {css}".strip()}">{"<div class=gap></div>".join(map(html, items))}{cursor}</div>'
+
+
+def figure(*parts: str) -> str:
+    """A chart with its legend."""
+    return f"<figure>{''.join(parts)}</figure>"
+
+
+def copyable(text: str) -> str:
+    """Text in a fixed width, with a button that copies it."""
+    return f'<div class="copyable"><pre>{escape(text)}</pre><button class="copy" type="button">copy</button></div>'
+
+
+def fold(summary: str, *parts: str) -> str:
+    """Parts that are shown on request."""
+    return f"<details><summary>{escape(summary)}</summary>{''.join(parts)}</details>"
+
+
+def notes(sentences: Iterable[str]) -> str:
+    """Remarks that a reader must not miss."""
+    return "".join(f'<p class="remark">{escape(sentence)}</p>' for sentence in sentences)
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count:,} {noun}{ending * (count != 1)}"
 
 
 def _class(css: str) -> str:

@@ -82,14 +82,17 @@ def svg(height: float, *shapes: str, label: str = "") -> str:
     return f'<svg class="chart" height="{height:g}"{role}>{"".join(shapes)}</svg>'
 
 
-def attributes(css: str = "", tip: str = "") -> str:
-    """CSS classes, and the text that appears on hovering."""
-    return (f' class="{escape(css)}"' if css else "") + (f' data-tip="{escape(tip)}"' if tip else "")
+def attributes(css: str = "", tip: str = "", link: str = "", part: str = "") -> str:
+    """CSS classes, the text that appears on hovering, what is marked together, and the entry of the legend."""
+    found = (("class", css), ("data-tip", tip), ("data-link", link), ("data-part", part))
+    return "".join(f' {name}="{escape(value)}"' for name, value in found if value)
 
 
-def rect(x: str, y: float, width: str, height: float, css: str = "", tip: str = "", radius: float = 0.0) -> str:
+def rect(
+    x: str, y: float, width: str, height: float, css: str = "", tip: str = "", radius: float = 0.0, part: str = ""
+) -> str:
     rounded = f' rx="{radius:g}"' if radius else ""
-    return f'<rect x="{x}" y="{y:g}" width="{width}" height="{height:g}"{rounded}{attributes(css, tip)}/>'
+    return f'<rect x="{x}" y="{y:g}" width="{width}" height="{height:g}"{rounded}{attributes(css, tip, part=part)}/>'
 
 
 def vertical(x: str, top: float, bottom: float, css: str = "", tip: str = "") -> str:
@@ -100,8 +103,8 @@ def horizontal(y: float, css: str = "") -> str:
     return f'<line x1="0" x2="100%" y1="{y:g}" y2="{y:g}"{attributes(css)}/>'
 
 
-def dot(x: str, y: float, radius: float, css: str = "", tip: str = "") -> str:
-    return f'<circle cx="{x}" cy="{y:g}" r="{radius:g}"{attributes(css, tip)}/>'
+def dot(x: str, y: float, radius: float, css: str = "", tip: str = "", link: str = "") -> str:
+    return f'<circle cx="{x}" cy="{y:.1f}" r="{radius:.3g}"{attributes(css, tip, link)}/>'
 
 
 def text(x: str, y: float, content: str, css: str = "", anchor: str = "middle") -> str:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from megatron.operation.accounting import Attempt, TimeClass, gaps
 from megatron.operation.run_summary import RecordedRun, RunSummary, SaveIntervals, cause_of, host_of
 from megatron.reports import svg
-from megatron.reports.page import Lane, lanes, legend
+from megatron.reports.page import Lane, lanes, legend, plural
 from megatron.reports.svg import Point, Scale, duration, percentage
 
 EXPLANATIONS: Mapping[TimeClass, tuple[str, str]] = {
@@ -63,10 +63,6 @@ class Report:
 
 def date(epoch: float) -> str:
     return datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def timeline(report: Report) -> str:

@@ -17,6 +17,7 @@ from megatron.reports.page import (
     number,
     page,
     paragraph,
+    plural,
     section,
     shares,
     table,
@@ -32,7 +33,6 @@ from tools.support.run_charts import (
     date,
     fault_tip,
     interval_chart,
-    plural,
     timeline,
 )
 

@@ -1,0 +1,105 @@
+"""The timeline of a pipeline schedule for a page."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron.reports.charts import Axis, Box, boxes_over_time, seconds_axis
+from megatron.reports.page import figure, legend, paragraph
+from megatron.reports.svg import Scale, duration
+from megatron.schedules.schedule import Kind, Schedule
+from megatron.schedules.simulator import Durations, Span, Timeline, simulate
+
+_MOST_BOXES = 160
+"""In a row."""
+_COLOURS: dict[Kind, str] = {"F": "blue", "B": "orange", "W": "slate"}
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What all stages do after the passes."""
+
+    name: str
+    colour: str
+    seconds: float
+
+
+def drawn_microbatches(build: Callable[[int], Schedule], num_microbatches: int) -> int:
+    """How many microbatches are drawn: all, or as many as give about 160 boxes in a row, but at least one
+    for each stage."""
+    first = build(1)
+    stages, boxes = first.placement.num_stages, first.placement.num_chunks * len(first.kinds)
+    # Interleaved schedules work in groups of one microbatch per stage.
+    groups = max(1, _MOST_BOXES // (boxes * stages))
+    return min(num_microbatches, groups * stages)
+
+
+def schedule_figure(
+    build: Callable[[int], Schedule],
+    num_microbatches: int,
+    durations: Durations,
+    tail: Sequence[Tail] = (),
+    is_in_seconds: bool = True,
+) -> str:
+    """The timeline of a step, one row of passes for each stage. ``build`` returns the schedule of a number of
+    microbatches. Without seconds the axis shows shares of the step."""
+    count = drawn_microbatches(build, num_microbatches)
+    schedule = build(count)
+    timeline = simulate(schedule, durations)
+    ends = timeline.makespan + sum(one.seconds for one in tail)
+    axis = seconds_axis(ends) if is_in_seconds else _shares(ends)
+    rows = [
+        (f"stage {stage}", [*_boxes(timeline, stage, schedule, ends, is_in_seconds), *_tail_boxes(timeline, tail)])
+        for stage in range(timeline.num_stages)
+    ]
+    chart = boxes_over_time(rows, axis, f"schedule {schedule.name}")
+    entries = [(_COLOURS[kind], _name(kind, schedule)) for kind in schedule.kinds]
+    entries += [(one.colour, one.name) for one in tail if one.seconds > 0]
+    return figure(chart, legend([*entries, ("idle-row", "idle")])) + _explanation(schedule, num_microbatches)
+
+
+def _explanation(schedule: Schedule, num_microbatches: int) -> str:
+    chunks = schedule.placement.num_chunks
+    sentences = [f"Lighter colours are later chunks: each stage has {chunks}."] if chunks > 1 else []
+    if schedule.num_microbatches < num_microbatches:
+        sentences.append(
+            f"Drawn with {schedule.num_microbatches} of the {num_microbatches} microbatches of a step; the others "
+            "repeat the pattern in the middle, so the step is longer, and its bubble a smaller share."
+        )
+    return paragraph(" ".join(sentences), "note") if sentences else ""
+
+
+def _name(kind: Kind, schedule: Schedule) -> str:
+    if kind == "B":
+        return "input gradient" if schedule.splits_backward else "backward"
+    return {"F": "forward", "W": "weight gradient"}[kind]
+
+
+def _boxes(timeline: Timeline, stage: int, schedule: Schedule, end: float, is_in_seconds: bool) -> list[Box]:
+    def box(span: Span) -> Box:
+        kind, microbatch, chunk = span.action
+        name = _name(kind, schedule)
+        where = f", chunk {chunk}" if schedule.placement.num_chunks > 1 else ""
+        took = span.end - span.start
+        size = f"{duration(took)}, from {duration(span.start)}" if is_in_seconds else f"{took / end:.1%} of the step"
+        shade = _shade(chunk, schedule.placement.num_chunks)
+        tip = f"{name}, microbatch {microbatch}{where}\n{size}"
+        return Box(span.start, span.end, name, _COLOURS[kind], shade, str(microbatch), tip)
+
+    return [box(span) for span in timeline.stage_spans(stage)]
+
+
+def _shade(chunk: int, num_chunks: int) -> int:
+    return round(3 * chunk / (num_chunks - 1)) if num_chunks > 1 else 0
+
+
+def _tail_boxes(timeline: Timeline, tail: Sequence[Tail]) -> list[Box]:
+    found, start = [], timeline.makespan
+    for one in tail:
+        tip = f"{one.name}\n{duration(one.seconds)}, from {duration(start)}"
+        found.append(Box(start, start + one.seconds, one.name, one.colour, tip=tip))
+        start += one.seconds
+    return found
+
+
+def _shares(end: float) -> Axis:
+    return Axis(Scale(0.0, end), [(share * end, f"{share:.0%}") for share in (0.0, 0.25, 0.5, 0.75, 1.0)], "")

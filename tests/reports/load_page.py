@@ -1,0 +1,118 @@
+"""Read a page without a browser, and load it in headless Chromium where that is installed."""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NASTY = '"><script>document.title="hacked"</script>&'
+"""A name that would become an element if it were not escaped."""
+WIDTHS = (480, 1280)
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+_BROWSER = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+_VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+needs_browser = pytest.mark.skipif(_BROWSER is None, reason="no Chromium is installed")
+
+
+class Page(HTMLParser):
+    """The tags of a page, its attributes and its text; an element that is not closed is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in _VOID:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open and self._open.pop() == tag, (tag, self._open)
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] not in ("script", "style"):
+            self.text += f" {data}"
+
+
+def assert_loads_nothing(text: str) -> None:
+    """The page has one script, and names no other file and no place in the network."""
+    page = Page(text)
+    assert page.tags.count("script") == page.tags.count("style") == 1
+    assert not {"src", "href", "srcset", "action", "onclick", "onload"} & page.attributes.keys()
+    for forbidden in ("http:", "https:", "url(", "@import", "@font-face", "fetch(", "XMLHttp", "import("):
+        assert forbidden not in text
+    assert "default-src 'none'" in page.attributes["content"][0]
+    drawn = " ".join(
+        value for name in ("d", "x", "y", "cx", "cy", "width", "r") for value in page.attributes.get(name, ())
+    )
+    assert not any(word in drawn for word in ("nan", "inf", "None"))
+
+
+_PROBE = """<script>
+const found = {errors: 0, title: document.title};
+addEventListener("error", () => found.errors++);
+addEventListener("securitypolicyviolation", () => found.errors++);
+const numbers = (table, column) => [...table.tBodies[0].rows].map((row) => Number(row.cells[column].dataset.value));
+found.sorted = [...document.querySelectorAll("table.sortable")].every((table) =>
+  [...table.tHead.rows[0].cells].every((heading, column) => {
+    if (!heading.classList.contains("number")) return true;
+    heading.click();
+    const up = numbers(table, column).filter((value) => !isNaN(value));
+    heading.click();
+    const down = numbers(table, column).filter((value) => !isNaN(value));
+    const isSorted = up.every((value, index) => index === 0 || up[index - 1] <= value);
+    return isSorted && JSON.stringify(down.reverse()) === JSON.stringify(up);
+  }));
+const hovered = document.querySelector("svg [data-tip]");
+for (const kind of ["pointerover", "pointermove"])
+  hovered.dispatchEvent(new PointerEvent(kind, {bubbles: true}));
+found.tip = document.getElementById("tip").textContent;
+const colour = () => getComputedStyle(document.body).backgroundColor;
+found.colours = [colour()];
+document.getElementById("theme").click();
+found.colours.push(colour());
+found.overflow = document.documentElement.scrollWidth - innerWidth;
+const boxes = (selector) => [...document.querySelectorAll(selector)].map((one) => one.getBoundingClientRect());
+found.clipped = boxes("main *").filter((box) => box.width > 0 && box.left < -1).length;
+found.more = (() => { MORE })();
+document.body.textContent = "";
+document.body.dataset.found = JSON.stringify(found);
+</script>"""
+
+
+def load(text: str, width: int, more: str = "") -> dict[str, Any]:
+    """Load a page at a width, sort its tables, hover over a chart, change its colours; what was found, and under
+    ``more`` what the script ``more`` returned. The general checks are made here."""
+    assert _BROWSER is not None
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "page.html"
+        path.write_text(text.replace("</body>", _PROBE.replace("MORE", more) + "</body>"), encoding="utf-8")
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+        command = [_BROWSER, *flags, f"--user-data-dir={directory}/profile", path.as_uri()]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    found: dict[str, Any] = json.loads(Page(output).attributes["data-found"][0])
+    assert found["errors"] == 0
+    assert found["overflow"] <= 0 and found["clipped"] == 0, found
+    assert found["sorted"]
+    assert found["tip"]
+    assert found["colours"][0] != found["colours"][1]
+    return found
