@@ -23,6 +23,7 @@ from megatron.planner.step_time.prices import (
     exposed_sharding,
     growth,
     message_rate,
+    pod_share,
     product_seconds,
     product_traffic,
     reduction_window,
@@ -287,7 +288,8 @@ class StepTimeModel:
 
     def _messages(self, c: Constants) -> Array:
         """The exposed messages of a microbatch: one activation and one gradient per chunk."""
-        rate = message_rate(self.machines, c, self.gpus <= self.node_size)
+        between_pods = pod_share(self.machines, self.pp, self.gpus / self.pp)
+        rate = message_rate(self.machines, c, self.gpus <= self.node_size, between_pods)
         # Tensor-parallel ranks each send a part.
         activation = self.element_bytes * self.tokens * self.hidden / self.tp
         share = np.where(self.vp > 1, c["exposed_interleaved_messages"], c["exposed_messages"])
@@ -307,7 +309,8 @@ class StepTimeModel:
         """Seconds to reduce-scatter or all-gather a byte over ``ranks``, which are ``distance`` apart: several of them
         in a node share its adapters."""
         in_node = np.maximum(1.0, np.minimum(self.node_size / distance, ranks))
-        return (ranks - 1) / ranks / ring_rate(self.machines, c, in_node, self.gpus <= self.node_size)
+        share = pod_share(self.machines, ranks, distance)
+        return (ranks - 1) / ranks / ring_rate(self.machines, c, in_node, self.gpus <= self.node_size, share)
 
     def _data_parallel(self, c: Constants, slowest: Array) -> Array:
         """The exposed part of the reduction of gradients and of the gathers of weights."""

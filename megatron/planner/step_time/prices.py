@@ -38,6 +38,8 @@ class Machines:
         self.bf16_flops, self.hbm = numbers("bf16_flops"), numbers("hbm_bytes_per_s")
         self.multiprocessors, self.node_size = numbers("multiprocessors"), numbers("node_size")
         self.link, self.network = numbers("link_bytes_per_s"), numbers("network_bytes_per_s")
+        self.pod_size = np.array([float(cluster.pod_size or np.inf) for cluster in clusters])
+        self.oversubscription = numbers("oversubscription")
         self._is_power_limited = np.array([cluster.is_power_limited for cluster in clusters])
         names = [cluster.generation for cluster in clusters]
         self._generations = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
@@ -93,17 +95,29 @@ def product_seconds(
     return np.asarray(count * one)
 
 
-def ring_rate(machines: Machines, c: Constants, in_node: Any, is_in_node: Any) -> Array:
+def pod_share(machines: Machines, ranks: Any, distance: Any) -> Array:
+    """The share of the adapters' rate that rings of ``ranks``, ``distance`` apart, reach if all GPUs send at once.
+
+    A ring leaves a pod from one of its ranks there, so the links between pods carry that share of the traffic, at
+    1 / ``oversubscription`` of the rate. The rings of Llama 3 405B are not slowed down by 1:7.
+    """
+    in_pod = np.maximum(1.0, np.minimum(machines.pod_size / distance, ranks))
+    leaves = ranks * distance > machines.pod_size
+    return np.where(leaves, np.minimum(1.0, in_pod / machines.oversubscription), 1.0)
+
+
+def ring_rate(machines: Machines, c: Constants, in_node: Any, is_in_node: Any, share: Any = 1.0) -> Array:
     """Bytes per second of a ring with ``in_node`` ranks in each of its nodes, or all of them in one: ranks of a node
-    share its network adapters, and no ring is faster than the link inside of a node."""
+    share its network adapters, and no ring is faster than the link inside of a node. ``share`` of the adapters' rate
+    is left between pods."""
     link = c["link"] * machines.link
-    across = np.minimum(link, c["network"] * machines.network * in_node)
+    across = np.minimum(link, c["network"] * machines.network * in_node * share)
     return np.where(is_in_node, link, across)
 
 
-def message_rate(machines: Machines, c: Constants, is_in_node: Any) -> Array:
-    """Bytes per second between two ranks."""
-    return np.where(is_in_node, c["link"] * machines.link, c["network"] * machines.network)
+def message_rate(machines: Machines, c: Constants, is_in_node: Any, share: Any = 1.0) -> Array:
+    """Bytes per second between two ranks; ``share`` of the adapters' rate is left between pods."""
+    return np.where(is_in_node, c["link"] * machines.link, c["network"] * machines.network * share)
 
 
 def reduction_window(slowest: Any, microbatches: Any, stages: Any, is_interleaved: Any) -> Any:
