@@ -190,21 +190,6 @@ def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
         read_published(tmp_path / "missing.csv")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("generation = ", "is not a TOML file"),
-        ('generation = "hopper"', "is not a complete cluster file"),
-        ('colour = "red"', "has colour, which a cluster file does not have"),
-    ],
-)
-def test_a_bad_cluster_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_cluster(file)
-
-
 def test_an_unknown_cluster_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"There is no cluster h900: .* h100"):
         read_cluster("h900")
