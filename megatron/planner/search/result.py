@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from megatron.planner.search.layout import Layout
 
 
+def layout_name(layout: Layout) -> str:
+    """Sizes above 1, such as ``TP4 PP4 VP5 CP2 DP2``."""
+    sizes = {"TP": layout.tp, "PP": layout.pp, "VP": layout.vp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
+    if layout.ep > 1 and layout.etp != layout.tp:
+        sizes["ETP"] = layout.etp
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 GPU"
+
+
 @dataclass(frozen=True)
 class PlannedLayout:
     """A layout that fits, with its time and its memory."""
@@ -43,6 +51,11 @@ class PlannedLayout:
     is_tie: bool
     """Whether the step time is within 2 % of the fastest."""
 
+    @property
+    def name(self) -> str:
+        """Of the layout."""
+        return layout_name(self.layout)
+
 
 @dataclass(frozen=True)
 class ScalePoint:
@@ -61,6 +74,11 @@ class ScalePoint:
     gpu_hours: float
     price: float | None
     """In the currency of ``price_per_gpu_hour``; None without a price."""
+
+    @property
+    def name(self) -> str:
+        """Of the layout."""
+        return layout_name(self.layout)
 
 
 @dataclass(frozen=True)

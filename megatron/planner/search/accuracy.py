@@ -1,0 +1,64 @@
+"""How far a predicted step time may be off: the model's own error, or more where nothing like it was measured."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.planner.step_time.published import read_published
+from megatron.planner.step_time.workload import Run
+
+KNOWN_ERROR = 0.12
+"""Of software that the fit does not know: 90th percentile of the errors of sources left out of it (docs/planner.md)."""
+CORRECTED_ERROR = 0.09
+"""After one run of the same software: 90th percentile of the errors of a source's other runs (docs/planner.md)."""
+UNKNOWN_ERROR = 0.3
+"""Where the GPU or the regime has no measurements."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Something on which a step time depends, and that has been measured or not."""
+
+    key: tuple[str, ...]
+    description: str
+
+
+def regimes(run: Run) -> Iterator[Regime]:
+    """What must have been measured elsewhere for the usual error of a run."""
+    cluster, software = run.cluster, run.software
+    generation = cluster.generation
+    yield Regime(("gpu", generation, str(cluster.bf16_flops)), f"the GPU of {cluster.name}")
+    yield Regime(("precision", generation, str(run.is_fp8)), f"{'FP8' if run.is_fp8 else 'bf16'} on {generation}")
+    yield Regime(("sharding", software.sharding), f"the sharding {software.sharding}")
+    yield Regime(("schedule", run.schedule), f"the schedule {run.schedule}")
+    if run.cp > 1:
+        yield Regime(("cp", generation), f"context parallelism on {generation}")
+    if run.num_experts:
+        yield Regime(("experts",), "models with experts")
+
+
+def measured_regimes() -> frozenset[tuple[str, ...]]:
+    """The keys of the regimes of published runs."""
+    runs = [one.run for one in read_published() if one.run is not None and one.seconds is not None]
+    dense = [run for run in runs if not run.num_experts]
+    return frozenset(regime.key for run in dense for regime in regimes(run))
+
+
+def unmeasured(run: Run, measured: frozenset[tuple[str, ...]]) -> list[str]:
+    """Descriptions of the regimes of a run without measurements."""
+    return [
+        regime.description
+        for regime in regimes(run)
+        if regime.key not in measured and not (regime.key[0] == "gpu" and run.cluster.constants)
+    ]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A correction of all step times by a measured run."""
+
+    factor: float = 1.0
+    error: float = KNOWN_ERROR
+    regimes: frozenset[tuple[str, ...]] = frozenset()
+    """Keys of what the measured run has measured."""
+    source: str = ""
+    """A sentence about the run; empty without one."""
