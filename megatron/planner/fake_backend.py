@@ -34,7 +34,7 @@ class ShapeTracker(MemoryTracker):
         return super().run(func, args, kwargs)
 
 
-class _CompletedWork:
+class CompletedWork:
     def is_completed(self) -> bool:
         return True
 
@@ -46,21 +46,26 @@ class FakeTransport(Transport):
     """A network on which every operation completes immediately and leaves its buffers as they are.
 
     ``on_buffer`` is called with the output buffers of collectives. ``as_gloo`` replaces collectives by messages, as on
-    CPUs.
+    CPUs. ``start_work`` makes the work of an operation.
     """
 
     hides_completion = False
 
-    def __init__(self, on_buffer: Callable[[Tensor], None], as_gloo: bool) -> None:
-        self._on_buffer = on_buffer
+    def __init__(
+        self,
+        on_buffer: Callable[[Tensor], None],
+        as_gloo: bool,
+        start_work: Callable[[], CompletedWork] = CompletedWork,
+    ) -> None:
+        self._on_buffer, self._start_work = on_buffer, start_work
         self.prefers_messages = as_gloo
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
-        return _CompletedWork()
+        return self._start_work()
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
         self._on_buffer(output)
-        return _CompletedWork()
+        return self._start_work()
 
     reduce_scatter = all_to_all = all_gather
 
@@ -74,13 +79,13 @@ class FakeTransport(Transport):
         for kind, tensor, _ in messages:
             if kind == "receive":
                 self._on_buffer(tensor)
-        return (_CompletedWork(),)
+        return (self._start_work(),)
 
     def send(self, tensor: Tensor, target: int) -> Any:
-        return _CompletedWork()
+        return self._start_work()
 
     def receive(self, tensor: Tensor, source: int) -> Any:
-        return _CompletedWork()
+        return self._start_work()
 
 
 class FakeCommunicator(Communicator):
@@ -110,11 +115,12 @@ class SimulatedTopology(Topology):
         tracker: MemoryTracker,
         observer: Callable[[Communicator], Observer],
         tensors_device: torch.device = _CPU,
+        start_work: Callable[[], CompletedWork] = CompletedWork,
     ) -> None:
         super().__init__(grid, rank, tensors_device)
         self._observer = observer
         self._transport = FakeTransport(
-            lambda tensor: tracker.mark_if_temporary(tensor, "communication buffers"), device.type == "cpu"
+            lambda tensor: tracker.mark_if_temporary(tensor, "communication buffers"), device.type == "cpu", start_work
         )
 
     def _connect(

@@ -6,22 +6,21 @@ tensors stay distinguishable.
 A :class:`LaunchRecorder` records the operators of a simulated rank: GEMMs, attention, and elementwise operators (all
 others) with the bytes that they read and write, computed from shapes and dtypes; also collectives, copies between host
 and device, and host syncs. Views and allocations launch nothing. A kernel that is compiled or written in Triton counts
-as one operator.
+as one operator. For a price (:mod:`megatron.planner.priced_rehearsal`) GEMMs have their shape, attention its FLOPs, and
+collectives their group; every launch has the unit of the model that it belongs to.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
-from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.fake_backend import CompletedWork, ShapeTracker
 from megatron.planner.memory import Kind
-from megatron.planner.plan import Run, fake_processes
-from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.torch_compat import (
     local_scalar,
     operator_schema,
@@ -31,7 +30,7 @@ from megatron.torch_compat import (
 
 LaunchKind = Literal["gemm", "attention", "elementwise", "collective", "host copy", "host sync"]
 
-_DEVICE = torch.device("meta")
+DEVICE = torch.device("meta")
 _GEMMS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm", "_grouped_mm")
 )
@@ -45,10 +44,38 @@ _SYNCS = frozenset(("aten::nonzero", "aten::masked_select", "aten::equal", "aten
 """Operators whose results have a size or a value that the host reads."""
 _OVERWRITING = frozenset(("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::_foreach_zero_", "aten::fill_"))
 """Operators that write their first argument without reading it."""
+_CREATIONS = frozenset(f"aten::{name}" for name in ("new_zeros", "new_full", "zeros_like", "ones_like", "full_like"))
+"""Operators that read no element of their argument."""
 _LOOKUPS = frozenset(("aten::embedding", "aten::gather", "aten::index", "aten::index_select"))
 """Operators that read only as many elements of their first argument as they write."""
 _SCATTERS = frozenset(("aten::scatter_add_", "aten::index_add_", "aten::scatter_", "aten::index_put_"))
 """Operators that change only as many elements of their first argument as their last argument has."""
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """``count`` products ``[rows, depth] x [depth, columns]`` in one launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    dtype: torch.dtype
+    """Of the operands."""
+    count: int = 1
+    is_accumulated: bool = False
+    """Whether the result is added to a tensor, such as a main gradient."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group of a collective."""
+
+    kind: str
+    """As in :class:`~megatron.core.communication.CollectiveRecord`."""
+    axes: str
+    ranks: tuple[int, ...]
+    overlaps: bool = False
+    """Whether a GEMM is launched between its start and the wait for it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +88,16 @@ class Launch:
     """Bytes read and written; for a collective the bytes of its largest tensor, for a host sync 0."""
     during: str
     """The pass that ran."""
+    unit: str = ""
+    """The unit of the model (:func:`label_units`); empty outside of them."""
+    is_recomputed: bool = False
+    """Whether it ran before, in the forward pass."""
+    product: ProductShape | None = None
+    """Of a GEMM."""
+    flops: float = 0.0
+    """Of attention; the masked half of a causal tile is not counted."""
+    group: Group | None = None
+    """Of a collective."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +136,10 @@ class LaunchRecorder(ShapeTracker):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[Launch] = []
+        self.unit = ""
+        self.is_recomputing = False
+        self._started: list[Launch] = []
+        """Collectives whose transport has not started."""
         self._kernel: _FusedKernel | None = None
         """The kernel inside of which operators are not recorded."""
         self._read_on_host: int | None = None
@@ -108,9 +149,26 @@ class LaunchRecorder(ShapeTracker):
         """An observer that records the collectives of ``communicator``."""
 
         def observe(record: CollectiveRecord) -> None:
-            self._record("collective", record.kind, record.num_bytes)
+            group = Group(record.kind, record.axes, communicator.ranks)
+            self._record("collective", record.kind, record.num_bytes, group=group)
+            self._started.append(self.launches[-1])
 
         return observe
+
+    def start_work(self) -> CompletedWork:
+        """The work of the collectives that were recorded last, for the simulated transport."""
+        started, self._started = self._started, []
+        return _ObservedWork(self, started)
+
+    def complete(self, collective: Launch) -> None:
+        """Note what was launched between the start of ``collective`` and now, when something waits for it."""
+        places = (place for place in range(len(self.launches) - 1, -1, -1) if self.launches[place] is collective)
+        place = next(places, None)
+        if place is None:
+            return  # of an earlier step
+        if any(launch.kind in ("gemm", "attention") for launch in self.launches[place + 1 :]):
+            assert collective.group is not None
+            self.launches[place] = replace(collective, group=replace(collective.group, overlaps=True))
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:
         """Memory is not tracked."""
@@ -149,15 +207,18 @@ class LaunchRecorder(ShapeTracker):
         self._record("elementwise", method.__qualname__, kernel.num_bytes(results))
         return results
 
-    def _record(self, kind: LaunchKind, name: str, num_bytes: int = 0) -> None:
-        self.launches.append(Launch(kind, name, num_bytes, self.during))
+    def _record(self, kind: LaunchKind, name: str, num_bytes: int = 0, **details: Any) -> None:
+        # Deferred weight gradients and the work between passes belong to no unit.
+        unit = self.unit if self.during.startswith(("forward", "backward")) else ""
+        place = self.during, unit, self.is_recomputing
+        self.launches.append(Launch(kind, name, num_bytes, *place, **details))
         if kind != "host sync":
             self._read_on_host = None
 
     def _record_operation(self, operation: "_Operation") -> None:
         devices = {tensor.device.type for tensor in operation.tensors}
         name = operation.name
-        if _DEVICE.type not in devices or operation.is_free:
+        if DEVICE.type not in devices or operation.is_free:
             return
         if operation.operator is local_scalar:
             address = _address(operation.tensors[0])
@@ -167,9 +228,9 @@ class LaunchRecorder(ShapeTracker):
         elif name in _COPIES and len(devices) == 2:
             self._record("host copy" if operation.is_non_blocking else "host sync", name)
         elif name in _GEMMS:
-            self._record("gemm", name, operation.num_bytes)
+            self._record("gemm", name, operation.num_bytes, product=operation.product)
         elif "attention" in name:
-            self._record("attention", name, operation.num_bytes)
+            self._record("attention", name, operation.num_bytes, flops=operation.attention_flops)
         else:
             self._record("elementwise", name, operation.num_bytes)
             if name in _SYNCS:
@@ -184,7 +245,7 @@ class _Operation:
     name: str
     read: Sequence[Tensor]
     written: Sequence[Tensor]
-    is_non_blocking: bool
+    arguments: Mapping[str, Any]
 
     @classmethod
     def of(cls, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> "_Operation":
@@ -201,10 +262,41 @@ class _Operation:
             if not (is_written and (argument.is_out or (is_first and schema.name in _OVERWRITING))):
                 read += tensors
         if operator.is_view:
-            return cls(operator, schema.name, (), (), False)
+            return cls(operator, schema.name, (), (), named)
         addresses = {_address(tensor) for tensor in written}
         written += [tensor for tensor in _tensors_of(result) if _address(tensor) not in addresses]
-        return cls(operator, schema.name, read, written, bool(named.get("non_blocking")))
+        return cls(operator, schema.name, read, written, named)
+
+    @property
+    def is_non_blocking(self) -> bool:
+        return bool(self.arguments.get("non_blocking"))
+
+    @property
+    def product(self) -> ProductShape:
+        """The shape of a GEMM. A grouped GEMM has its mean rows, or its mean depth."""
+        find = self.arguments.get
+        added = find("mat1", find("batch1"))
+        one: Tensor = self.arguments["self"] if added is None else added
+        other: Tensor = self.arguments["mat2" if "mat2" in self.arguments else "batch2"]
+        rows, depth, columns = one.shape[-2], one.shape[-1], other.shape[-1]
+        count = one.shape[0] if one.dim() == 3 else other.shape[0] if other.dim() == 3 else 1
+        if self.name == "aten::_grouped_mm" and one.dim() == 2:
+            groups = self.arguments["offs"].numel()
+            is_depth = other.dim() == 2
+            count, rows, depth = groups, rows // (1 if is_depth else groups), depth // (groups if is_depth else 1)
+        return ProductShape(max(rows, 1), columns, max(depth, 1), one.dtype, count, added is not None)
+
+    @property
+    def attention_flops(self) -> float:
+        """Two products of queries and keys, in a backward pass five; half of them if causal. 0 for packed documents,
+        whose lengths are not in the shapes."""
+        query, key = self.arguments["query"], self.arguments["key"]
+        if query.dim() != 4:
+            return 0.0
+        batch, heads, length, size = query.shape
+        products = 5 if "backward" in self.name else 2
+        causal = 0.5 if self.arguments.get("is_causal") else 1.0
+        return 2.0 * products * causal * batch * heads * length * key.shape[-2] * size
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -218,6 +310,8 @@ class _Operation:
     @property
     def num_bytes(self) -> int:
         """Bytes read and written."""
+        if self.name in _CREATIONS:
+            return sum(map(_size, self.written))
         if self.name in _LOOKUPS:
             return sum(map(_size, (*self.read[1:], *self.written, *self.written)))
         if self.name in _SCATTERS:
@@ -248,6 +342,18 @@ class _FusedKernel:
         )
 
 
+class _ObservedWork(CompletedWork):
+    """Tells the recorder when something waits for ``collectives``."""
+
+    def __init__(self, recorder: LaunchRecorder, collectives: Sequence[Launch]) -> None:
+        self._recorder, self._collectives = recorder, collectives
+
+    def wait(self) -> None:
+        collectives, self._collectives = self._collectives, ()
+        for collective in collectives:
+            self._recorder.complete(collective)
+
+
 def _tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
@@ -265,30 +371,6 @@ def _size(tensor: Tensor) -> int:
 def _is_on_device(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an argument or the result is on the device."""
     device = kwargs.get("device")
-    return (device is not None and torch.device(device) == _DEVICE) or any(
-        tensor.device == _DEVICE for tensor in _tensors_of((args, kwargs))
+    return (device is not None and torch.device(device) == DEVICE) or any(
+        tensor.device == DEVICE for tensor in _tensors_of((args, kwargs))
     )
-
-
-def record_step(run: Run, rank: int, num_microbatches: int, document_length: int | None = None) -> list[Launch]:
-    """The launches of the second training step of ``rank``.
-
-    With ``document_length`` every sample consists of documents of that length.
-    """
-    recorder = LaunchRecorder()
-    starts = None
-    if document_length is not None:
-        starts = (torch.arange(run.config.seq_length) % document_length == 0).repeat(run.config.micro_batch_size, 1)
-    with fake_processes(run, rank), recorder:
-        topology = SimulatedTopology(run.grid, rank, run.device, recorder, recorder.observer, _DEVICE)
-        module = build_rank(run.config, topology, run.vocabulary, recorder, run.device)
-        for _ in range(2):
-            recorder.launches.clear()
-            run_step(run.config, topology, module, num_microbatches, recorder, starts)
-    return recorder.launches
-
-
-def passes_of(launches: Iterable[Launch], microbatch: int) -> Iterator[Launch]:
-    """The launches of the forward and backward passes of ``microbatch``."""
-    names = tuple(f"{name} pass, microbatch {microbatch}," for name in ("forward", "backward"))
-    return (launch for launch in launches if launch.during.startswith(names))

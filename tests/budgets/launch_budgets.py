@@ -10,8 +10,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megatron.config.command_line import parse_command_line
-from megatron.planner.launches import LaunchCounts, passes_of, record_step
+from megatron.planner.launches import LaunchCounts
 from megatron.planner.plan import Run, planned_vocabulary
+from megatron.planner.recorded_step import passes_of, record_step
 
 BUDGETS = Path(__file__).with_name("launches.md")
 HEADER = (
@@ -77,8 +78,8 @@ class Row:
         length = DOCUMENT_LENGTH if self.has_documents else None
         # A stage between two others has one layer and nothing else.
         stages = self.run(num_stages=3, data_parallel_size=1)
-        passes = record_step(stages, stages.rank_of_stage(1), 2, length)
-        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length)
+        passes = record_step(stages, stages.rank_of_stage(1), 2, length).launches
+        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length).launches
         return {
             "layer, first microbatch": LaunchCounts.of(passes_of(passes, 0)),
             "layer, later microbatch": LaunchCounts.of(passes_of(passes, 1)),

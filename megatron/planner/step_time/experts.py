@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.planner.step_time.prices import exchange_seconds
 from megatron.planner.step_time.workload import Array, Mask, Workload
 
 _FP32_SHARE = 1 / 16  # of the bf16 peak: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (NVIDIA data sheets)
@@ -171,15 +172,13 @@ def exchanged_bytes(shapes: ExpertShapes) -> tuple[Array, Array]:
 def dispatch_seconds(shapes: ExpertShapes, link: Array, network: Array) -> Array:
     """Seconds of the messages of one layer and microbatch, forward and backward.
 
-    Of an all-to-all, the part for ranks in other nodes passes the rank's network adapter, the rest the fast link at the
-    same time. A ring crosses a node's border through the adapters of all its ranks there.
+    A ring crosses a node's border through the adapters of all its ranks there.
     """
     to_all, gathered = exchanged_bytes(shapes)
     in_node = np.where(
         shapes.is_one_node, shapes.ep, np.minimum(shapes.ep, np.maximum(1.0, shapes.node_size / shapes.etp))
     )
-    others = np.maximum(shapes.ep - 1, 1.0)
-    exchange = np.maximum(to_all * (in_node - 1) / others / link, to_all * (shapes.ep - in_node) / others / network)
+    exchange = exchange_seconds(to_all, shapes.ep, in_node, link, network)
     ring_ranks = np.where(shapes.gathers, shapes.ep * shapes.etp, shapes.etp)
     adapters = np.minimum(ring_ranks, shapes.node_size)
     is_inside = shapes.is_one_node | (ring_ranks <= shapes.node_size)

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron.planner.step_time.constants import Constants
 from megatron.planner.step_time.experts import ExpertPass, ExpertShapes, expert_passes, fp32_rate
+from megatron.planner.step_time.own_step import OwnStepModel
 from megatron.planner.step_time.prices import (
     BACKWARD_ATTENTION,
     EXPOSED_RING,
@@ -29,18 +30,9 @@ from megatron.planner.step_time.prices import (
     reduction_window,
     ring_rate,
 )
-from megatron.planner.step_time.workload import Array, Mask, Workload
+from megatron.planner.step_time.workload import Array, Mask, StepTime, Workload
 
 _OPTIMIZER_BYTES = 30  # per parameter: gradient, main weight and two moments, read and written, and the weight
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The seconds of a step, and what they consist of; arrays ``[runs]``."""
-
-    total: Array
-    terms: dict[str, Array]
-    """Seconds by cause; their sum is ``total``."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,7 @@ class StepTimeModel:
 
     def __init__(self, workload: Workload) -> None:
         w = workload
+        self._own = OwnStepModel(w) if w.is_own else None
         self.layers, self.hidden, self.seq_length = w.number("layers"), w.number("hidden"), w.number("seq_length")
         self.tp, self.pp, self.vp = w.number("tp"), w.number("pp"), w.number("vp")
         self.cp, self.dp, self.gpus = w.number("cp"), w.number("dp"), w.number("gpus")
@@ -88,6 +81,8 @@ class StepTimeModel:
 
     def price(self, constants: Constants) -> StepTime:
         """The time of every run."""
+        if self._own is not None:
+            return self._own.price(constants)
         c = constants
         forward, backward, weights = self._layer(c)
         again = self._recomputed(forward)

@@ -42,6 +42,7 @@ class Machines:
         self.oversubscription = numbers("oversubscription")
         self._is_power_limited = np.array([cluster.is_power_limited for cluster in clusters])
         names = [cluster.generation for cluster in clusters]
+        self.is_gpu = all(name != "cpu" for name in names)
         self._generations = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
 
     def by_generation(self, constants: Constants, operation: str, names: dict[str, str] | None = None) -> Array:
@@ -113,6 +114,31 @@ def ring_rate(machines: Machines, c: Constants, in_node: Any, is_in_node: Any, s
     link = c["link"] * machines.link
     across = np.minimum(link, c["network"] * machines.network * in_node * share)
     return np.where(is_in_node, link, across)
+
+
+def exchange_seconds(sent: Any, size: Any, in_node: Any, link: Any, network: Any) -> Any:
+    """An all-to-all in which a rank sends ``sent`` bytes to the other ``size - 1`` ranks, ``in_node - 1`` of them in
+    its node: those for other nodes pass its network adapter, the rest the fast link at the same time."""
+    others = np.maximum(size - 1, 1.0)
+    return np.maximum(sent * (in_node - 1) / others / link, sent * (size - in_node) / others / network)
+
+
+def elementwise_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Array:
+    """Operations of our layers between the products that read and write ``num_bytes``.
+
+    No GPU has measured these kernels: the share of the memory's rate is the one fitted to compiled kernels.
+    """
+    return np.asarray(c["elementwise"] * c["elementwise_compiled"] * num_bytes / machines.hbm)
+
+
+def cast_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Array:
+    """Casts to FP8 that read and write ``num_bytes``."""
+    return np.asarray(c["fp8_cast"] * num_bytes / machines.hbm)
+
+
+def optimizer_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Array:
+    """An update that reads and writes ``num_bytes`` of gradients, weights and optimizer state."""
+    return np.asarray(c["optimizer"] * num_bytes / machines.hbm)
 
 
 def message_rate(machines: Machines, c: Constants, is_in_node: Any, share: Any = 1.0) -> Array:

@@ -17,11 +17,29 @@ Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 Attention = Literal["unfused", "flash", "cudnn"]
-Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager"]
+Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager", "megatron-llama"]
 Sharding = Literal["none", "optimizer", "fsdp1", "fsdp2"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
 Dispatcher = Literal["alltoall", "allgather"]
+
+
+TERMS = (
+    "products",
+    "attention",
+    "between products",
+    "recompute",
+    "tensor parallelism",
+    "context parallelism",
+    "expert parallelism",
+    "gaps",
+    "output layer",
+    "pipeline messages",
+    "bubble",
+    "data parallelism",
+    "optimizer",
+)
+"""Causes of a step's time, in the order in which they are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +63,53 @@ class Software:
     has_deepspeed_pipeline: bool = False
     element_bytes: int = 2
     """Bytes of an element of weights, activations and reduced gradients: 4 in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSoftware:
+    """What the time of a step of this project depends on besides the rest of a :class:`Run`.
+
+    Layers are those of virtual stages, which are pipeline stages without interleaving.
+    """
+
+    first_layers: int
+    inner_layers: int
+    last_layers: int
+    recomputed_layers: int = 0
+    """Of a virtual stage, completely; one by one."""
+    recomputed_unit: int = 1
+    """Layers that are recomputed together."""
+    recomputes_attention: bool = False
+    recomputes_norms: bool = False
+    recomputes_activation: bool = False
+    recomputes_mlp: bool = False
+    pipeline_schedule: str = "1f1b"
+    """Its name among :mod:`megatron.schedules`."""
+    cp_exchange: str = "p2p"
+    """How context-parallel ranks exchange keys and values, as in --cp-comm-type."""
+    cp_heads: int = 1
+    """Ranks that exchange positions for heads under ``a2a+p2p``."""
+    sharding_strategy: str = "no_shard"
+    """As in --data-parallel-sharding-strategy."""
+    replicas: int = 1
+    """Copies of each shard."""
+    gradient_bytes: int = 4
+    """Of an element of main gradients, which is reduced."""
+    defers_reduction: bool = False
+    overlaps_gathers: bool = False
+    fp8_recipe: str = ""
+    chunks_loss: bool = False
+    """Whether logits are computed twice, in chunks."""
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    tp_in_node: int = 1
+    """Tensor-parallel ranks in a node; the same for the other kinds of ranks."""
+    cp_in_node: int = 1
+    shards_in_node: int = 1
+    replicas_in_node: int = 1
+    expert_shards_in_node: int = 1
+    sends_in_node: bool = True
+    """Whether all neighbouring stages are in one node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +155,17 @@ class Run:
     dispatcher: Dispatcher = "alltoall"
     software: Software
     cluster: Cluster
+    own: OwnSoftware | None = None
+    """Of runs of this project, whose ``software.elementwise`` is ``megatron-llama``."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, and what they consist of; arrays ``[runs]``."""
+
+    total: Array
+    terms: dict[str, Array]
+    """Seconds by cause, one of :data:`TERMS`; their sum is ``total``."""
 
 
 class Workload:
@@ -100,6 +176,13 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.runs)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the runs are those of this project; a workload has one kind of runs."""
+        own = {run.own is not None for run in self.runs}
+        assert len(own) <= 1, "runs of this project and of other software are priced apart"
+        return own == {True}
 
     def number(self, name: str) -> Array:
         """A field of the runs, their software or their clusters, by name."""
@@ -112,9 +195,12 @@ class Workload:
 
 _OF_SOFTWARE = {field.name for field in fields(Software)}
 _OF_CLUSTER = {field.name for field in fields(Cluster)}
+_OF_OWN = {field.name for field in fields(OwnSoftware)}
 
 
 def _field(run: Run, name: str) -> Any:
     if name in _OF_SOFTWARE:
         return getattr(run.software, name)
+    if name in _OF_OWN:
+        return getattr(run.own, name)
     return getattr(run.cluster if name in _OF_CLUSTER else run, name)

@@ -1,0 +1,177 @@
+"""Seconds of recorded launches, by the prices that the closed form uses."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.core.topology import RankGrid
+from megatron.planner.launches import Group, Launch, ProductShape
+from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.experts import fp32_rate
+from megatron.planner.step_time.prices import (
+    EXPOSED_RING,
+    Machines,
+    cast_seconds,
+    elementwise_seconds,
+    exchange_seconds,
+    message_rate,
+    optimizer_seconds,
+    product_seconds,
+    ring_rate,
+)
+from megatron.planner.traffic import axis_of
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_RINGS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
+"""Times that a ring sends (n - 1) / n of the tensor."""
+_TERMS = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "etp": "expert parallelism",
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """Equal products of a step, for a roofline."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    count: float
+    """In a step of the slowest stage."""
+    seconds: float
+    """Of all of them."""
+
+
+@dataclass(frozen=True)
+class LaunchPrices:
+    """Prices of the launches of the first rank of a run."""
+
+    machines: Machines
+    """Of one cluster."""
+    constants: Constants
+    grid: RankGrid
+    node_size: int
+    seq_length: int
+
+    @classmethod
+    def of(cls, cluster: Cluster, constants: Constants, grid: RankGrid, seq_length: int) -> "LaunchPrices":
+        return cls(Machines([cluster]), constants, grid, cluster.node_size, seq_length)
+
+    def by_term(self, launches: Iterable[Launch]) -> dict[str, float]:
+        """Seconds by cause, named as in the closed form; without data parallelism and messages of the pipeline."""
+        terms: dict[str, float] = {}
+        for launch in launches:
+            term, seconds = self._price(launch)
+            if launch.is_recomputed:
+                term = "recompute"
+            terms[term] = terms.get(term, 0.0) + seconds
+        return terms
+
+    def _price(self, launch: Launch) -> tuple[str, float]:
+        c = self.constants
+        if launch.product is not None:
+            return "products", self.product(launch)
+        if launch.kind == "attention":
+            is_cudnn = "cudnn" in launch.name
+            return "attention", _number(launch.flops / self.machines.attention_flops(c, is_cudnn, self.seq_length))
+        if launch.kind == "elementwise":
+            is_cast = "quantiz" in launch.name.lower()
+            price = cast_seconds if is_cast else elementwise_seconds
+            return "between products", _number(price(self.machines, c, launch.num_bytes))
+        if launch.group is not None:
+            term = _TERMS.get(axis_of(launch.group.axes))
+            if term is not None:
+                return term, self.collective(launch) * self._exposed(launch.group, launch.during)
+        return "gaps", 0.0
+
+    def product(self, launch: Launch) -> float:
+        """Seconds of a GEMM.
+
+        A weight gradient counts with its inner dimension's operand first, as in the closed form; the price of tiles
+        is not symmetric.
+        """
+        shape = launch.product
+        assert shape is not None
+        if shape.dtype == torch.float32 and self.machines.is_gpu:
+            flops = 2.0 * shape.rows * shape.columns * shape.depth * shape.count
+            return _number(flops / fp32_rate(self.machines.bf16_flops))
+        rows, columns = (shape.columns, shape.rows) if shape.is_accumulated else (shape.rows, shape.columns)
+        sizes = rows, columns, shape.depth, launch.num_bytes / shape.count, shape.dtype in _FP8, shape.count
+        return _number(product_seconds(self.machines, self.constants, *sizes))
+
+    def products(self, launches: Iterable[Launch], times: float) -> tuple[Product, ...]:
+        """The GEMMs of launches that run ``times`` a step, equal ones together."""
+        found: dict[ProductShape, list[float]] = {}
+        for launch in launches:
+            if launch.product is not None:
+                found.setdefault(launch.product, []).append(self.product(launch))
+        return tuple(
+            Product(
+                shape.rows, shape.columns, shape.depth, str(shape.dtype).removeprefix("torch."),
+                len(seconds) * shape.count * times, sum(seconds) * times,
+            )
+            for shape, seconds in found.items()
+        )  # fmt: skip
+
+    def _exposed(self, group: Group, during: str) -> float:
+        """The share of a collective that computation does not hide.
+
+        The gather of a layer's input for its weight gradient hides behind the product of the input gradient, as in the
+        software that the constants are fitted to; other overlapped collectives of tensor parallelism do not. Messages
+        of --tp-comm-overlap and of the ring of context parallelism hide behind the products or attention between them.
+        """
+        axis = axis_of(group.axes)
+        if axis == "tp":
+            if group.kind == "exchange":
+                return self.constants["exposed_tensor_parallel"]
+            return 0.0 if group.kind == "all_gather" and (group.overlaps or during.startswith("weight")) else 1.0
+        if axis == "cp" and (group.kind == "shift" or (group.kind == "all_gather" and group.overlaps)):
+            return EXPOSED_RING
+        return 1.0
+
+    def collective(self, launch: Launch) -> float:
+        """Seconds of a collective, alone."""
+        group, c, machines = launch.group, self.constants, self.machines
+        assert group is not None
+        if group.kind == "receive":
+            return 0.0  # counted at its sender
+        ranks = self._ranks(group)
+        size, in_node = len(ranks), self._in_node(ranks)
+        if group.kind in _RINGS:
+            moved = _RINGS[group.kind] * (size - 1) / size * launch.num_bytes
+            return _number(moved / ring_rate(machines, c, in_node, in_node == size))
+        if group.kind == "all_to_all" or (group.kind == "exchange" and axis_of(group.axes) in ("ep", "etp")):
+            sent = launch.num_bytes * ((size - 1) / size if group.kind == "all_to_all" else 1.0)
+            link, network = c["link"] * machines.link, c["network"] * machines.network
+            return _number(exchange_seconds(sent, size, in_node, link, network))
+        return self.message(launch.num_bytes, in_node == size)
+
+    def message(self, num_bytes: int, is_in_node: bool) -> float:
+        """Seconds of a message between two ranks."""
+        return _number(num_bytes / message_rate(self.machines, self.constants, is_in_node))
+
+    def optimizer(self, launches: Iterable[Launch]) -> float:
+        """Seconds of an update."""
+        moved = sum(launch.num_bytes for launch in launches if launch.kind == "elementwise")
+        return _number(optimizer_seconds(self.machines, self.constants, moved))
+
+    def _ranks(self, group: Group) -> Sequence[int]:
+        """The ranks of the group in the whole run, whose stages are more than those of a shallow one."""
+        if group.axes == "cp" or group.axes.startswith("pp"):
+            return group.ranks  # possibly of one level of the axis
+        return self.grid.group(0, group.axes.split("x"))
+
+    def _in_node(self, ranks: Sequence[int]) -> int:
+        """Ranks in the node of the first of them."""
+        return sum(rank // self.node_size == ranks[0] // self.node_size for rank in ranks)
+
+
+def _number(value: object) -> float:
+    return float(np.asarray(value).reshape(-1)[0])
