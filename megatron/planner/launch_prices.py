@@ -14,6 +14,7 @@ from megatron.planner.step_time.experts import fp32_rate
 from megatron.planner.step_time.prices import (
     EXPOSED_RING,
     Machines,
+    between_pods,
     cast_seconds,
     elementwise_seconds,
     exchange_seconds,
@@ -58,11 +59,13 @@ class LaunchPrices:
     constants: Constants
     grid: RankGrid
     node_size: int
+    pod_size: int
     seq_length: int
 
     @classmethod
     def of(cls, cluster: Cluster, constants: Constants, grid: RankGrid, seq_length: int) -> "LaunchPrices":
-        return cls(Machines([cluster]), constants, grid, cluster.node_size, seq_length)
+        pod = cluster.pod_size or grid.world_size
+        return cls(Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length)
 
     def by_term(self, launches: Iterable[Launch]) -> dict[str, float]:
         """Seconds by cause, named as in the closed form; without data parallelism and messages of the pipeline."""
@@ -143,19 +146,27 @@ class LaunchPrices:
         if group.kind == "receive":
             return 0.0  # counted at its sender
         ranks = self._ranks(group)
-        size, in_node = len(ranks), self._in_node(ranks)
+        size, in_node = len(ranks), _together(ranks, self.node_size)
         if group.kind in _RINGS:
             moved = _RINGS[group.kind] * (size - 1) / size * launch.num_bytes
-            return _number(moved / ring_rate(machines, c, in_node, in_node == size))
+            return _number(moved / ring_rate(machines, c, in_node, in_node == size, self._between_pods(ranks)))
         if group.kind == "all_to_all" or (group.kind == "exchange" and axis_of(group.axes) in ("ep", "etp")):
             sent = launch.num_bytes * ((size - 1) / size if group.kind == "all_to_all" else 1.0)
             link, network = c["link"] * machines.link, c["network"] * machines.network
             return _number(exchange_seconds(sent, size, in_node, link, network))
-        return self.message(launch.num_bytes, in_node == size)
+        # A message of the ring of context parallelism crosses nodes alone.
+        rate = ring_rate(machines, c, 1.0, in_node == size, self._between_pods(ranks))
+        return _number(launch.num_bytes / rate)
 
-    def message(self, num_bytes: int, is_in_node: bool) -> float:
-        """Seconds of a message between two ranks."""
-        return _number(num_bytes / message_rate(self.machines, self.constants, is_in_node))
+    def message(self, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Seconds of a message between neighbours of ``ranks``."""
+        is_in_node = _together(ranks, self.node_size) == len(ranks)
+        return _number(num_bytes / message_rate(self.machines, self.constants, is_in_node, self._between_pods(ranks)))
+
+    def _between_pods(self, ranks: Sequence[int]) -> float:
+        """The share of the network's rate that the ranks have."""
+        in_pod = _together(ranks, self.pod_size)
+        return _number(between_pods(self.machines, in_pod, in_pod < len(ranks)))
 
     def optimizer(self, launches: Iterable[Launch]) -> float:
         """Seconds of an update."""
@@ -168,9 +179,10 @@ class LaunchPrices:
             return group.ranks  # possibly of one level of the axis
         return self.grid.group(0, group.axes.split("x"))
 
-    def _in_node(self, ranks: Sequence[int]) -> int:
-        """Ranks in the node of the first of them."""
-        return sum(rank // self.node_size == ranks[0] // self.node_size for rank in ranks)
+
+def _together(ranks: Sequence[int], number: int) -> int:
+    """Ranks in the node or pod of ``number`` ranks that has the first of them."""
+    return sum(rank // number == ranks[0] // number for rank in ranks)
 
 
 def _number(value: object) -> float:

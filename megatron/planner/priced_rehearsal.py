@@ -9,7 +9,6 @@ constants are fitted to other people's software; the kernels of this project are
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def price_rehearsal(run: Run, cluster: Cluster, constants: Mapping[str, float]) 
     stages = dict.fromkeys((0, shallow.run.grid.pp - 1))
     recorded = [record_step(shallow.run, _slowest_rank(shallow.run, stage), MICROBATCHES) for stage in stages]
     prices = LaunchPrices.of(cluster, constants, run.grid, run.config.seq_length)
-    return _Step(run, shallow, recorded, prices, cluster).price()
+    return _Step(run, shallow, recorded, prices).price()
 
 
 def _slowest_rank(run: Run, stage: int) -> int:
@@ -83,7 +82,6 @@ class _Step:
     shallow: ShallowRun
     recorded: Sequence[RecordedStep]
     prices: LaunchPrices
-    cluster: Cluster
 
     @property
     def _constants(self) -> Constants:
@@ -168,10 +166,8 @@ class _Step:
             return 0.0
         sends = [one for one in self.recorded[0].launches if one.group is not None and one.group.kind == "send"]
         ranks = [self.run.rank_of_stage(stage) for stage in range(grid.pp)]
-        size = self.cluster.node_size
-        is_inside = all(one // size == other // size for one, other in pairwise(ranks))
         share = c["exposed_interleaved_messages" if self.run.placement.num_chunks > 1 else "exposed_messages"]
-        return share * sum(self.prices.message(launch.num_bytes, is_inside) for launch in sends) / MICROBATCHES
+        return share * sum(self.prices.message(launch.num_bytes, ranks) for launch in sends) / MICROBATCHES
 
     def _makespan(self, durations: Sequence[tuple[float, ...]], slowest: float) -> float:
         """Seconds of all passes of the schedule."""

@@ -122,7 +122,7 @@ def _own_software(architecture: TransformerConfig, config: RunConfig, grid: Rank
         chunks_loss=config.activations.loss_chunk_size is not None,
         has_qkv_bias=architecture.add_qkv_bias,
         has_qk_norm=architecture.qk_layernorm,
-        **_places(grid, sizes, cluster.node_size, parallel.sharding_strategy),
+        **_places(grid, sizes, cluster, parallel.sharding_strategy),
     )
 
 
@@ -167,33 +167,46 @@ def _dimensions(grid: RankGrid) -> list[tuple[str, int]]:
     return found
 
 
-def _places(grid: RankGrid, sizes: Mapping[str, int], node_size: int, strategy: str) -> dict[str, Any]:
-    """How many ranks of each group are in a node."""
+def _places(grid: RankGrid, sizes: Mapping[str, int], cluster: Cluster, strategy: str) -> dict[str, Any]:
+    """How many ranks of each group are in a node and in a pod."""
     dense = list(sizes.items())
     shards = ("cp", "dp_shard", "dp_replicate") if strategy == "no_shard" else ("cp", "dp_shard")
-    order = grid.order.split("-")
-    faster = prod(size for axis, size in dense[: [axis for axis, _ in dense].index("pp")])
-    # Experts are folded over the ranks of a stage, whose neighbours are ``faster`` ranks, then the next group of them.
-    shard_size = max(1, grid.edp // (1 if strategy == "no_shard" else grid.dp_replicas))
-    folded = [("etp", grid.etp), ("ep", grid.ep), ("edp", shard_size)]
-    is_outside = order.index("pp") < order.index("dp")
-    stage_in_node = min(node_size, faster) if is_outside else node_size
-    whole = node_size // (faster * grid.pp) if is_outside and node_size >= faster * grid.pp else 1
-    return {
-        "tp_in_node": _in_node(dense, ("tp",), node_size),
-        "cp_in_node": _in_node(dense, ("cp",), node_size),
-        "shards_in_node": _in_node(dense, shards, node_size),
-        "replicas_in_node": _in_node(dense, ("dp_replicate",), node_size),
-        "expert_shards_in_node": _in_node(folded, ("edp",), stage_in_node * whole),
-        "sends_in_node": _in_node(dense, ("pp",), node_size) == grid.pp,
+    folded = _folded(grid, 1 if strategy == "no_shard" else grid.dp_replicas)
+    pod = cluster.pod_size or grid.world_size
+    found: dict[str, Any] = {
+        "tp_in_node": _inside(dense, ("tp",), cluster.node_size),
+        "cp_in_node": _inside(dense, ("cp",), cluster.node_size),
+        "sends_in_node": _inside(dense, ("pp",), cluster.node_size) == grid.pp,
+        "stages_in_pod": _inside(dense, ("pp",), pod),
     }
+    for place, size in (("node", cluster.node_size), ("pod", pod)):
+        found[f"shards_in_{place}"] = _inside(dense, shards, size)
+        found[f"replicas_in_{place}"] = _inside(dense, ("dp_replicate",), size)
+        found[f"expert_shards_in_{place}"] = _inside(folded, ("edp",), size)
+    return found
 
 
-def _in_node(dimensions: Sequence[tuple[str, int]], axes: Sequence[str], node_size: int) -> int:
-    """Ranks of a group along ``axes`` among the first ``node_size`` ranks."""
+def _folded(grid: RankGrid, replicas: int) -> list[tuple[str, int]]:
+    """The same for experts, whose ranks are folded over those of a stage. If stages are neighbours, the ranks of a
+    stage are not: what is left of the axes inside of a stage counts from there on."""
+    order = grid.order.split("-")
+    near = prod(getattr(grid, axis) for axis in order[: order.index("pp")] if axis != "ep")
+    found, stride = [], 1
+    for axis, size in (("etp", grid.etp), ("ep", grid.ep), ("edp", max(1, grid.edp // replicas))):
+        inside = max(1, min(size, near // stride))
+        found += [(axis, inside)]
+        stride *= inside
+        if inside < size:
+            found += [("pp", grid.pp), (axis, size // inside)]
+            near, stride = grid.world_size, stride * (size // inside)
+    return found
+
+
+def _inside(dimensions: Sequence[tuple[str, int]], axes: Sequence[str], number: int) -> int:
+    """Ranks of a group along ``axes`` among the first ``number`` ranks."""
     count, stride = 1, 1
     for axis, size in dimensions:
         if axis in axes:
-            count *= min(size, max(1, node_size // stride))
+            count *= min(size, max(1, number // stride))
         stride *= size
     return count

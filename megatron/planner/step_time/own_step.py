@@ -14,6 +14,7 @@ import numpy as np
 from megatron.planner.step_time.constants import Constants
 from megatron.planner.step_time.own_layer import OwnLayer, Pass
 from megatron.planner.step_time.prices import (
+    between_pods,
     exposed_reduction,
     exposed_sharding,
     growth,
@@ -53,9 +54,10 @@ class OwnStepModel:
         self.is_sharded, self.is_fully_sharded = ~strategy["no_shard"], strategy["optim_grads_params"]
         self.reduces_each = strategy["optim_grads"]
         self.replicas = w.number("replicas")
-        self.shards_in_node, self.replicas_in_node = w.number("shards_in_node"), w.number("replicas_in_node")
-        self.expert_shards_in_node = w.number("expert_shards_in_node")
-        self.sends_in_node = w.where("sends_in_node")
+        groups = ("shards", "replicas", "expert_shards")
+        self.in_node = {group: w.number(f"{group}_in_node") for group in groups}
+        self.in_pod = {group: w.number(f"{group}_in_pod") for group in groups}
+        self.sends_in_node, self.stages_in_pod = w.where("sends_in_node"), w.number("stages_in_pod")
         self.overlaps_reduction, self.overlaps_gathers = w.where("overlaps_data_parallel"), w.where("overlaps_gathers")
         self.keeps_gathered, self.defers_reduction = w.where("keeps_weights_gathered"), w.where("defers_reduction")
 
@@ -159,7 +161,8 @@ class OwnStepModel:
 
     def _message(self, c: Constants) -> Array:
         """The exposed part of a message between two stages: of every tensor-parallel rank."""
-        rate = message_rate(self.machines, c, self.sends_in_node)
+        pods = between_pods(self.machines, self.stages_in_pod, self.stages_in_pod < self.pp)
+        rate = message_rate(self.machines, c, self.sends_in_node, pods)
         size = self.layer.element * self.layer.tokens * self.layer.residual
         share = np.where(self.vp > 1, c["exposed_interleaved_messages"], c["exposed_messages"])
         return np.where(self.pp > 1, size / rate * share, 0.0)
@@ -186,22 +189,26 @@ class OwnStepModel:
 
     def _moved(self, c: Constants, gathered: Array, reduced: Array) -> Array:
         """Seconds to gather ``gathered`` and reduce ``reduced`` bytes of each parameter of the largest stage."""
-        ranks = self.dp * self.cp
-        experts = self._collectives(c, gathered, reduced, self.layer.experts.edp, self.expert_shards_in_node)
-        dense = self._collectives(c, gathered, reduced, ranks, self.shards_in_node)
-        return self._parameters() * dense + np.where(
-            self.layer.experts.is_moe, self._expert_parameters() * experts, 0.0
-        )
+        dense = self._collectives(c, gathered, reduced, self.dp * self.cp, "shards")
+        experts = self._collectives(c, gathered, reduced, self.layer.experts.edp, "expert_shards")
+        experts = np.where(self.layer.experts.is_moe, self._expert_parameters() * experts, 0.0)
+        return self._parameters() * dense + experts
 
-    def _collectives(self, c: Constants, gathered: Array, reduced: Array, ranks: Array, in_node: Array) -> Array:
+    def _collectives(self, c: Constants, gathered: Array, reduced: Array, ranks: Array, group: str) -> Array:
         """The same for one parameter that ``ranks`` share: gathers and reduce-scatters in groups of shards, an
         all-reduce of each shard among its replicas, or of everything without shards."""
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         replicas = ranks / shards
-        ring = (shards - 1) / shards / ring_rate(self.machines, c, in_node, in_node >= shards)
-        copies_in_node = np.where(self.is_sharded, self.replicas_in_node, in_node)
-        rate = ring_rate(self.machines, c, copies_in_node, copies_in_node >= replicas)
+        ring = (shards - 1) / shards / self._rate(c, self.in_node[group], self.in_pod[group], shards)
+        in_node = np.where(self.is_sharded, self.in_node["replicas"], self.in_node[group])
+        in_pod = np.where(self.is_sharded, self.in_pod["replicas"], self.in_pod[group])
+        rate = self._rate(c, in_node, in_pod, replicas)
         return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * reduced / shards / rate
+
+    def _rate(self, c: Constants, in_node: Array, in_pod: Array, ranks: Array) -> Array:
+        """Bytes per second of a ring of ``ranks``."""
+        share = between_pods(self.machines, in_pod, in_pod < ranks)
+        return ring_rate(self.machines, c, in_node, in_node >= ranks, share)
 
     def _data_parallel(self, c: Constants, slowest: Array) -> Array:
         """The exposed part of the reduction of gradients and of the gathers of weights."""

@@ -103,7 +103,11 @@ def pod_share(machines: Machines, ranks: Any, distance: Any) -> Array:
     1 / ``oversubscription`` of the rate. The rings of Llama 3 405B are not slowed down by 1:7.
     """
     in_pod = np.maximum(1.0, np.minimum(machines.pod_size / distance, ranks))
-    leaves = ranks * distance > machines.pod_size
+    return between_pods(machines, in_pod, ranks * distance > machines.pod_size)
+
+
+def between_pods(machines: Machines, in_pod: Any, leaves: Any) -> Array:
+    """The share of a ring with ``in_pod`` ranks in a pod, which ``leaves`` it or not."""
     return np.where(leaves, np.minimum(1.0, in_pod / machines.oversubscription), 1.0)
 
 

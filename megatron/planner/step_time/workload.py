@@ -108,6 +108,11 @@ class OwnSoftware:
     shards_in_node: int = 1
     replicas_in_node: int = 1
     expert_shards_in_node: int = 1
+    shards_in_pod: int = 1
+    """Ranks that share parameters, in a pod of the network."""
+    replicas_in_pod: int = 1
+    expert_shards_in_pod: int = 1
+    stages_in_pod: int = 1
     sends_in_node: bool = True
     """Whether all neighbouring stages are in one node."""
 
