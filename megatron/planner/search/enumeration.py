@@ -19,7 +19,7 @@ SHORTEST_PART = 2048
 """Tokens of a sequence on a rank below which more context parallelism is not searched: attention of fewer is shorter
 than the exchange of its keys and values."""
 LONGEST_MICROBATCH = 16384
-"""Tokens of a microbatch on a context-parallel rank above which it is one sequence."""
+"""Tokens of a microbatch above which it is one sequence."""
 LARGEST_MICROBATCH = 8
 """Sequences."""
 _RECOMPUTE = ("layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
@@ -48,12 +48,12 @@ def enumerate_layouts(
     Each layout, applied to ``config``, passes :meth:`RunConfig.check` and divides every global batch of the run.
 
     Not searched, unless given: tensor parallelism beyond a node, whose all-reduces would be between nodes; context
-    parallelism with fewer than ``SHORTEST_PART`` tokens of a sequence on a rank; microbatches above one sequence that
-    are longer than ``LONGEST_MICROBATCH`` tokens, of more than ``LARGEST_MICROBATCH`` sequences, or of which there are
-    fewer than pipeline stages; interleaving with fewer microbatches than stages; fully sharded weights with pipeline
-    parallelism, which are gathered again for every microbatch; tensor parallelism without sequence parallelism; sharded
-    experts (``etp``) with expert parallelism, and otherwise than over the tensor-parallel ranks; gradients that are both
-    sharded (``optim_grads``) and reduced in bf16; full recompute of other than half or all layers of a chunk.
+    parallelism with fewer than ``SHORTEST_PART`` tokens of a sequence on a rank; microbatches of several sequences with
+    context parallelism, of more than ``LONGEST_MICROBATCH`` tokens or ``LARGEST_MICROBATCH`` sequences, or fewer than
+    pipeline stages; interleaving with fewer microbatches than stages; fully sharded weights with pipeline parallelism,
+    which would be gathered for every microbatch; tensor parallelism without sequence parallelism; sharded experts
+    (``etp``) with expert parallelism, and over other than the tensor-parallel ranks; gradients that are both sharded
+    (``optim_grads``) and reduced in bf16; full recompute of other than half or all layers of a chunk.
     """
     space = _Space(config, architecture, num_gpus, node_size, frozenset(given))
     return [layout for sizes in space.grids() for layout in space.layouts(sizes)]
@@ -218,9 +218,9 @@ class _Space:
         given = "micro_batch_size" in self.given
         size = self.config.micro_batch_size if given else 1
         while self._batch % (grid.dp * size) == 0:
-            is_short = size * self.config.seq_length // grid.cp <= LONGEST_MICROBATCH
+            is_small = size <= LARGEST_MICROBATCH and size * self.config.seq_length <= LONGEST_MICROBATCH
             count = self._num_microbatches(grid, size)
-            if not given and size > 1 and (size > LARGEST_MICROBATCH or not is_short or count < grid.pp):
+            if not given and size > 1 and (grid.cp > 1 or not is_small or count < grid.pp):
                 return
             if pipeline.schedule != "interleaved" or count >= grid.pp or "pipeline_schedule" in self.given:
                 yield size
