@@ -157,9 +157,8 @@ class _LayoutMemory:
         of_pass = {"F": chunk.forward, "B": chunk.backward, "W": chunk.weight_pass}[moment.kind]
         others = sum(count * one.kept for count, one in zip(moment.live, chunks))
         waiting = sum(count * one.deferred for count, one in zip(moment.deferred, chunks))
-        pending = state.pending if self.num_microbatches > 1 else 0
         gradients = state.split_backward if self.splits_backward else 0
-        return of_pass + others + waiting + moment.receives * self.rules.shard + pending + gradients
+        return of_pass + others + waiting + moment.receives * self.rules.shard + gradients
 
     def chunk(self, units: Sequence[UnitMemory], buffers: Sequence[UnitBuffers], held: int) -> _Chunk:
         """``held`` is the received gradient, which stays until the end of the backward pass."""

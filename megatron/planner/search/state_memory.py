@@ -68,14 +68,21 @@ class UnitBuffers:
     backward_end: int = 0
     """At the end of its backward pass, when its gradients are reduced and its activations are freed."""
 
+    def plus(self, other: "UnitBuffers", itemsize: int) -> "UnitBuffers":
+        """The sum with ``other`` in elements of ``itemsize`` bytes."""
+        return UnitBuffers(
+            self.start + other.start * itemsize,
+            self.forward + other.forward * itemsize,
+            self.backward + other.backward * itemsize,
+            self.backward_end + other.backward_end * itemsize,
+        )
+
 
 @dataclass(frozen=True)
 class StateMemory:
     """Bytes of a rank between the passes, and by unit what passes add. Units are in the order of the model."""
 
     lasting: int
-    pending: int
-    """Results of reductions under way, from the first microbatch on."""
     units: tuple[UnitBuffers, ...]
     split_backward: int = 0
     """Whole gradients that wait for the weight gradients, where these are a pass of their own."""
@@ -83,10 +90,9 @@ class StateMemory:
 
 def buffered_state(units: Sequence[Sequence[Weight]], formats: Formats, sharding: Sharding) -> StateMemory:
     """Contiguous buffers: no sharding, of the optimizer (ZeRO-1), and of the gradients (ZeRO-2)."""
-    lasting, pending = 0, 0
+    lasting, everything = 0, 0
     num_elements = sum(weight.size for unit in units for weight in unit)
-    whole = [0] * len(units)
-    everything = 0
+    passes = [UnitBuffers() for _ in units]
     for is_expert in (False, True):
         # The buffer is in the order of the backward pass.
         owners = [
@@ -107,15 +113,11 @@ def buffered_state(units: Sequence[Sequence[Weight]], formats: Formats, sharding
         state = formats.moments + (formats.master if formats.has_master_weights else 0)
         lasting += layout.size * formats.weight + gradients * formats.gradient + own * state
         if splits:
-            used = _whole_gradients(layout, [number for number, _ in owners], len(units))
-            whole = [sum(both) for both in zip(whole, used)]
-            parts = sorted((stop - start) // shards for start, stop in layout.buckets)
-            pending += sum(parts[-2:] if sharding.overlaps else ()) * formats.gradient
-            everything += layout.size
-    buffers = tuple(
-        UnitBuffers(backward=size * formats.gradient, backward_end=size * formats.gradient) for size in whole
-    )
-    return StateMemory(lasting, pending, buffers, everything * formats.gradient)
+            places = [number for number, _ in owners]
+            used = _whole_gradients(layout, places, len(units), shards, 2 if sharding.overlaps else 0)
+            passes = [one.plus(more, formats.gradient) for one, more in zip(passes, used)]
+            everything += layout.size * formats.gradient
+    return StateMemory(lasting, tuple(passes), everything)
 
 
 def _own_elements(layout: BufferLayout, shards: int) -> int:
@@ -128,15 +130,22 @@ def _own_elements(layout: BufferLayout, shards: int) -> int:
     return total
 
 
-def _whole_gradients(layout: BufferLayout, owners: Sequence[int], num_units: int) -> list[int]:
-    """By unit the largest bucket with one of its weights, in elements."""
-    found = [0] * num_units
-    buckets = iter(layout.buckets)
-    start, stop = next(buckets)
+def _whole_gradients(
+    layout: BufferLayout, owners: Sequence[int], num_units: int, shards: int, in_flight: int
+) -> list[UnitBuffers]:
+    """By unit the most elements of whole gradients and of reductions under way. At most ``in_flight`` reductions of
+    earlier buckets, perhaps of the microbatch before, are under way while a bucket is filled."""
+    sizes = [stop - start for start, stop in layout.buckets]
+    count = min(in_flight, len(sizes) - 1)
+    pending = [sum(sizes[place - back - 1] // shards for back in range(count)) for place in range(len(sizes))]
+    idle = sum(sizes[-min(in_flight, len(sizes)) :]) // shards if in_flight else 0
+    found = [UnitBuffers(forward=idle, start=idle)] * num_units
+    place = 0
     for owner, (first, _) in zip(owners, layout.parameters):
-        while first >= stop:
-            start, stop = next(buckets)
-        found[owner] = max(found[owner], stop - start)
+        while first >= layout.buckets[place][1]:
+            place += 1
+        most = max(found[owner].backward, sizes[place] + pending[place])
+        found[owner] = UnitBuffers(start=idle, forward=idle, backward=most, backward_end=most)
     return found
 
 
@@ -149,20 +158,31 @@ def fully_sharded_state(
     common = _sharded_unit(root, formats, sharding)
     lasting = sum(one.lasting for one in (*sizes, common)) + common.gathered
     gathered = [one.gathered for one in sizes]
-    pending = sum(sorted(one.part for one in sizes)[-2:]) if sharding.overlaps else 0
+    pending = _reductions_before([one.part for one in sizes], 2 if sharding.overlaps else 0)
+    idle = pending[-1] if pending else 0
     if not sharding.reshards:
         lasting, gathered = lasting + sum(gathered), [0] * len(units)
     ahead = sharding.prefetches
     buffers = tuple(
         UnitBuffers(
-            start=2 * size,  # gathered, and copied to the weights
-            forward=size + (after if ahead else 0),
-            backward=size + (before if ahead else 0) + one.gradients + common.gradients,
-            backward_end=size + (before if ahead else 0) + 2 * one.gradients + common.gradients,
+            start=2 * size + idle,  # gathered, and copied to the weights
+            forward=size + idle + (after if ahead else 0),
+            backward=size + reductions + (before if ahead else 0) + one.gradients + common.gradients,
+            # The whole gradients, by weight and by rank.
+            backward_end=size + reductions + (before if ahead else 0) + 2 * one.gradients + common.gradients,
         )
-        for one, size, after, before in zip(sizes, gathered, [*gathered[1:], 0], [0, *gathered[:-1]])
+        for one, size, reductions, after, before in zip(
+            sizes, gathered, pending, [*gathered[1:], 0], [0, *gathered[:-1]]
+        )
     )
-    return StateMemory(lasting, pending, buffers, sum(one.gradients for one in sizes))
+    return StateMemory(lasting, buffers, sum(one.gradients for one in sizes))
+
+
+def _reductions_before(parts: Sequence[int], in_flight: int) -> list[int]:
+    """By unit the sizes of the reductions of units whose backward pass was before, of which ``in_flight`` are under
+    way; the last unit follows the first of the microbatch before."""
+    count = min(in_flight, len(parts) - 1)
+    return [sum(parts[(place + back + 1) % len(parts)] for back in range(count)) for place in range(len(parts))]
 
 
 @dataclass(frozen=True)
