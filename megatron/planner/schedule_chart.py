@@ -59,7 +59,7 @@ def schedule_figure(
 
 def _explanation(schedule: Schedule, num_microbatches: int) -> str:
     chunks = schedule.placement.num_chunks
-    sentences = [f"Lighter colours are later chunks: each stage has {chunks}."] if chunks > 1 else []
+    sentences = [f"Fainter colours are later chunks; each stage has {chunks}."] if chunks > 1 else []
     if schedule.num_microbatches < num_microbatches:
         sentences.append(
             f"Drawn with {schedule.num_microbatches} of the {num_microbatches} microbatches of a step; the others "

@@ -12,6 +12,9 @@ from typing import Literal
 _HERE = Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
+_LONGEST_FLAG = 46
+"""Characters that fit in a line on a narrow screen."""
+
 Mood = Literal["", "good", "warn", "bad"]
 
 
@@ -120,13 +123,16 @@ class Cell:
     mood: Mood = ""
     """Shown as a badge."""
     is_number: bool = False
+    is_line: bool = False
+    """Not broken into several lines."""
 
     def html(self) -> str:
         sorting = "" if self.value is None else f' data-value="{self.value!r}"'
         content = escape(self.text)
         if self.mood:
             content = f'<span class="badge {self.mood}">{content}</span>'
-        return f"<td{_class('number' if self.is_number else '')}{sorting}>{content}</td>"
+        css = "number" if self.is_number else "nowrap" if self.is_line else ""
+        return f"<td{_class(css)}{sorting}>{content}</td>"
 
 
 def number(text: str, value: float | None) -> Cell:
@@ -196,7 +202,8 @@ def lanes(items: Sequence[Lane], has_cursor: bool = True, css: str = "") -> str:
         return f'<div class="caption">{escape(item.name)}</div><div class="values">{labels}</div>{item.chart}'
 
     cursor = '<div class="cursor"></div>' if has_cursor else ""
-    return f'<div class="{f"lanes {css}".strip()}">{"<div class=gap></div>".join(map(html, items))}{cursor}</div>'
+    rows = '<div class="gap"></div>'.join(map(html, items))
+    return f'<div class="{f"lanes {css}".strip()}">{rows}{cursor}</div>'
 
 
 def figure(*parts: str) -> str:
@@ -205,8 +212,13 @@ def figure(*parts: str) -> str:
 
 
 def copyable(text: str) -> str:
-    """Text in a fixed width, with a button that copies it."""
-    return f'<div class="copyable"><pre>{escape(text)}</pre><button class="copy" type="button">copy</button></div>'
+    """A command in a fixed width, with a button that copies it; lines end between two flags, or between two words."""
+    flags: list[list[str]] = []
+    for word in text.split(" "):
+        is_separate = not flags or word.startswith("--") or len(" ".join([*flags[-1], word])) > _LONGEST_FLAG
+        flags.append([word]) if is_separate else flags[-1].append(word)
+    spans = " ".join(f"<span>{escape(' '.join(words))}</span>" for words in flags)
+    return f'<div class="copyable"><pre>{spans}</pre><button class="copy" type="button">copy</button></div>'
 
 
 def fold(summary: str, *parts: str) -> str:

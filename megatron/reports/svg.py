@@ -103,8 +103,8 @@ def horizontal(y: float, css: str = "") -> str:
     return f'<line x1="0" x2="100%" y1="{y:g}" y2="{y:g}"{attributes(css)}/>'
 
 
-def dot(x: str, y: float, radius: float, css: str = "", tip: str = "", link: str = "") -> str:
-    return f'<circle cx="{x}" cy="{y:.1f}" r="{radius:.3g}"{attributes(css, tip, link)}/>'
+def dot(x: str, y: float, radius: float, css: str = "", tip: str = "", link: str = "", part: str = "") -> str:
+    return f'<circle cx="{x}" cy="{y:.1f}" r="{radius:.3g}"{attributes(css, tip, link, part)}/>'
 
 
 def text(x: str, y: float, content: str, css: str = "", anchor: str = "middle") -> str:

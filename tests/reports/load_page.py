@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] not in ("script", "style"):
             self.text += f" {data}"
+
+
+def copied(text: str) -> list[str]:
+    """What the buttons of a page copy."""
+    found = [part.split("</pre>")[0] for part in text.split('<div class="copyable"><pre>')[1:]]
+    return [unescape(part.replace("<span>", "").replace("</span>", "")) for part in found]
 
 
 def assert_loads_nothing(text: str) -> None:

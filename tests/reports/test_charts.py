@@ -1,0 +1,103 @@
+"""Charts that several reports share: sizes, limits, and colours on which text can be read."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.reports import charts
+from megatron.reports.charts import Axis, Bar, Box, Limit, Part, boxes_over_time, plane, stacked_bars
+from megatron.reports.svg import Scale, dot
+
+COLOURS = ("teal", "mint", "blue", "sky", "violet", "lilac", "orange", "sand", "red", "rose", "brown", "slate", "grey")
+CSS = (Path(charts.__file__).parent / "charts.css").read_text()
+PAGE_CSS = (Path(charts.__file__).parent / "page.css").read_text()
+
+
+def percent(value: str | None) -> float:
+    assert value is not None
+    return float(value.removesuffix("%"))
+
+
+def test_parts_of_a_bar_are_as_wide_as_their_sizes_and_touch() -> None:
+    sizes = (3.0, 0.0, 1.5, 4.5)
+    parts = [Part(f"part {index}", "teal", size, text="here") for index, size in enumerate(sizes)]
+    text = stacked_bars([Bar("bar", "", "9 s", parts)], [(0.0, "0"), (10.0, "10 s")], 12.0, Limit(10.0, "limit"))
+    root = ElementTree.fromstring(text)
+    rects = list(root.iter("rect"))
+    assert [rect.get("data-part") for rect in rects] == ["part 0", "part 2", "part 3"]
+    assert [percent(rect.get("width")) for rect in rects] == pytest.approx([25.0, 12.5, 37.5])
+    for one, other in pairwise(rects):
+        assert percent(one.get("x")) + percent(one.get("width")) == pytest.approx(percent(other.get("x")), abs=0.01)
+    limits = [line for line in root.iter("line") if line.get("class") == "limit"]
+    assert [percent(line.get("x1")) for line in limits] == pytest.approx([100 * 10 / 12], abs=0.01)
+
+
+def test_narrow_parts_have_no_text() -> None:
+    parts = [Part("wide", "teal", 90.0, text="90 %"), Part("narrow", "blue", 2.0, text="2 %")]
+    text = stacked_bars([Bar("bar", "", "92 s", parts)], [], 100.0)
+    assert "90 %" in text and "2 %" not in text.replace("92 s", "")
+
+
+def test_boxes_are_placed_in_time() -> None:
+    axis = Axis(Scale(0.0, 4.0), [(0.0, "0"), (4.0, "4 s")], "")
+    rows = [("stage 0", [Box(0.0, 1.0, "forward", "blue", text="7"), Box(2.0, 2.01, "forward", "blue", 2, "8")])]
+    root = ElementTree.fromstring(boxes_over_time(rows, axis, "schedule"))
+    idle, first, second = root.iter("rect")
+    assert idle.get("class") == "idle-row" and (first.get("x"), first.get("width")) == ("0.000%", "25.000%")
+    assert (second.get("x"), second.get("width"), second.get("class")) == ("50.000%", "0.250%", "pass blue shade-2")
+    assert "7" in root.itertext() and "8" not in root.itertext()
+
+
+def test_a_plane_has_ticks_of_both_axes() -> None:
+    x, y = Scale(1.0, 100.0, is_log=True), Scale(0.0, 10.0)
+    text = plane(
+        Axis(x, [(1.0, "one"), (100.0, "hundred")], "across"),
+        Axis(y, [(0.0, "zero"), (10.0, "ten")], "upwards"),
+        200.0,
+        [dot(x.percent(10.0), y.pixel(5.0, 200.0), 4, "point")],
+        "chart",
+    )
+    root = ElementTree.fromstring(text)
+    circle = next(root.iter("circle"))
+    assert (circle.get("cx"), circle.get("cy")) == ("50.000%", "100.0")
+    assert {"one", "hundred", "across", "zero", "ten", "upwards"} <= set(root.itertext())
+
+
+def themes() -> list[dict[str, str]]:
+    """The colours of the light and of the dark page; the dark ones are stated twice, for the system and the button."""
+    found = re.findall(r"(?:^|\n)\s*:root[^{]*\{([^}]*)\}", PAGE_CSS), re.findall(r":root[^{]*\{([^}]*)\}", CSS)
+    values = [[dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in blocks] for blocks in found]
+    light, dark, chosen = ({**page, **chart} for page, chart in zip(values[0], values[1]))
+    assert dark == chosen
+    return [light, dark]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2)."""
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", themes(), ids=("light", "dark"))
+def test_text_can_be_read_on_its_colour(theme: dict[str, str]) -> None:
+    """At least 4.5, as WCAG 2 asks of small text."""
+    white = next(line for line in CSS.splitlines() if "svg text.on-teal" in line)
+    for colour in COLOURS:
+        text = theme["ink"] if colour == "grey" else "#ffffff" if f"on-{colour}" in white else "#14181d"
+        assert contrast(text, theme[colour]) >= 4.5, colour
+    for text in ("ink", "soft", "accent", "bad"):
+        assert contrast(theme[text], theme["paper"]) >= 4.5, text
+
+
+def test_neighbouring_colours_differ() -> None:
+    for theme in themes():
+        assert len({theme[colour] for colour in COLOURS}) == len(COLOURS)

@@ -1,0 +1,253 @@
+"""The planner's page: every figure of the result is on it, and it works in a browser."""
+
+import dataclasses
+import math
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megatron.planner.memory_chart import gib
+from megatron.planner.search.report import command
+from megatron.planner.search.result import SearchResult
+from megatron.planner.step_time.workload import TERMS
+from megatron.reports.svg import percentage
+from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser
+from tests.tools.sample_search import planned, sample_layout, sample_result
+from tools.support import plan_charts, plan_roofline
+from tools.support.plan_charts import days, seconds, short
+from tools.support.plan_report import plan_page
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    return sample_result()
+
+
+@pytest.fixture(scope="module")
+def page(result: SearchResult) -> Page:
+    return Page(plan_page(result))
+
+
+def tips(page: Page) -> list[str]:
+    return page.attributes["data-tip"]
+
+
+def test_every_figure_of_a_layout_is_on_the_page(result: SearchResult, page: Page) -> None:
+    for rank, one in enumerate(result.layouts, start=1):
+        tip = next(tip for tip in tips(page) if tip.startswith(f"{rank}: {one.name}\n") and "MFU" in tip)
+        for figure in (
+            seconds(one.step_time_s),
+            *map(seconds, one.interval_s),
+            f"{one.tokens_per_s_per_gpu:,.0f}",
+            f"{one.mfu:.1%}",
+            gib(one.memory_bytes),
+            one.limits,
+        ):
+            assert figure in tip and figure in page.text
+        assert f"{one.bubble_fraction:.1%}" in page.text
+        for name, term in one.terms.items():
+            bar = f"{rank}: {one.name}\n{name}: {seconds(term)}, {term / one.step_time_s:.1%}"
+            assert (bar in tips(page)) == (term > 0)
+        if one.rehearsal is not None:
+            assert seconds(one.rehearsal.seconds) in page.text
+
+
+def test_ties_and_rehearsed_layouts_are_marked(result: SearchResult) -> None:
+    text = plan_page(result)
+    assert text.count('<span class="badge good">tie</span>') == len(result.ties) == 3
+    assert text.count('class="chosen rehearsed"') == 1  # the first
+    assert text.count('class="tie rehearsed"') == 1  # the second
+    assert text.count('class="tie"') == 1
+
+
+def test_flags_can_be_copied(result: SearchResult) -> None:
+    assert copied(plan_page(result)) == [shlex.join(command(result.job, one)) for one in result.layouts]
+
+
+def test_the_run_and_its_cost_are_on_the_page(result: SearchResult, page: Page) -> None:
+    cost = result.cost
+    assert (short(cost.gpu_hours), days(cost.days)) == (short(cost.days * 24 * 64), days(cost.gpu_hours / 24 / 64))
+    for point in result.scaling:
+        assert point.price is not None
+        for figure in (
+            f"{point.num_gpus:,}",
+            days(point.days),
+            f"{point.gpu_hours:,.0f}",
+            f"{point.price:,.0f}",
+            percentage(point.goodput),
+            f"{point.tokens_per_s_per_gpu:,.0f}",
+        ):
+            assert figure in page.text
+        assert any(tip.startswith(f"{point.num_gpus:,} GPUs: ") for tip in tips(page))
+    for sentence in (*result.warnings, f"{result.num_enumerated:,} layouts", f"{result.num_fitting:,} fit"):
+        assert sentence in page.text
+
+
+def test_the_memory_of_every_stage_is_on_the_page(result: SearchResult, page: Page) -> None:
+    limit = result.job.config.dry_run.gpu_memory
+    for stage, kinds in enumerate(result.best.memory_by_stage):
+        total = sum(kinds.values())
+        assert f"{gib(total)} GiB ({total / limit:.0%})" in page.text
+        for kind, size in kinds.items():
+            assert (f"stage {stage}: {kind}\n{gib(size)} GiB, {size / total:.0%}" in tips(page)) == (size > 0)
+    assert "GPU: 80.00 GiB" in page.text
+
+
+def test_the_timeline_has_the_durations_of_the_rehearsal(result: SearchResult, page: Page) -> None:
+    """5 chunks on 4 stages: 160 boxes of a stage are 16 of 64 microbatches."""
+    rehearsal = result.best.rehearsal
+    assert rehearsal is not None
+    assert "Drawn with 16 of the 64 microbatches" in page.text
+    passes = [tip for tip in tips(page) if ", microbatch " in tip]
+    assert len(passes) == 16 * 2 * 20
+    forward = 1e3 * rehearsal.stage_passes[0][0]
+    backward = 1e3 * sum(rehearsal.stage_passes[-1][1:])
+    assert sum(f"\n{forward:.3g} ms, from 0 s" in tip for tip in passes) == 1
+    ends = [tip for tip in passes if f"\n{backward:.3g} ms" in tip]
+    assert len(ends) == 16 and all(tip.startswith("backward, microbatch ") and ", chunk 4\n" in tip for tip in ends)
+
+
+def test_a_short_schedule_is_drawn_in_full(result: SearchResult) -> None:
+    one = replace(result.layouts[1], layout=sample_layout(8, 4, 2), rehearsal=result.layouts[1].rehearsal)
+    assert one.rehearsal is not None
+    passes = tuple(one.rehearsal.stage_passes[:4])
+    one = replace(one, rehearsal=replace(one.rehearsal, stage_passes=passes))
+    text = Page(plan_page(replace(result, layouts=(one,), num_fitting=1)))
+    # 128 sequences on a replica: 80 microbatches are 160 boxes.
+    assert "Drawn with 80 of the 128 microbatches" in text.text
+
+
+def test_products_are_below_the_roof(result: SearchResult, page: Page) -> None:
+    rehearsal = result.best.rehearsal
+    assert rehearsal is not None
+    total = sum(product.seconds for product in rehearsal.products)
+    dots = plan_roofline.dots(rehearsal.products)
+    assert [dot.seconds for dot in dots] == sorted((product.seconds for product in rehearsal.products), reverse=True)
+    for product in rehearsal.products:
+        m, n, k = product.m, product.n, product.k
+        rate = 2 * m * n * k * product.count / product.seconds
+        intensity = 2 * m * n * k / (2 * (m * k + k * n + m * n))
+        share = percentage(product.seconds / total)
+        tip = f"{rate / 1e12:,.0f} TFLOP/s at {intensity:,.0f} FLOP/byte\n"
+        found = [text for text in tips(page) if text.startswith(f"{m:,} x {n:,} x {k:,}, bfloat16") and tip in text]
+        assert len(found) == 1 and share in found[0]
+        assert rate < result.job.cluster.bf16_flops
+    assert "bf16 peak 989 TFLOP/s, from 295 FLOP/byte on" in page.text
+
+
+def test_fp8_has_a_roof_of_its_own(result: SearchResult) -> None:
+    best = result.best
+    assert best.rehearsal is not None
+    products = tuple(replace(product, dtype="float8_e4m3fn") for product in best.rehearsal.products[:2])
+    rehearsal = replace(best.rehearsal, products=(*products, *best.rehearsal.products[2:]))
+    text = Page(plan_page(replace(result, layouts=(replace(best, rehearsal=rehearsal),)))).text
+    assert "FP8 peak 1,979 TFLOP/s, from 591 FLOP/byte on" in text
+    assert "bf16 peak 989 TFLOP/s" in text and "products in float8_e4m3fn" in text
+
+
+def test_the_front_has_what_no_layout_beats() -> None:
+    layout = sample_layout(8, 1, 1)
+    memory = (30, 20, 40, 10, 25)
+    every = [replace(planned(rank, layout), memory_bytes=size * 2**30) for rank, size in enumerate(memory)]
+    front = plan_charts._front(list(enumerate(every, start=1)))
+    assert list(front) == [4, 2, 1]
+
+
+def test_layouts_of_other_sizes_are_compared_with_the_rehearsed_ones(result: SearchResult) -> None:
+    copies = [replace(result.layouts[0], is_rehearsed=False)] * 20
+    ranks = [
+        rank
+        for rank, _ in plan_charts.compared(
+            replace(result, layouts=(*result.layouts[:2], *copies, *result.layouts[2:]))
+        )
+    ]
+    assert ranks == [1, 2, 23, 24, 25, 26, 27, 28]
+
+
+def test_a_result_without_rehearsals_price_and_other_numbers_of_gpus(result: SearchResult) -> None:
+    plain = replace(result.layouts[2], step_time_s=0.05, terms={"products": 0.05})
+    point = replace(result.cost, price=None)
+    text = plan_page(replace(result, layouts=(plain,), scaling=(point,), warnings=()))
+    assert_loads_nothing(text)
+    assert "Roofline" not in text and "Strong scaling" not in text and "50 ms" in text
+    priceless = tuple(replace(point, price=None) for point in result.scaling)
+    assert "<th>price</th>" not in plan_page(replace(result, scaling=priceless))
+
+
+def test_every_term_has_a_colour() -> None:
+    assert set(TERMS) == set(plan_charts.TERMS)
+    assert len(set(plan_charts.TERMS.values())) == len(TERMS)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "12.3 ms"), (0.5, "0.500 s"), (8.2149, "8.215 s"), (61.26, "61.26 s")]
+)
+def test_times_of_a_step_have_three_digits(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.999, "0.999"), (999.6, "1 k"), (12345.0, "12.3 k"), (3.55e6, "3.55 M"), (2e12, "2 T")]
+)
+def test_large_numbers_have_a_prefix(value: float, text: str) -> None:
+    assert short(value) == text
+
+
+def hostile(result: SearchResult) -> SearchResult:
+    """With markup wherever a name comes from a file or from another module."""
+    best = result.best
+    assert best.rehearsal is not None
+    product = replace(best.rehearsal.products[0], dtype=NASTY)
+    rehearsal = replace(best.rehearsal, products=(product, *best.rehearsal.products[1:]))
+    terms = {**best.terms, NASTY: 0.1}
+    best = replace(best, limits=NASTY, advice=NASTY, rehearsal=rehearsal, terms=terms)
+    job = replace(result.job, cluster=dataclasses.replace(result.job.cluster, name=NASTY), arguments=(NASTY,))
+    return replace(result, job=job, layouts=(best, *result.layouts[1:]), warnings=(NASTY,))
+
+
+def test_names_are_text(result: SearchResult) -> None:
+    text = plan_page(hostile(result))
+    assert_loads_nothing(text)
+    assert "<script>document" not in text
+    assert NASTY in Page(text).text
+
+
+def test_many_layouts_make_a_page_that_loads_quickly(result: SearchResult) -> None:
+    others = [
+        replace(one, step_time_s=one.step_time_s * (1 + 0.9 * math.sin(number) ** 2), is_tie=False)
+        for number in range(1000)
+        for one in result.layouts[2:]
+    ]
+    text = plan_page(replace(result, layouts=(*result.layouts, *others), num_fitting=len(others)))
+    assert len(text) < 2_000_000
+    assert "dots that others cover are not drawn" in text and "The first 100 of" in text
+
+
+@pytest.mark.processes
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_of_a_plan_works_in_a_browser(width: int, result: SearchResult) -> None:
+    """Hovering over a layout marks it everywhere, over an entry of a legend fades the rest; flags can be copied."""
+    more = """
+    const hover = (one) => one.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+    const count = (selector) => document.querySelectorAll(selector).length;
+    hover(document.querySelector("tr[data-link='layout-2']"));
+    const linked = [count("circle.linked"), count(".row.linked"), count("tr.linked")];
+    const entry = [...document.querySelectorAll(".legend li")].find((one) => one.dataset.part === "attention");
+    hover(entry);
+    const faded = [count("figure.fading"), count("rect.linked"), count("tr.linked")];
+    hover(document.querySelector("h1"));
+    const cleared = count(".linked") + count(".fading");
+    const button = document.querySelector("button.copy");
+    button.click();
+    const wide = [...document.querySelectorAll("figure")].map((one) => one.scrollWidth - one.clientWidth);
+    return {linked, faded, cleared, button: button.textContent, wide: Math.max(...wide)};
+    """
+    found = load(plan_page(result), width, more)["more"]
+    assert found["linked"] == [1, 1, 1]
+    assert found["faded"] == [1, len(plan_charts.compared(result)), 0]
+    assert found["cleared"] == 0
+    assert found["button"] in ("copied", "selected")
+    assert found["wide"] <= 0
+    assert load(plan_page(hostile(result)), width)["title"].endswith(f"({NASTY})")
