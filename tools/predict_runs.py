@@ -6,6 +6,7 @@ model and its errors.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import numpy as np
 import tyro
 
 from megatron.errors import UserError
-from megatron.planner.step_time.fit import Errors, load_fitted, predict
+from megatron.planner.step_time.fit import load_fitted, predict
 from megatron.planner.step_time.published import PublishedRun, read_published
+from megatron.planner.step_time.validation import Errors
 from megatron.urls import refuse_urls
 
 
@@ -36,7 +38,13 @@ def predict_rows(runs: Sequence[PublishedRun]) -> list[dict[str, float | str]]:
     """The entry of each run."""
     priced = [one for one in runs if one.run is not None]
     seconds = iter(predict(priced, load_fitted()).tolist() if priced else [])
-    return [{"reason": one.reason} if one.run is None else {"step_time_s": next(seconds)} for one in runs]
+    return [{"reason": one.reason} if one.run is None else _entry(next(seconds)) for one in runs]
+
+
+def _entry(seconds: float) -> dict[str, float | str]:
+    if not 0 < seconds < math.inf:  # not for NaN
+        return {"reason": "the sizes are outside of what the formulas describe"}
+    return {"step_time_s": seconds}
 
 
 def report(runs: Sequence[PublishedRun], rows: Sequence[dict[str, float | str]]) -> str:

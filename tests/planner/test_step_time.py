@@ -1,11 +1,6 @@
-"""The closed form of a step's time: against counts by hand, the schedule simulator, and published runs."""
+"""The closed form of a step's time: against counts by hand and the schedule simulator."""
 
-import csv
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +8,12 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.constants import CONSTANTS
-from megatron.planner.step_time.fit import FITTED, Errors, errors, fit, leave_one_out, load_fitted
+from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.published import TABLE, fitted_and_held_back, read_published
+from megatron.planner.step_time.published import fitted_and_held_back, read_published
 from megatron.planner.step_time.workload import Run, Schedule, Software, Workload
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
-from tests.end_to_end.run_process import REPOSITORY
 
 H100 = read_cluster("h100")
 SOFTWARE = Software(attention="cudnn", elementwise="transformer-engine", sharding="optimizer")
@@ -108,86 +102,6 @@ def test_the_bubble_is_that_of_the_simulated_schedule(
     placed = build_schedule(name, stages, microbatches, vp if vp > 1 else None)
     timeline = simulate(placed, Durations.uniform(placed.placement, forward, backward, weight))
     assert found["bubble"] / unit == pytest.approx(timeline.makespan - 3 * microbatches, rel=1e-5)
-
-
-def test_the_table_has_every_run_and_a_fifth_is_held_back() -> None:
-    runs = read_published()
-    known, held_back = fitted_and_held_back(runs)
-    assert len(runs) == 540
-    assert 0.15 < len(held_back) / (len(known) + len(held_back)) < 0.25
-    unpriced = {one.reason for one in runs if one.run is None}
-    assert unpriced == {"seq is not stated", "layers, heads is not stated"}
-    record = json.loads(FITTED.read_text())
-    assert record["rows"] == [one.number for one in known]
-    assert not set(record["rows"]) & {one.number for one in held_back}
-
-
-def test_the_fitted_constants_are_those_of_a_fit_today() -> None:
-    known, _ = fitted_and_held_back(read_published())
-    again, stored = fit(known), load_fitted()
-    assert set(again) == set(stored) == set(CONSTANTS)
-    for name, value in again.items():
-        assert value == pytest.approx(stored[name], rel=0.02), name
-
-
-def test_runs_that_were_not_fitted_are_predicted_within_four_percent_at_the_median() -> None:
-    _, held_back = fitted_and_held_back(read_published())
-    found = Errors.of(errors(held_back, load_fitted()))
-    assert found.rows > 90
-    assert found.median <= 0.04
-    assert found.p90 <= 0.09
-
-
-def test_a_source_that_was_left_out_is_predicted_within_seven_percent_at_the_median() -> None:
-    known, _ = fitted_and_held_back(read_published())
-    found = leave_one_out(known)
-    assert len(found) == 7  # torchtitan's GPUs occur nowhere else
-    for source, error in found.items():
-        assert error.median <= 0.07, source
-        if error.rows > 9:  # of nemo-25xx nine rows remain, and one of them looks wrong in its source
-            assert error.p90 <= 0.12, source
-
-
-def test_the_tool_predicts_rows_without_measurements_and_says_why_not(tmp_path: Path) -> None:
-    with TABLE.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    chosen = [dict(rows[number]) for number in (0, 130, 400)]
-    for row in chosen:
-        row |= dict.fromkeys(("step_time_s", "tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "memory_gb"), "")
-    unknown = {
-        "no layers": chosen[0] | {"layers": ""},
-        "GPU": chosen[0] | {"gpu": "MI300X"},
-        "experts": chosen[0] | {"ep": "8"},
-        "not a number": chosen[0] | {"gbs": "many"},
-    }
-    table, out = tmp_path / "runs.csv", tmp_path / "out.json"
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows([*chosen, *unknown.values(), chosen[1] | {"source": "somebody", "where": "NeMo"}])
-    command = [sys.executable, "tools/predict_runs.py", "--csv", str(table), "--json", str(out)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    found = json.loads(out.read_text())["rows"]
-    assert "4 of 8 runs are predicted" in done.stdout
-    for number, row in zip((0, 130, 400), found):
-        assert row["step_time_s"] == pytest.approx(float(rows[number]["step_time_s"]), rel=0.15)
-    reasons = [row["reason"] for row in found[3:7]]
-    assert reasons == [
-        "layers is not stated",
-        "there are no measurements of GPU MI300X",
-        "the columns do not describe experts",
-        "gbs many is not a number",
-    ]
-    assert found[7] == found[1]
-
-
-def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
-    table = tmp_path / "runs.csv"
-    table.write_text("a,b\n1,2\n")
-    with pytest.raises(ConfigError, match="has no column gpu, gpus, hidden"):
-        read_published(table)
-    with pytest.raises(ConfigError, match="cannot be read as a CSV file"):
-        read_published(tmp_path / "missing.csv")
 
 
 def test_an_unknown_cluster_is_refused_with_the_known_ones() -> None:

@@ -1,4 +1,8 @@
-"""The constants of the step-time model: what each one means, where a fit starts, and how far it may move."""
+"""The constants of the step-time model: what each one means, where a fit starts, and how far it may move.
+
+A constant with a spread of 0 is stated and not fitted: with it free, sources that are left out of the fit are predicted
+no better, or worse (docs/planner.md).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +12,12 @@ Constants = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Constant:
-    """A positive constant with a log-normal prior."""
+    """A positive constant with a log-normal prior, or a stated one."""
 
     start: float
     """Median of the prior."""
     spread: float
-    """Standard deviation of its logarithm."""
+    """Standard deviation of its logarithm; 0 if the constant is stated."""
     meaning: str
 
 
@@ -22,12 +26,10 @@ CONSTANTS: Mapping[str, Constant] = {
     "product_ampere": Constant(0.874, 0.1, "share of the peak that a large product reaches on Ampere"),
     "product_hopper": Constant(0.744, 0.1, "the same on Hopper"),
     "product_blackwell": Constant(0.584, 0.15, "the same on Blackwell"),
-    "product_fp8": Constant(0.97, 0.15, "the share of the FP8 peak relative to that of the bf16 peak"),
+    "product_fp8": Constant(1.0, 0.0, "the share of the FP8 peak relative to that of the bf16 peak"),
     "power_limit": Constant(0.845, 0.1, "factor of a power-limited part"),
     "product_depth": Constant(192.0, 0.7, "inner length at which a product takes twice the time per FLOP"),
-    "wave_quantization": Constant(
-        0.69, 0.5, "share of the idle multiprocessors in the last wave of tiles that is lost"
-    ),
+    "wave_quantization": Constant(1.0, 0.0, "share of the idle multiprocessors in the last wave of tiles that is lost"),
     "product_bytes": Constant(0.61, 0.7, "share of a product's memory traffic that its computation does not hide"),
     # Attention.
     "flash_ampere": Constant(0.327, 0.2, "share of the peak of fused attention, causal FLOPs, on Ampere"),
@@ -36,28 +38,28 @@ CONSTANTS: Mapping[str, Constant] = {
     "cudnn_blackwell": Constant(0.376, 0.2, "the same on Blackwell"),
     "attention_length": Constant(500.0, 0.3, "sequence length at which fused attention has half of its final rate"),
     "batched_product": Constant(0.36, 0.3, "share of the peak of the two products of unfused attention"),
-    "softmax": Constant(0.91, 0.3, "factor on the memory accesses of the softmax"),
+    "softmax": Constant(1.0, 0.0, "factor on the memory accesses of the softmax"),
     "odd_head_softmax": Constant(6.4, 0.8, "factor on the softmax if the head size is no multiple of 8"),
     # Between the products.
     "elementwise": Constant(1.5, 0.6, "factor on the counted memory accesses between products"),
-    "elementwise_megatron_2021": Constant(0.8, 0.2, "the same relative to it with Megatron-LM's fused kernels of 2021"),
-    "elementwise_transformer_engine": Constant(1.0, 0.2, "the same with Transformer Engine"),
-    "elementwise_compiled": Constant(1.0, 0.2, "the same with torch.compile"),
-    "elementwise_eager": Constant(1.1, 0.1, "the same without fusion"),
+    "elementwise_megatron_2021": Constant(1.0, 0.0, "the same relative to it with Megatron-LM's fused kernels of 2021"),
+    "elementwise_transformer_engine": Constant(1.0, 0.0, "the same with Transformer Engine"),
+    "elementwise_compiled": Constant(1.0, 0.0, "the same with torch.compile"),
+    "elementwise_eager": Constant(1.0, 0.0, "the same without fusion"),
     "fp8_cast": Constant(1.0, 0.7, "factor on the counted memory accesses of casts to FP8"),
     "layer_gap": Constant(63e-6, 0.8, "seconds per layer and microbatch without work on the GPU"),
     "deepspeed_layer": Constant(4.3e-3, 1.0, "seconds per layer and microbatch of DeepSpeed's pipeline engine"),
     # Communication.
-    "link": Constant(0.87, 0.2, "share of NVLink's rate that collectives reach"),
+    "link": Constant(0.9, 0.0, "share of NVLink's rate that collectives reach"),
     "network": Constant(1.0, 0.2, "share of the network adapters' rate that collectives reach"),
     "exposed_tensor_parallel": Constant(0.49, 0.5, "share of overlapped tensor-parallel communication that is exposed"),
-    "exposed_messages": Constant(0.81, 0.5, "share of the pipeline's messages that is exposed"),
-    "exposed_interleaved_messages": Constant(0.34, 0.5, "the same with interleaving"),
-    "hidden_data_parallel": Constant(0.83, 0.2, "share of a microbatch behind which gradients can be reduced"),
+    "exposed_messages": Constant(1.0, 0.0, "share of the pipeline's messages that is exposed"),
+    "exposed_interleaved_messages": Constant(1.0, 0.0, "the same with interleaving"),
+    "hidden_data_parallel": Constant(1.0, 0.0, "share of a microbatch behind which gradients can be reduced"),
     "fsdp2_contention": Constant(0.19, 0.4, "share of hidden FSDP 2 traffic by which computation is slowed"),
-    "fsdp1_contention": Constant(0.97, 0.3, "the same for FSDP 1"),
+    "fsdp1_contention": Constant(1.0, 0.0, "the same for FSDP 1"),
     # The rest of a step.
-    "optimizer": Constant(1.2, 0.3, "factor on 30 bytes of memory traffic per parameter"),
+    "optimizer": Constant(1.0, 0.0, "factor on 30 bytes of memory traffic per parameter"),
     "step": Constant(47e-3, 0.5, "seconds per step: host, loss, logging"),
     "growth": Constant(0.0046, 1.0, "growth of the time with each doubling of the nodes"),
 }

@@ -6,13 +6,27 @@ its source, which is described here.
 
 import csv
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import Cluster, read_cluster
+from megatron.planner.step_time.row_fields import (
+    Row,
+    Unpriceable,
+    cluster_name,
+    experts_of,
+    is_fp8,
+    is_gated,
+    measured_number,
+    real,
+    text,
+    whole,
+)
 from megatron.planner.step_time.workload import Recompute, Run, Schedule, Software
 
 TABLE = Path(__file__).with_name("published_runs.csv")
@@ -44,19 +58,10 @@ SOFTWARE: Mapping[str, Software] = {
     "llm-foundry": LLM_FOUNDRY,
 }
 """By source."""
-_CLUSTERS = {
-    "A100-80GB": "a100-80gb",
-    "A100-40GB": "a100-40gb",
-    "H100-80GB": "h100",
-    "H100-96GB-500W": "h100-500w",
-    "H200-141GB": "h200",
-    "B200": "b200",
-    "GB200": "gb200",
-}
+_RELEASE = re.compile(r"NeMo [\d.]+(?:/[\d.]+)?|v25[\d.]*\d|\d\d\.\d\d page|June 2025|MP mode [A-Z]+")
+_DAY_OF_BLOOM = re.compile(r"; (\d\d-\d\d)\b")
 _VOCAB = {"bloom": 250880}
 _USUAL_VOCAB = 50304  # GPT-2's, padded
-
-Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,22 @@ class PublishedRun:
 
     @property
     def source(self) -> str:
-        return self.row.get("source", "")
+        return text(self.row, "source")
+
+    @property
+    def precision(self) -> str:
+        """As stated; of rows without one fp16 of Megatron-LM before 2023, else bf16, which take the same time."""
+        is_old = self.run is not None and self.run.software.elementwise == "megatron-2021"
+        return text(self.row, "precision") or ("fp16" if is_old else "bf16")
+
+    @property
+    def release(self) -> str:
+        """Release of the software, as far as the row states it."""
+        where = text(self.row, "where")
+        if self.source == "bloom":
+            return _release_of_bloom(where)
+        _, _, own = where.partition("; ")  # after the name of the document
+        return ", ".join(dict.fromkeys(_RELEASE.findall(own)))
 
 
 def read_published(path: Path = TABLE) -> list[PublishedRun]:
@@ -104,13 +124,9 @@ def _published(number: int, row: Row) -> PublishedRun:
     try:
         run: Run | None = _run_of(row)
         reason = ""
-    except _Unpriceable as error:
+    except Unpriceable as error:
         run, reason = None, str(error)
     return PublishedRun(number, row, run, reason, None if run is None else _seconds(row, run), _is_held_back(row))
-
-
-class _Unpriceable(Exception):
-    """The row does not state enough."""
 
 
 def _is_held_back(row: Row) -> bool:
@@ -120,70 +136,78 @@ def _is_held_back(row: Row) -> bool:
 
 
 def _seconds(row: Row, run: Run) -> float | None:
-    if row.get("step_time_s"):
-        return float(row["step_time_s"])
-    if row.get("tokens_per_s_per_gpu"):
-        return run.global_batch_size * run.seq_length / float(row["tokens_per_s_per_gpu"]) / run.gpus
-    return None
+    seconds, rate = measured_number(row, "step_time_s"), measured_number(row, "tokens_per_s_per_gpu")
+    if seconds is None and rate is not None:
+        seconds = run.global_batch_size * run.seq_length / rate / run.gpus
+    return seconds
 
 
 def _run_of(row: Row) -> Run:
-    """The run of a row; raises :class:`_Unpriceable`."""
-    source, where = row.get("source", ""), row.get("where", "")
-    software = _software(source, where)
-    missing = [name for name in ("layers", "hidden", "heads", "seq", "gpu", "gpus", "gbs") if not row.get(name)]
+    """The run of a row; raises :class:`Unpriceable`."""
+    missing = [name for name in ("layers", "hidden", "heads", "seq", "gpu", "gpus", "gbs") if not text(row, name)]
     if missing:
-        raise _Unpriceable(f"{', '.join(missing)} is not stated")
-    if row.get("ep") not in (None, "", "1"):
-        raise _Unpriceable("the columns do not describe experts")
-
-    def number(name: str, default: int) -> int:
-        try:
-            return int(float(row[name])) if row.get(name) else default
-        except ValueError as error:
-            raise _Unpriceable(f"{name} {row[name]} is not a number") from error
-
-    hidden, heads, batch, pp = (number(name, 1) for name in ("hidden", "heads", "gbs", "pp"))
-    dp = number("dp", number("gpus", 1) // (number("tp", 1) * pp * number("cp", 1)))
-    vp = number("vp", 2 if "Interleaved" in where else 1)
-    if row.get("mbs"):
-        micro_batch_size = float(row["mbs"])
-    elif source == "torchtitan":
-        micro_batch_size = max(1.0, batch / dp / pp)  # its default: as many microbatches as stages
-    else:
-        raise _Unpriceable("mbs is not stated")
+        raise Unpriceable(f"{', '.join(missing)} is not stated")
+    source, where = text(row, "source"), text(row, "where")
+    cluster = _cached_cluster(cluster_name(source, text(row, "gpu")))
+    software = _software(source, where)
+    layers, hidden, heads = (whole(row, name, 1) for name in ("layers", "hidden", "heads"))
+    ffn = whole(row, "ffn", 4 * hidden)
+    layout = _layout(row, source)
     is_nemo = software.elementwise == "transformer-engine"
     return Run(
-        layers=number("layers", 1),
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=number("kv_heads", heads),
-        ffn=number("ffn", 4 * hidden),
-        is_gated="lama" in row["model"],
-        vocab=number("vocab", _VOCAB.get(source, _USUAL_VOCAB)),
-        seq_length=number("seq", 1),
-        gpus=number("gpus", 1),
-        tp=number("tp", 1),
-        pp=pp,
-        vp=vp,
-        cp=number("cp", 1),
-        dp=dp,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=batch,
-        is_fp8=row.get("precision") == "fp8",
-        recompute=_recompute(row.get("recompute", "")),
-        sequence_parallel=row.get("sp") == "yes" or (is_nemo and number("tp", 1) > 1),
+        kv_heads=whole(row, "kv_heads", heads),
+        ffn=ffn,
+        is_gated=is_gated(text(row, "model"), ffn if text(row, "ffn") else None, hidden),
+        vocab=whole(row, "vocab", _VOCAB.get(source, _USUAL_VOCAB)),
+        seq_length=whole(row, "seq", 1),
+        vp=whole(row, "vp", 2 if "Interleaved" in where else 1),
+        is_fp8=is_fp8(row, cluster.fp8_flops > 0),
+        recompute=_recompute(text(row, "recompute")),
+        sequence_parallel=text(row, "sp") == "yes" or (is_nemo and layout["tp"] > 1),
         schedule=_schedule(where),
         software=software,
-        cluster=_cluster(source, row["gpu"]),
+        cluster=cluster,
+        **layout,
+        **_experts(row, layers, hidden, heads, layout),
     )
+
+
+def _layout(row: Row, source: str) -> dict[str, Any]:
+    """The fields of a run that describe its parallel sizes and batches; raises :class:`Unpriceable`."""
+    gpus, tp, pp, cp, batch = (whole(row, name, 1) for name in ("gpus", "tp", "pp", "cp", "gbs"))
+    dp = whole(row, "dp", max(1, gpus // (tp * pp * cp)))
+    if tp * pp * cp * dp != gpus:
+        raise Unpriceable(f"tp x pp x cp x dp is {tp * pp * cp * dp}, but gpus is {gpus}")
+    micro_batch_size = real(row, "mbs")
+    if micro_batch_size is None:
+        if source != "torchtitan":
+            raise Unpriceable("mbs is not stated")
+        micro_batch_size = max(1.0, batch / dp / pp)  # its default: as many microbatches as stages
+    if micro_batch_size * dp > batch:
+        raise Unpriceable(f"gbs {batch} is less than mbs x dp")
+    names = ("gpus", "tp", "pp", "cp", "dp", "micro_batch_size", "global_batch_size")
+    return dict(zip(names, (gpus, tp, pp, cp, dp, micro_batch_size, batch)))
+
+
+def _experts(row: Row, layers: int, hidden: int, heads: int, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a run that describe experts; raises :class:`Unpriceable`."""
+    found = experts_of(row, layers, hidden, heads)
+    ranks = layout["tp"] * layout["cp"] * layout["dp"]
+    if found and (ranks % found["ep"] or found["num_experts"] % found["ep"]):
+        raise Unpriceable(
+            f"ep {found['ep']} divides {ranks} ranks of a stage or {found['num_experts']} experts unevenly"
+        )
+    return found
 
 
 def _software(source: str, where: str) -> Software:
     """The software of a source; of one that is not known, what its text suggests, else Megatron Core's."""
-    text = f"{source} {where}".lower()
+    hint = f"{source} {where}".lower()
     similar = (
-        "torchtitan" if "titan" in text else "llm-foundry" if "foundry" in text or "fsdp1" in text else "nemo-25xx"
+        "torchtitan" if "titan" in hint else "llm-foundry" if "foundry" in hint or "fsdp1" in hint else "nemo-25xx"
     )
     source = source if source in SOFTWARE else similar
     software = SOFTWARE[source]
@@ -201,21 +225,24 @@ def _software(source: str, where: str) -> Software:
     return software
 
 
-def _cluster(source: str, gpu: str) -> Cluster:
-    similar = (name for known, name in _CLUSTERS.items() if known.partition("-")[0] == gpu.partition("-")[0])
-    name = "jean-zay-a100" if source == "bloom" else _CLUSTERS.get(gpu) or next(similar, None)
-    if name is None:
-        raise _Unpriceable(f"there are no measurements of GPU {gpu}")
-    return _cached_cluster(name)
-
-
 @cache
 def _cached_cluster(name: str) -> Cluster:
     return read_cluster(name)
 
 
-def _recompute(text: str) -> Recompute:
-    return {"full": "full", "selective": "selective"}.get(text, "none")  # type: ignore[return-value]
+def _recompute(value: str) -> Recompute:
+    stated = value.lower()
+    if stated in ("full", "selective"):
+        return "full" if stated == "full" else "selective"
+    if stated in ("", "no"):  # "none" states nothing to recompute
+        return "none"
+    raise Unpriceable(f"recompute {value} is not known: none, selective or full")
+
+
+def _release_of_bloom(where: str) -> str:
+    """Its logbook says that the adapters of the nodes became faster on 25 February, and not to compare across."""
+    day = _DAY_OF_BLOOM.search(where)
+    return "" if day is None else "from 02-25" if day.group(1) >= "02-25" else "before 02-25"
 
 
 def _schedule(where: str) -> Schedule:
