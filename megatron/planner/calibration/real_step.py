@@ -1,0 +1,109 @@
+"""Training steps of real runs, built from flags as ``pretrain_llama.py`` builds them, and their description for the
+closed form."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.config.run import RunConfig
+from megatron.core.models.kernels import build_kernels
+from megatron.core.models.parallelize import parallelize
+from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.topology import Topology
+from megatron.metrics.timers import Timers
+from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.workload import Attention, Run, Schedule, Sharding, Software
+from megatron.training.initialize import rank_grid
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
+
+_SHARDING: dict[str, Sharding] = {"no_shard": "none", "optim": "optimizer", "optim_grads": "optimizer"}
+
+
+def build_step(config: RunConfig, topology: Topology, vocab_size: int, num_microbatches: int) -> Callable[[], None]:
+    """A training step of this rank on random tokens. Collective."""
+    kernels = build_kernels(config, topology, vocab_size)
+    parallel = parallelize(config, topology, vocab_size, kernels)
+    parallel.data_parallel.initialize(config.training.seed)
+    module = TrainModule(
+        parallel.executor,
+        parallel.data_parallel,
+        Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer),
+        build_loss_scaler(config.precision),
+        topology,
+        parallel.model.context.fp8,
+        parallel.model.expert_balance,
+    )
+    expected_tokens = num_microbatches * config.micro_batch_size * config.seq_length * topology.grid.dp
+
+    def step() -> None:
+        train_step(
+            module,
+            _microbatches(config, topology, vocab_size),
+            Hyperparameters(learning_rate=1e-6),
+            num_microbatches=num_microbatches,
+            expected_tokens=expected_tokens,
+            timers=Timers(0),
+        )
+
+    return step
+
+
+def _microbatches(config: RunConfig, topology: Topology, vocab_size: int) -> Iterator[dict[str, Tensor]]:
+    """Microbatches without end, of the same tokens for ranks that share them."""
+    shape = config.micro_batch_size, config.seq_length // topology.grid.cp
+    random = torch.Generator().manual_seed(1)
+    while True:
+        tokens = torch.randint(0, vocab_size, shape, generator=random)
+        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape)}
+
+
+def describe_step(
+    config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, attention: Attention, cluster: Cluster
+) -> Run:
+    """The step of a dense model for the closed form, with the kernels of our layers and without overlaps."""
+    grid = rank_grid(config.parallel, num_ranks)
+    model = config.model.resolve(vocab_size, grid.tp, config.seq_length)
+    software = Software(
+        attention=attention,
+        elementwise="compiled",
+        sharding=_SHARDING[config.parallel.sharding_strategy],
+        main_grad_bytes=8,
+        element_bytes=2 if config.precision.name in ("bf16", "fp16") else 4,
+    )
+    schedule: Schedule = "zb-h1" if config.pipeline.schedule(model.num_layers, grid.pp) == "zb-h1" else "1f1b"
+    return Run(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_query_groups,
+        ffn=model.ffn_hidden_size,
+        is_gated=True,
+        vocab=model.padded_vocab_size,
+        seq_length=config.seq_length,
+        gpus=num_ranks,
+        tp=grid.tp,
+        pp=grid.pp,
+        vp=config.pipeline.num_chunks(model.num_layers, grid.pp) or 1,
+        cp=grid.cp,
+        dp=grid.dp,
+        micro_batch_size=config.micro_batch_size,
+        global_batch_size=config.micro_batch_size * num_microbatches * grid.dp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        schedule=schedule,
+        recompute="full" if config.activations.recompute_granularity == "full" else "none",
+        head_size=model.kv_channels,
+        software=software,
+        cluster=cluster,
+    )
+
+
+def with_layers(config: RunConfig, num_layers: int, micro_batch_size: int) -> RunConfig:
+    """The same model with another depth and microbatch."""
+    model = replace(config.model, num_layers=num_layers)
+    training = replace(config.training, micro_batch_size=micro_batch_size)
+    return replace(config, model=model, training=training)
