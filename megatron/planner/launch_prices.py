@@ -85,7 +85,7 @@ class LaunchPrices:
             is_cudnn = "cudnn" in launch.name
             return "attention", _number(launch.flops / self.machines.attention_flops(c, is_cudnn, self.seq_length))
         if launch.kind == "elementwise":
-            is_cast = "quantiz" in launch.name.lower()
+            is_cast = "Quantization." in launch.name
             price = cast_seconds if is_cast else elementwise_seconds
             return "between products", _number(price(self.machines, c, launch.num_bytes))
         if launch.group is not None:

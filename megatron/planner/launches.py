@@ -63,7 +63,7 @@ class ProductShape:
     """Of the operands."""
     count: int = 1
     is_accumulated: bool = False
-    """Whether the result is added to a tensor, such as a main gradient."""
+    """Whether the result is added to, or written to, a given tensor such as a main gradient."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,11 @@ class LaunchCounts:
 
 
 class LaunchRecorder(ShapeTracker):
-    """Records launches inside the mode: operators on tensors of the meta device. What the host reads of them is 1."""
+    """Records launches inside the mode: operators on tensors of ``device``. What the host reads of them is 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = DEVICE) -> None:
         super().__init__()
+        self._device = device
         self.launches: list[Launch] = []
         self.unit = ""
         self.is_recomputing = False
@@ -180,7 +181,7 @@ class LaunchRecorder(ShapeTracker):
         if operator_schema(func).name in _PINNING:
             # Host memory cannot be pinned without a GPU.
             return args[0]
-        if not _is_on_device(args, kwargs):
+        if not _is_on_device(args, kwargs, self._device):
             return func(*args, **kwargs)
         result = self._fake(func, args, kwargs)
         operation = _Operation.of(func, args, kwargs, result)
@@ -218,7 +219,7 @@ class LaunchRecorder(ShapeTracker):
     def _record_operation(self, operation: "_Operation") -> None:
         devices = {tensor.device.type for tensor in operation.tensors}
         name = operation.name
-        if DEVICE.type not in devices or operation.is_free:
+        if self._device.type not in devices or operation.is_free:
             return
         if operation.operator is local_scalar:
             address = _address(operation.tensors[0])
@@ -284,7 +285,8 @@ class _Operation:
             groups = self.arguments["offs"].numel()
             is_depth = other.dim() == 2
             count, rows, depth = groups, rows // (1 if is_depth else groups), depth // (groups if is_depth else 1)
-        return ProductShape(max(rows, 1), columns, max(depth, 1), one.dtype, count, added is not None)
+        is_accumulated = added is not None or self.arguments.get("out") is not None
+        return ProductShape(max(rows, 1), columns, max(depth, 1), one.dtype, count, is_accumulated)
 
     @property
     def attention_flops(self) -> float:
@@ -304,8 +306,12 @@ class _Operation:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is launched: a view, an allocation, or no element."""
-        return self.name in _ALLOCATIONS or not any(tensor.numel() for tensor in self.tensors)
+        """Whether nothing is launched: a view, an allocation, a query, or no element."""
+        return (
+            self.name.startswith("prim::")
+            or self.name in _ALLOCATIONS
+            or not any(tensor.numel() for tensor in self.tensors)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -368,9 +374,9 @@ def _size(tensor: Tensor) -> int:
     return torch.Size(sizes).numel() * tensor.element_size()
 
 
-def _is_on_device(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an argument or the result is on the device."""
+def _is_on_device(args: Any, kwargs: dict[str, Any], wanted: torch.device) -> bool:
+    """Whether an argument or the result is on the device ``wanted``."""
     device = kwargs.get("device")
-    return (device is not None and torch.device(device) == DEVICE) or any(
-        tensor.device == DEVICE for tensor in _tensors_of((args, kwargs))
+    return (device is not None and torch.device(device) == wanted) or any(
+        tensor.device == wanted for tensor in _tensors_of((args, kwargs))
     )

@@ -116,12 +116,13 @@ class _Step:
         """The launches of a pass of a recorded stage, by default of the microbatch that is every other one, without
         those of data parallelism."""
         prefix = f"{name} pass, microbatch {microbatch},"
+        launches = self.recorded[stage].launches
         return [
             launch
-            for launch in self.recorded[stage].launches
+            for launch, following in zip(launches, (*launches[1:], None))
             if launch.during.startswith(prefix)
             and (unit is None or launch.unit == unit)
-            and not (launch.group is not None and axis_of(launch.group.axes) in ("dp", "edp", "several"))
+            and not (_is_shared(launch) or launch.name.startswith("fsdp::") or _is_copied(launch, following))
         ]
 
     @cached_property
@@ -250,6 +251,18 @@ class _Step:
         infos = recorded.parameters
         more = (self._largest(False) + self._largest(True)) / sum(map(_size, infos))
         return self.prices.optimizer(between) * more
+
+
+def _is_shared(launch: Launch) -> bool:
+    """Whether it is a collective of ranks that share parameters, or of several axes."""
+    return launch.group is not None and axis_of(launch.group.axes) in ("dp", "edp", "several")
+
+
+def _is_copied(launch: Launch, following: Launch | None) -> bool:
+    """Whether it copies gradients into the buffer of a reduction: like the copies of FSDP2's gathers it is part of what
+    the fitted contention of sharding describes."""
+    is_copy = launch.name in ("aten::cat", "aten::_foreach_copy_")
+    return is_copy and following is not None and (_is_shared(following) or following.name.startswith("fsdp::"))
 
 
 def _size(info: ParameterInfo) -> int:

@@ -1,6 +1,7 @@
 """The training step of a simulated rank, recorded launch by launch, with the unit of the model each belongs to."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from megatron.planner.fake_backend import SimulatedTopology
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
 from megatron.planner.plan import Run, fake_processes
 from megatron.planner.simulated_rank import build_rank, run_step
+from megatron.torch_compat import FakeTensorMode
 
 
 def label_units(chunks: Iterable[TransformerChunk], recorder: LaunchRecorder) -> None:
@@ -70,15 +72,19 @@ class RecordedStep:
 def record_step(run: Run, rank: int, num_microbatches: int, document_length: int | None = None) -> RecordedStep:
     """Record the second training step of ``rank``.
 
-    With ``document_length`` every sample consists of documents of that length.
+    With ``document_length`` every sample consists of documents of that length. FSDP2 does not know the meta device, so
+    its tensors are fake ones on a CPU; there launches between host and device are not told apart.
     """
-    recorder = LaunchRecorder()
+    is_fully_sharded = run.config.parallel.sharding_strategy == "optim_grads_params"
+    device = torch.device("cpu") if is_fully_sharded else DEVICE
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fully_sharded else nullcontext()
+    recorder = LaunchRecorder(device)
     starts = None
     if document_length is not None:
         starts = (torch.arange(run.config.seq_length) % document_length == 0).repeat(run.config.micro_batch_size, 1)
-    with fake_processes(run, rank), recorder:
+    with fake_processes(run, rank), mode, recorder:
         topology = SimulatedTopology(
-            run.grid, rank, run.device, recorder, recorder.observer, DEVICE, recorder.start_work
+            run.grid, rank, run.device, recorder, recorder.observer, device, recorder.start_work
         )
         module = build_rank(run.config, topology, run.vocabulary, recorder, run.device)
         label_units((cast(TransformerChunk, chunk) for chunk in module.executor.chunks), recorder)

@@ -62,6 +62,15 @@ class OwnLayer:
         self.has_qkv_bias, self.has_qk_norm = w.where("has_qkv_bias"), w.where("has_qk_norm")
         self.recomputes = {name: w.where(f"recomputes_{name}") for name in ("attention", "norms", "activation", "mlp")}
         self.chunks_loss = w.where("chunks_loss")
+        shards = w.number("dp") * self.cp / w.number("replicas")
+        # Sharded gradients are reduced in every microbatch, and added to the shard of the main gradient.
+        self.writes_gradients = w.where("sharding_strategy", "optim_grads") | w.where(
+            "sharding_strategy", "optim_grads_params"
+        )
+        self.writes_gradients = self.writes_gradients & ~w.where("defers_reduction")
+        self.added_shard = np.where(
+            self.writes_gradients, 3 * self.gradient_bytes / shards, 0.0
+        )  # bytes of a parameter
         self.recomputed_unit = w.number("recomputed_unit")
         self.experts = ExpertShapes(w)
         self.dense = 1 - self.experts.share
@@ -83,12 +92,11 @@ class OwnLayer:
         return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8, count)
 
     def _weight_gradient(self, c: Constants, inputs: Any, outputs: Any, in_bf16: bool = False) -> Array:
-        """It is added to the main gradient in the product, or from FP8 after it."""
-        is_fp8 = self.is_fp8 & (not in_bf16)
-        extra = np.where(is_fp8, 0.0, self.main_grad_bytes * inputs * outputs)
-        added = np.where(is_fp8, (2 * self.gradient_bytes + 2) * inputs * outputs, 0.0)
-        product = self._product(c, inputs, outputs, self.tokens, extra, in_bf16=in_bf16)
-        return product + elementwise_seconds(self.machines, c, added)
+        """It is added to the main gradient in the product; from FP8 after it, in the main gradient's dtype."""
+        written = np.where(self.writes_gradients, self.gradient_bytes - self.element, self.main_grad_bytes)
+        written = np.where(self.is_fp8 & (not in_bf16), self.gradient_bytes - self.element, written)
+        extra = written * inputs * outputs
+        return self._product(c, inputs, outputs, self.tokens, extra, in_bf16=in_bf16)
 
     def _ring(self, c: Constants, num_bytes: Array, size: Array, in_node: Array) -> Array:
         """A gather or a reduce-scatter."""
@@ -121,6 +129,9 @@ class OwnLayer:
         )
         cp, cp_backward = self._context_parallel(c)
         tp, tp_backward = self._tensor_parallel(c)
+        parameters = sum(share * inputs * outputs for inputs, outputs, share in linears)
+        separate = np.where(self.writes_gradients, 2.0, 3.0) * self.gradient_bytes
+        added = (np.where(self.is_fp8, separate, 0.0) + self.added_shard) * parameters
         weights = sum(share * self._weight_gradient(c, inputs, outputs) for inputs, outputs, share in linears)
         forward = {
             "products": sum(share * self._product(c, n, outputs, inputs) for inputs, outputs, share in linears),
@@ -136,7 +147,11 @@ class OwnLayer:
             "tensor parallelism": tp_backward,
             "context parallelism": cp_backward,
         }
-        return self._with_experts(c, forward, backward, {"products": np.asarray(weights)})
+        gradients = {
+            "products": np.asarray(weights),
+            "between products": elementwise_seconds(self.machines, c, added),
+        }
+        return self._with_experts(c, forward, backward, gradients)
 
     def _with_experts(self, c: Constants, *passes: Pass) -> tuple[Pass, Pass, Pass]:
         first, second, third = passes
@@ -179,7 +194,7 @@ class OwnLayer:
         optional = optional + np.where(self.has_qk_norm, e * n * (2 * (self.query + self.key) + 2 * qkv), 0.0)
         optional_backward = np.where(self.has_qkv_bias, e * n * qkv, 0.0)
         optional_backward = optional_backward + np.where(
-            self.has_qk_norm, e * n * (3 * (self.query + self.key) + 4 * qkv), 0.0
+            self.has_qk_norm, e * n * (3 * (self.query + self.key) + 2 * qkv), 0.0
         )
         forward = (3 + 2) * norms * residual + 3 * inner + self._rotation() + optional
         # Under delayed scaling the norm writes FP8, by rows or also transposed.
@@ -320,7 +335,7 @@ class OwnLayer:
         logits = self._product(c, n, v, h, in_bf16=True)
         forward = elementwise_seconds(self.machines, c, e * n * (2 * self.residual + v))
         forward = forward + logits + np.where(self.sequence_parallel, unit, 0.0)
-        backward = elementwise_seconds(self.machines, c, e * n * (3 * self.residual + 2 * v))
+        backward = elementwise_seconds(self.machines, c, e * n * (3 * self.residual + 2 * v) + self.added_shard * v * h)
         backward = backward + self._product(c, n, h, v, in_bf16=True) + self._weight_gradient(c, h, v, in_bf16=True)
         backward = backward + np.where(self.sequence_parallel, 1.0, 2.0) * unit
         backward = backward + np.where(self.chunks_loss, logits, 0.0)
@@ -335,7 +350,8 @@ class OwnLayer:
         wide = self.gradient_bytes
         cast = np.where(wide > e, (e + wide) * n * h, 0.0)
         forward = elementwise_seconds(self.machines, c, 2 * e * n * h + mask)
-        backward = elementwise_seconds(self.machines, c, mask + cast + 3 * wide * n * h)
+        table = self.vocab * h * (self.added_shard + np.where(self.writes_gradients, wide, 0.0))
+        backward = elementwise_seconds(self.machines, c, mask + cast + 3 * wide * n * h + table)
         return (
             {"between products": forward, "tensor parallelism": np.where(self.sequence_parallel, 1.0, 2.0) * unit},
             {"between products": backward, "tensor parallelism": np.where(self.sequence_parallel, unit, 0.0)},

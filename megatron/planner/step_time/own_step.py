@@ -73,7 +73,7 @@ class OwnStepModel:
         stages = self._stages(passes)
         busiest = np.argmax(stages, axis=0)
         slowest = np.take_along_axis(stages, busiest[None], axis=0)[0]
-        makespan = self._makespan(passes, slowest)
+        makespan = self._makespan(passes, slowest, busiest)
         layers, recomputed, has_embedding, has_head = (
             np.take_along_axis(of_stage, busiest[None], axis=0)[0] for of_stage in self._contents()
         )
@@ -145,13 +145,21 @@ class OwnStepModel:
         recomputed = np.einsum("skr,kr->sr", shares, np.array(self.recomputed))
         return layers, recomputed, shares[:, 0], np.where(is_whole, shares[:, 0], shares[:, 2])
 
-    def _makespan(self, passes: Sequence[Sequence[Array]], slowest: Array) -> Array:
-        """Seconds from the first to the last pass."""
+    def _bubble(self, passes: Sequence[Sequence[Array]], slowest: Array, busiest: Array) -> Array:
+        """The idle time of the slowest stage under 1F1B, interleaved or not.
+
+        With one chunk it waits for one microbatch on all other stages. With several, for the first chunks of the stages
+        before it; of equal inner stages the last one is meant.
+        """
         first, inner, last = (sum(times) for times in passes)
         count = self.pp * self.vp
-        whole = np.where(count == 1, first, first + (count - 2) * inner + last)
-        closed = self.microbatches * slowest + (whole - slowest) / self.vp
-        found = np.array(closed)
+        others = np.where(count == 1, first, first + (count - 2) * inner + last) - slowest
+        before = first + np.maximum(self.pp - np.where(busiest == 2, 2, 3), 0) * inner
+        return np.where((self.vp > 1) & (busiest > 0), before, others / self.vp)
+
+    def _makespan(self, passes: Sequence[Sequence[Array]], slowest: Array, busiest: Array) -> Array:
+        """Seconds from the first to the last pass."""
+        found = np.array(self.microbatches * slowest + self._bubble(passes, slowest, busiest))
         keys = list(zip(self.schedules, self.pp.astype(int), self.vp.astype(int), self.microbatches.astype(int)))
         for key in dict.fromkeys(key for key in keys if key[0] not in _CLOSED and key[1] > 1):
             runs = np.array([other == key for other in keys])
@@ -187,14 +195,17 @@ class OwnStepModel:
         per_layer = experts.share * experts.local_experts * 3 * experts.hidden * experts.ffn / experts.etp
         return np.asarray(self._contents()[0].max(axis=0) * per_layer)
 
-    def _moved(self, c: Constants, gathered: Array, reduced: Array) -> Array:
-        """Seconds to gather ``gathered`` and reduce ``reduced`` bytes of each parameter of the largest stage."""
-        dense = self._collectives(c, gathered, reduced, self.dp * self.cp, "shards")
-        experts = self._collectives(c, gathered, reduced, self.layer.experts.edp, "expert_shards")
+    def _moved(self, c: Constants, gathered: Array, reduced: Array, copied: Array) -> Array:
+        """Seconds to gather ``gathered`` and reduce ``reduced`` bytes of each parameter of the largest stage among its
+        shards, and ``copied`` among their replicas."""
+        dense = self._collectives(c, gathered, reduced, copied, self.dp * self.cp, "shards")
+        experts = self._collectives(c, gathered, reduced, copied, self.layer.experts.edp, "expert_shards")
         experts = np.where(self.layer.experts.is_moe, self._expert_parameters() * experts, 0.0)
         return self._parameters() * dense + experts
 
-    def _collectives(self, c: Constants, gathered: Array, reduced: Array, ranks: Array, group: str) -> Array:
+    def _collectives(
+        self, c: Constants, gathered: Array, reduced: Array, copied: Array, ranks: Array, group: str
+    ) -> Array:
         """The same for one parameter that ``ranks`` share: gathers and reduce-scatters in groups of shards, an
         all-reduce of each shard among its replicas, or of everything without shards."""
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
@@ -203,7 +214,7 @@ class OwnStepModel:
         in_node = np.where(self.is_sharded, self.in_node["replicas"], self.in_node[group])
         in_pod = np.where(self.is_sharded, self.in_pod["replicas"], self.in_pod[group])
         rate = self._rate(c, in_node, in_pod, replicas)
-        return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * reduced / shards / rate
+        return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * copied / shards / rate
 
     def _rate(self, c: Constants, in_node: Array, in_pod: Array, ranks: Array) -> Array:
         """Bytes per second of a ring of ``ranks``."""
@@ -217,10 +228,10 @@ class OwnStepModel:
         gathers = np.where(self.keeps_gathered, none, 2 * weight)
         reduces = np.where(self.defers_reduction, none, gradient)
         is_each = self.is_fully_sharded | self.reduces_each
-        each = self._moved(c, np.where(self.is_fully_sharded, gathers, none), np.where(is_each, reduces, none))
+        each = self._moved(c, np.where(self.is_fully_sharded, gathers, none), np.where(is_each, reduces, none), none)
         gathered_once = np.where(self.is_fully_sharded, np.where(self.keeps_gathered, weight, none), weight)
         gathered_once = np.where(self.is_sharded, gathered_once, none)
-        once = self._moved(c, gathered_once, np.where(is_each, gradient - reduces, gradient))
+        once = self._moved(c, gathered_once, np.where(is_each, gradient - reduces, gradient), gradient)
         window = reduction_window(slowest, m, self.pp, self.vp > 1)
         exposed = exposed_reduction(c, once, window, self.overlaps_reduction)
         sharded = exposed_sharding(c, each, slowest, c["fsdp2_contention"])
