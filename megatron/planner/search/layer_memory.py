@@ -27,6 +27,10 @@ class UnitMemory:
     """As ``backward``, after the output's gradient is freed."""
     deferred: int = 0
     """From the backward pass to the pass of the weight gradients, where that is a pass of its own."""
+    experts_end: int = 0
+    """In the backward pass, with the last weight gradient of its experts."""
+    end: int = 0
+    """In the backward pass, with the last weight gradient."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class AttentionPart:
 class DensePart:
     """The norm and the SwiGLU MLP of a layer."""
 
+    experts_end = 0
+
     def __init__(self, sizes: LayerSizes, modules: Collection[str], defers: bool) -> None:
         self.s, self.defers = sizes, defers
         self.recomputes_all = "mlp" in modules
@@ -212,6 +218,10 @@ class SecondPart(Protocol):
     def backward(self, ledger: Ledger) -> int:
         """From the gradient of the output to the gradient of ``x``; returns the peak before the former is freed."""
 
+    @property
+    def experts_end(self) -> int:
+        """What the ledger had with the last weight gradient of the experts; 0 without experts."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -229,7 +239,8 @@ class Layer:
         ledger = Ledger(kept + shard)
         early = self.mlp.backward(ledger)
         self.attention.backward(ledger)
-        return UnitMemory(kept, forward, early, ledger.peak, ledger.now - shard)
+        # At the end: the input, the projection's and the norm's gradient of it, and the residual connection's.
+        return UnitMemory(kept, forward, early, ledger.peak, ledger.now - shard, self.mlp.experts_end, 4 * shard)
 
 
 def recomputed(layers: Sequence[Layer]) -> UnitMemory:
@@ -252,4 +263,4 @@ def recomputed(layers: Sequence[Layer]) -> UnitMemory:
         if number == len(layers) - 1:
             ledger.add(shard)  # the gradient of the unit's output is held until the end
         layer.attention.backward(ledger)
-    return UnitMemory(shard, forward, ledger.highest, 0, ledger.now - 2 * shard)
+    return UnitMemory(shard, forward, ledger.highest, 0, ledger.now - 2 * shard, end=5 * shard)

@@ -12,6 +12,9 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.parallelize import chunks_of_stage
@@ -19,7 +22,7 @@ from megatron.core.precision import number_formats
 from megatron.planner.plan import ALLOWANCE
 from megatron.planner.search.layer_memory import UnitMemory
 from megatron.planner.search.layout import Layout
-from megatron.planner.search.schedule_moments import Moment, moments_of
+from megatron.planner.search.schedule_moments import StageMoments, moments_of
 from megatron.planner.search.state_memory import (
     Formats,
     Sharding,
@@ -46,13 +49,34 @@ class _Chunk:
     weight_pass: int
 
 
+@dataclass(frozen=True)
+class _Stages:
+    chunks: list[list[VirtualStage]]
+    """Of each stage."""
+    like: list[int]
+    """The first stage with the same weights and units as each stage."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The memory of a stage with certain layers, in bytes."""
+
+    lasting: int
+    """Between the passes, without activations."""
+    passes: NDArray[np.int64]
+    """Of each pass (:class:`StageMoments`)."""
+    held: NDArray[np.int64]
+    """Of each thing that is held beside a pass."""
+
+
 class MemoryFormula:
     """The formula for the layouts of one run; it remembers what they share."""
 
     def __init__(self, config: RunConfig, architecture: TransformerConfig, given: Collection[str] = ()) -> None:
         self.config, self.architecture, self.given = config, architecture, given
-        self._stages: dict[Hashable, list[list[VirtualStage]]] = {}
-        self._moments: dict[Hashable, list[Moment]] = {}
+        self.is_moe = architecture.moe_layers()
+        self._stages: dict[Hashable, _Stages] = {}
+        self._moments: dict[Hashable, StageMoments] = {}
         self._units: dict[Hashable, UnitMemory] = {}
         self._states: dict[Hashable, StateMemory] = {}
 
@@ -97,6 +121,7 @@ class _LayoutMemory:
     def __init__(self, formula: MemoryFormula, layout: Layout, num_microbatches: int) -> None:
         self.formula, self.layout, self.num_microbatches = formula, layout, num_microbatches
         self.config = layout.apply(formula.config, formula.given)
+        self._contents: dict[int, _Content] = {}
 
     @cached_property
     def formats(self) -> Formats:
@@ -116,30 +141,39 @@ class _LayoutMemory:
         return UnitRules(model, self.config, self.formats, self.splits_backward)
 
     @cached_property
-    def stages(self) -> list[list[VirtualStage]]:
-        """The chunks of each stage."""
+    def stages(self) -> "_Stages":
         layout, layers = self.layout, self.formula.architecture.num_layers
         key = layout.pp, layout.vp, layout.schedule, layout.counts_ends
         if key not in self.formula._stages:
             chunks = list(self.config.pipeline.virtual_stages(layers, layout.pp))
             schedule = layout.schedule if layout.pp > 1 else "1f1b"
             placement = placement_of(schedule, layout.pp, self.config.pipeline.num_chunks(layers, layout.pp))
-            self.formula._stages[key] = [chunks_of_stage(chunks, placement, stage) for stage in range(layout.pp)]
+            of_stages = [chunks_of_stage(chunks, placement, stage) for stage in range(layout.pp)]
+            first_of: dict[Hashable, int] = {}
+            like = [first_of.setdefault(self.content(one), stage) for stage, one in enumerate(of_stages)]
+            self.formula._stages[key] = _Stages(of_stages, like)
         return self.formula._stages[key]
 
-    def moments(self, stage: int) -> list[Moment]:
+    def moments(self, stage: int) -> StageMoments:
         layout = self.layout
         schedule = layout.schedule if layout.pp > 1 else "1f1b"
         group = self.config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
         key = schedule, layout.pp, layout.vp, self.num_microbatches, stage
         if key not in self.formula._moments:
-            chunks = len(self.stages[stage])
+            chunks = len(self.stages.chunks[stage])
             self.formula._moments[key] = moments_of(schedule, layout.pp, self.num_microbatches, chunks, stage, group)
         return self.formula._moments[key]
 
     def stage(self, stage: int) -> int:
         """Bytes of the stage's peak without the allowance."""
-        virtual_stages = self.stages[stage]
+        like = self.stages.like[stage]
+        if like not in self._contents:
+            self._contents[like] = self._content(self.stages.chunks[like])
+        content, moments = self._contents[like], self.moments(stage)
+        most = int((content.passes[moments.passes] + moments.held @ content.held).max())
+        return content.lasting + most
+
+    def _content(self, virtual_stages: Sequence[VirtualStage]) -> "_Content":
         state = self.state(virtual_stages)
         chunks, first = [], 0
         for virtual_stage in virtual_stages:
@@ -148,33 +182,38 @@ class _LayoutMemory:
             first += len(units)
             receives = not virtual_stage.has_output_layer
             chunks.append(self.chunk(units, buffers, held=self.rules.shard if receives else 0))
-        peak = max(self._at(moment, chunks, state) for moment in self.moments(stage))
-        return state.lasting + self.rules.rotary_table + peak
+        return _Content(
+            lasting=state.lasting + self.rules.rotary_table + (state.split_backward if self.splits_backward else 0),
+            passes=np.array([getattr(one, name) for name in ("forward", "backward", "weight_pass") for one in chunks]),
+            held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),
+        )
 
-    def _at(self, moment: Moment, chunks: Sequence[_Chunk], state: StateMemory) -> int:
-        """Bytes beyond the state at ``moment``."""
-        chunk = chunks[moment.chunk]
-        of_pass = {"F": chunk.forward, "B": chunk.backward, "W": chunk.weight_pass}[moment.kind]
-        others = sum(count * one.kept for count, one in zip(moment.live, chunks))
-        waiting = sum(count * one.deferred for count, one in zip(moment.deferred, chunks))
-        gradients = state.split_backward if self.splits_backward else 0
-        return of_pass + others + waiting + moment.receives * self.rules.shard + gradients
+    def content(self, virtual_stages: Sequence[VirtualStage]) -> Hashable:
+        """What determines the weights and units of a stage."""
+        is_moe = self.formula.is_moe
+        return tuple(
+            (tuple(is_moe[layer] for layer in one.layers), one.has_embedding, one.has_output_layer)
+            for one in virtual_stages
+        )
 
     def chunk(self, units: Sequence[UnitMemory], buffers: Sequence[UnitBuffers], held: int) -> _Chunk:
         """``held`` is the received gradient, which stays until the end of the backward pass."""
         splits, shard = self.splits_backward, self.rules.shard
         before = forward = backward = 0
         for number, (unit, buffer) in enumerate(zip(units, buffers)):
-            own = 0 if splits else buffer.backward
-            end = 0 if splits else buffer.backward_end
+            # With a pass for weight gradients all whole gradients are counted in the state.
+            own = UnitBuffers() if splits else buffer
             forward = max(forward, before + max(unit.forward + buffer.forward, buffer.start))
             is_last = number == len(units) - 1
             deferred = sum(one.deferred for one in units[number + 1 :]) + before
             early = unit.backward + (0 if is_last else held)
+            late = unit.late_backward + held + own.late_backward if unit.late_backward else 0
             backward = max(
                 backward,
-                deferred + max(early, unit.late_backward + held) + own,
-                deferred + shard + held + end,
+                deferred + early + max(own.backward, 0 if unit.late_backward else own.late_backward),
+                deferred + late,
+                deferred + unit.experts_end + held + own.experts_end if own.experts_end else 0,
+                deferred + unit.end + held + own.backward_end,
                 deferred + unit.kept + held + buffer.start,
             )
             before += unit.kept
@@ -183,7 +222,7 @@ class _LayoutMemory:
         return _Chunk(before, forward, backward, waiting, waiting + gathered)
 
     def units(self, virtual_stage: VirtualStage) -> list[UnitMemory]:
-        is_moe = self.formula.architecture.moe_layers()
+        is_moe = self.formula.is_moe
         found = [self._unit("embedding")] if virtual_stage.has_embedding else []
         for unit in self.config.activations.units(len(virtual_stage.layers)):
             kinds = tuple(is_moe[virtual_stage.layers[place]] for place in unit.layers)
@@ -211,14 +250,9 @@ class _LayoutMemory:
 
     def state(self, virtual_stages: Sequence[VirtualStage]) -> StateMemory:
         layout = self.layout
-        is_moe = self.formula.architecture.moe_layers()
-        content = tuple(
-            (tuple(is_moe[layer] for layer in one.layers), one.has_embedding, one.has_output_layer)
-            for one in virtual_stages
-        )
         full = (layout.recompute, layout.recompute_layers) if not layout.modules else None
         key = (
-            content,
+            self.content(virtual_stages),
             full,
             *(layout.tp, layout.cp, layout.dp, layout.ep, layout.etp, layout.sharding, layout.replicas),
             layout.reduces_in_bf16,
@@ -247,7 +281,7 @@ class _LayoutMemory:
         return fully_sharded_state(units, root, self.formats, sharding)
 
     def _weights(self, one: VirtualStage, is_tied: bool, has_output_weight: bool) -> list[list[Weight]]:
-        is_moe, rules = self.formula.architecture.moe_layers(), self.rules
+        is_moe, rules = self.formula.is_moe, self.rules
         found = [rules.embedding_weights(is_tied)] if one.has_embedding else []
         for unit in self.config.activations.units(len(one.layers)):
             found.append([weight for place in unit.layers for weight in rules.layer_weights(is_moe[one.layers[place]])])

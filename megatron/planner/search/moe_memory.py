@@ -71,6 +71,7 @@ class MoEPart:
         if sizes.shared is not None:
             hidden = {"mlp_act"} if {"shared_experts", "moe"} & set(modules) else set()
             self.shared = DensePart(sizes.shared, hidden, defers)
+        self.experts_end = 0
         self.recomputes_shared = "shared_experts" in modules and not self.recomputes_all
 
     @property
@@ -209,6 +210,7 @@ class MoEPart:
         """The gradient of the rows, sent back and summed."""
         s, e = self.s, self.e
         held = 0 if self.defers else 2 * e.activated + e.received  # for fc1's weight gradient
+        self.experts_end = ledger.now + (e.sent if e.dispatcher == "alltoall" else e.received)
         if e.dispatcher == "alltoall":
             ledger.pulse(e.received, e.received if e.sorts_again else 0)
             ledger.pulse(e.received, e.sent)

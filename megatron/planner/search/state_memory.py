@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer state of a rank, and what gathers and reductions allocate, by sharding strategy."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.data_parallel.buffer import BufferLayout, plan_buffer
 
@@ -65,6 +65,10 @@ class UnitBuffers:
     """When it begins."""
     forward: int = 0
     backward: int = 0
+    experts_end: int = 0
+    """When the gradients of its experts are reduced."""
+    late_backward: int = 0
+    """From when on the gradient of its output is freed."""
     backward_end: int = 0
     """At the end of its backward pass, when its gradients are reduced and its activations are freed."""
 
@@ -74,6 +78,8 @@ class UnitBuffers:
             self.start + other.start * itemsize,
             self.forward + other.forward * itemsize,
             self.backward + other.backward * itemsize,
+            self.experts_end + other.experts_end * itemsize,
+            self.late_backward + other.late_backward * itemsize,
             self.backward_end + other.backward_end * itemsize,
         )
 
@@ -122,12 +128,14 @@ def buffered_state(units: Sequence[Sequence[Weight]], formats: Formats, sharding
 
 def _own_elements(layout: BufferLayout, shards: int) -> int:
     """Elements of the first rank, which has no padding unless it has all."""
-    ends = [stop for _, stop in layout.parameters]
-    total = 0
-    for start, stop in layout.buckets:
-        used = max(end for end in ends if start < end <= stop) - start
-        total += min((stop - start) // shards, used)
-    return total
+    used = dict.fromkeys(layout.buckets, 0)
+    buckets = iter(layout.buckets)
+    bucket = next(buckets)
+    for first, stop in layout.parameters:
+        while first >= bucket[1]:
+            bucket = next(buckets)
+        used[bucket] = stop - bucket[0]
+    return sum(min((stop - start) // shards, content) for (start, stop), content in used.items())
 
 
 def _whole_gradients(
@@ -145,7 +153,7 @@ def _whole_gradients(
         while first >= layout.buckets[place][1]:
             place += 1
         most = max(found[owner].backward, sizes[place] + pending[place])
-        found[owner] = UnitBuffers(start=idle, forward=idle, backward=most, backward_end=most)
+        found[owner] = UnitBuffers(idle, idle, most, 0, most, most)
     return found
 
 
@@ -154,35 +162,38 @@ def fully_sharded_state(
 ) -> StateMemory:
     """Rows of every weight are sharded (FSDP2): a unit is gathered before it runs and reduced after it. ``root`` are
     weights of several units, which are gathered during all passes."""
-    sizes = [_sharded_unit(unit, formats, sharding) for unit in units]
+    dense = [_sharded_unit([one for one in unit if not one.is_expert], formats, sharding) for unit in units]
+    experts = [_sharded_unit([one for one in unit if one.is_expert], formats, sharding) for unit in units]
     common = _sharded_unit(root, formats, sharding)
-    lasting = sum(one.lasting for one in (*sizes, common)) + common.gathered
-    gathered = [one.gathered for one in sizes]
-    pending = _reductions_before([one.part for one in sizes], 2 if sharding.overlaps else 0)
-    idle = pending[-1] if pending else 0
+    lasting = sum(one.lasting for one in (*dense, *experts, common)) + common.gathered
     if not sharding.reshards:
-        lasting, gathered = lasting + sum(gathered), [0] * len(units)
-    ahead = sharding.prefetches
-    buffers = tuple(
-        UnitBuffers(
-            start=2 * size + idle,  # gathered, and copied to the weights
-            forward=size + idle + (after if ahead else 0),
-            backward=size + reductions + (before if ahead else 0) + one.gradients + common.gradients,
-            # The whole gradients, by weight and by rank.
-            backward_end=size + reductions + (before if ahead else 0) + 2 * one.gradients + common.gradients,
+        lasting += sum(one.gathered for one in (*dense, *experts))
+        dense, experts = [one.resident() for one in dense], [one.resident() for one in experts]
+    # The experts of a unit are reduced before its dense weights.
+    parts = [(place, part.part) for place, both in enumerate(zip(dense, experts)) for part in both if part.part]
+    under_way = _reductions_before([part for _, part in parts], 2 if sharding.overlaps else 0)
+    idle = under_way[-1] if under_way else 0
+    reductions = [0] * len(units)
+    for (place, _), pending in zip(parts, under_way):
+        reductions[place] = max(reductions[place], pending)
+    buffers = []
+    for place, (one, inner, pending) in enumerate(zip(dense, experts, reductions)):
+        after = dense[place + 1].gathered if sharding.prefetches and place + 1 < len(units) else 0
+        before = dense[place - 1].gathered if sharding.prefetches and place > 0 else 0
+        gathered = one.gathered + before + pending + common.gradients
+        early = gathered + inner.gathered + (inner.gradients or one.gradients)
+        buffers.append(
+            UnitBuffers(
+                start=2 * one.gathered + idle,  # gathered, and copied to the weights
+                forward=one.gathered + inner.gathered + after + idle,
+                backward=early,
+                experts_end=early + inner.gradients if inner.gradients else 0,
+                late_backward=gathered + one.gradients,
+                # The whole gradients, by weight and by rank.
+                backward_end=gathered + 2 * one.gradients,
+            )
         )
-        for one, size, reductions, after, before in zip(
-            sizes, gathered, pending, [*gathered[1:], 0], [0, *gathered[:-1]]
-        )
-    )
-    return StateMemory(lasting, buffers, sum(one.gradients for one in sizes))
-
-
-def _reductions_before(parts: Sequence[int], in_flight: int) -> list[int]:
-    """By unit the sizes of the reductions of units whose backward pass was before, of which ``in_flight`` are under
-    way; the last unit follows the first of the microbatch before."""
-    count = min(in_flight, len(parts) - 1)
-    return [sum(parts[(place + back + 1) % len(parts)] for back in range(count)) for place in range(len(parts))]
+    return StateMemory(lasting, tuple(buffers), sum(one.gradients for one in (*dense, *experts)))
 
 
 @dataclass(frozen=True)
@@ -193,6 +204,17 @@ class _ShardedUnit:
     """Whole."""
     part: int = 0
     """The rank's part of the gradients."""
+
+    def resident(self) -> "_ShardedUnit":
+        """The same, whose weights stay gathered."""
+        return replace(self, gathered=0)
+
+
+def _reductions_before(parts: Sequence[int], in_flight: int) -> list[int]:
+    """By unit the sizes of the reductions of units whose backward pass was before, of which ``in_flight`` are under
+    way; the last unit follows the first of the microbatch before."""
+    count = min(in_flight, len(parts) - 1)
+    return [sum(parts[(place + back + 1) % len(parts)] for back in range(count)) for place in range(len(parts))]
 
 
 def _sharded_unit(unit: Sequence[Weight], formats: Formats, sharding: Sharding) -> _ShardedUnit:

@@ -83,7 +83,7 @@ class UnitRules:
             ledger.pulse(values, tokens * self.model.hidden_size * self.formats.gradient)
         elif self.formats.weight < _WIDE:
             ledger.pulse(values)
-        return UnitMemory(kept, forward, ledger.peak)
+        return UnitMemory(kept, forward, ledger.peak, end=shard)
 
     def output(self) -> UnitMemory:
         shard, whole = self.shard, self._whole
@@ -105,7 +105,7 @@ class UnitRules:
             ledger.drop(whole, gathered)
         ledger.drop(logits, shard)
         ledger.add(shard)
-        return UnitMemory(kept, forward, ledger.peak)
+        return UnitMemory(kept, forward, ledger.peak, end=3 * shard)
 
     def _layer(self, is_moe: bool) -> Layer:
         modules, sizes = self.config.activations.modules, self._sizes(self.model.ffn_hidden_size)

@@ -1,0 +1,163 @@
+"""The layouts of the search are the valid ones: each passes the checks of a run, and none of a grid is missing."""
+
+import random
+from collections.abc import Collection, Iterator
+from functools import cache
+from itertools import product
+
+import pytest
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from megatron.planner.search.enumeration import LONGEST_MICROBATCH, SHORTEST_PART, enumerate_layouts
+from megatron.planner.search.layout import Layout
+
+REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"
+DENSE = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --num-query-groups 4 --vocab-size 1000 --bf16 "
+    "--ffn-hidden-size 128 --seq-length 8192 --global-batch-size 16"
+)
+NODE = 8
+
+
+def config_of(flags: str) -> RunConfig:
+    return parse_command_line(f"{REQUIRED} {flags}".split())
+
+
+@cache
+def layouts_of(flags: str, num_gpus: int, given: tuple[str, ...] = ()) -> list[Layout]:
+    config = config_of(flags)
+    architecture = config.model.resolve(config.mock_vocab_size or 1, 1, config.seq_length)
+    return enumerate_layouts(config, architecture, num_gpus, NODE, given)
+
+
+RUNS = {
+    "70B": ("--model llama3.1-70b --bf16 --seq-length 8192 --global-batch-size 128", 64),
+    "405B on many": ("--model llama3.1-405b --bf16 --seq-length 8192 --global-batch-size 2048", 16384),
+    "8B in FP8": ("--model llama3-8b --bf16 --fp8-format hybrid --seq-length 4096 --global-batch-size 64", 8),
+    "experts": ("--model mixtral-8x22b --bf16 --seq-length 4096 --global-batch-size 1024", 128),
+    "tied, fp32": ("--model tiny --vocab-size 1000 --seq-length 256 --global-batch-size 24", 4),
+    "long": ("--model llama3.1-405b --bf16 --seq-length 131072 --global-batch-size 128", 2048),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_layout_is_valid(name: str) -> None:
+    flags, num_gpus = RUNS[name]
+    config, layouts = config_of(flags), layouts_of(flags, num_gpus)
+    assert len(set(layouts)) == len(layouts) > 0
+    for layout in random.Random(1).sample(layouts, min(len(layouts), 60)):
+        applied = layout.apply(config)
+        applied.check(num_gpus)
+        assert layout.num_gpus == num_gpus
+        assert applied.training.global_batch_size is not None
+        assert applied.training.global_batch_size % (layout.dp * layout.micro_batch_size) == 0
+
+
+def test_a_large_model_has_thousands_of_layouts() -> None:
+    assert 1_000 <= len(layouts_of(*RUNS["70B"])) <= 10_000
+
+
+GIVEN = {
+    "tensor_model_parallel_size": ("--tensor-model-parallel-size 4", {"tp": 4}),
+    "pipeline_schedule": ("--pipeline-schedule zb-h1", {"schedule": "zb-h1"}),
+    "num_virtual_stages_per_pipeline_rank": ("--num-virtual-stages-per-pipeline-rank 3", {"vp": 3}),
+    "num_layers_per_virtual_pipeline_stage": ("--num-layers-per-virtual-pipeline-stage 1", {}),
+    "use_distributed_optimizer": ("--use-distributed-optimizer", {"sharding": "optim"}),
+    "use_torch_fsdp2": ("--use-torch-fsdp2", {"sharding": "optim_grads_params"}),
+    "micro_batch_size": ("--micro-batch-size 4", {"micro_batch_size": 4}),
+    "recompute_activations": ("--recompute-activations", {"recompute": "core_attn"}),
+    "grad_reduce_in_bf16": ("--grad-reduce-in-bf16", {"reduces_in_bf16": True}),
+    "sequence_parallel": ("--no-sequence-parallel", {"sequence_parallel": False}),
+    "context_parallel_size": ("--context-parallel-size 8", {"cp": 8}),
+}
+
+
+@pytest.mark.parametrize("field", GIVEN)
+def test_a_given_flag_is_a_constraint(field: str) -> None:
+    extra, expected = GIVEN[field]
+    config, layouts = config_of(f"{DENSE} {extra}"), layouts_of(f"{DENSE} {extra}", 8, (field,))
+    assert layouts
+    for layout in layouts:
+        # Without interleaving there is one chunk.
+        values = {name: value for name, value in expected.items() if layout.pp > 1 or name not in ("schedule", "vp")}
+        assert {name: getattr(layout, name) for name in values} == values
+    for layout in random.Random(2).sample(layouts, min(len(layouts), 10)):
+        layout.apply(config, (field,)).check(8)
+
+
+def test_the_flags_of_a_layout_parse_to_its_configuration() -> None:
+    config = config_of(DENSE)
+    for layout in random.Random(3).sample(layouts_of(DENSE, 8), 25):
+        words: list[str] = []
+        for name, value in layout.flags().items():
+            words += [f"--{name}", *([] if value is True else map(str, value if isinstance(value, list) else [value]))]
+        without_size = f"{REQUIRED} {DENSE}".replace("--micro-batch-size 1", "")
+        assert parse_command_line([*without_size.split(), *words]) == layout.apply(config)
+
+
+def grid(num_gpus: int) -> Iterator[Layout]:
+    """All combinations, valid or not, without recompute and with fp32 gradients."""
+    sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
+    pipelines = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), *(("interleaved", vp) for vp in range(2, 9))]
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    for tp, pp, cp, (schedule, vp), ends, sharding, size in product(
+        sizes, sizes, sizes, pipelines, (False, True), strategies, (1, 2, 4)
+    ):
+        if num_gpus % (tp * pp * cp) == 0 and (pp > 1 or (schedule, ends) == ("1f1b", False)):
+            dp = num_gpus // (tp * pp * cp)
+            yield Layout(tp, pp, cp, dp, vp, schedule, sharding, size, "none", counts_ends=ends)  # type: ignore[arg-type]
+
+
+def is_valid(layout: Layout, config: RunConfig) -> bool:
+    batch = config.training.global_batch_size
+    assert batch is not None
+    try:
+        layout.apply(config).check(layout.num_gpus)
+    except ConfigError:
+        return False
+    return batch % (layout.dp * layout.micro_batch_size) == 0
+
+
+def is_sensible(layout: Layout, config: RunConfig) -> bool:
+    """The documented exclusions."""
+    count = (config.training.global_batch_size or 0) // (layout.dp * layout.micro_batch_size)
+    size, length = layout.micro_batch_size, config.seq_length
+    return (
+        layout.tp <= NODE
+        and (layout.cp == 1 or length // layout.cp >= SHORTEST_PART)
+        and (size == 1 or (layout.cp == 1 and size * length <= LONGEST_MICROBATCH and count >= layout.pp))
+        and (layout.schedule != "interleaved" or count >= layout.pp)
+        and (layout.sharding == "no_shard") == (layout.dp * layout.cp == 1)
+        and (layout.sharding != "optim_grads_params" or layout.pp == 1)
+    )
+
+
+def test_every_valid_layout_of_a_grid_is_found() -> None:
+    config, found = config_of(DENSE), layouts_of(DENSE, 8)
+    found_here = {one for one in found if one.recompute == "none" and not one.reduces_in_bf16}
+    sensible = [layout for layout in grid(8) if is_sensible(layout, config)]
+    expected = {layout for layout in sensible if is_valid(layout, config)}
+    # The ends count as layers only where the layers alone cannot be divided.
+    even = {(one.pp, one.vp) for one in expected if not one.counts_ends}
+    expected = {one for one in expected if not one.counts_ends or (one.pp, one.vp) not in even}
+    assert len(expected) > 50
+    assert found_here == expected
+
+
+def choices(layouts: Collection[Layout], **sizes: object) -> set[tuple[str, int, bool]]:
+    mine = [one for one in layouts if all(getattr(one, name) == value for name, value in sizes.items())]
+    return {(one.recompute, one.recompute_layers, one.reduces_in_bf16) for one in mine}
+
+
+def test_each_division_has_every_recompute_and_gradient_format() -> None:
+    selective = ["none", "layernorm", "mlp_act", "layernorm+mlp_act", "core_attn"]
+    recomputes = [*((name, 0) for name in selective), ("full", 1), ("full", 3)]
+    found = choices(layouts_of(DENSE, 8), tp=2, pp=2, cp=1, schedule="1f1b", sharding="optim", micro_batch_size=1)
+    assert found == {(*recompute, narrow) for recompute in recomputes for narrow in (False, True)}
+
+
+def test_experts_are_divided_in_every_way_that_fits_the_stage() -> None:
+    sizes = {(one.ep, one.etp) for one in layouts_of(*RUNS["experts"]) if (one.tp, one.pp, one.cp) == (4, 8, 1)}
+    assert sizes == {(1, 1), (1, 4), (2, 1), (4, 1), (8, 1)}
