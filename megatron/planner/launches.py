@@ -63,7 +63,7 @@ class ProductShape:
     """Of the operands."""
     count: int = 1
     is_accumulated: bool = False
-    """Whether the result is added to, or written to, a given tensor such as a main gradient."""
+    """Whether the result is added to a given tensor, or written to one of another dtype: a main gradient."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,8 @@ class _Operation:
             groups = self.arguments["offs"].numel()
             is_depth = other.dim() == 2
             count, rows, depth = groups, rows // (1 if is_depth else groups), depth // (groups if is_depth else 1)
-        is_accumulated = added is not None or self.arguments.get("out") is not None
+        out = self.arguments.get("out")
+        is_accumulated = added is not None or (out is not None and out.dtype != one.dtype)
         return ProductShape(max(rows, 1), columns, max(depth, 1), one.dtype, count, is_accumulated)
 
     @property

@@ -6,7 +6,7 @@ The closed form (:mod:`megatron.planner.step_time.formulas`) counts the same ste
 constants are fitted to other people's software; the kernels of this project are unmeasured on GPUs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -217,8 +217,7 @@ class _Step:
 
     def _more_parameters(self, recorded: RecordedStep, of_experts: bool) -> float:
         """Parameters of the largest stage over those of the recorded stage."""
-        parameters = sum(_size(info) for info in recorded.parameters if info.is_expert is of_experts)
-        return self._largest(of_experts) / max(1, parameters)
+        return self._largest(of_experts) / max(1, _sizes(recorded.parameters, of_experts))
 
     def _largest(self, of_experts: bool) -> float:
         """Parameters of the largest stage."""
@@ -248,9 +247,15 @@ class _Step:
         """Seconds of the update of the largest stage."""
         recorded = self.recorded[0]
         between = [one for one in recorded.launches if one.unit == "" and "pass, microbatch" not in one.during]
-        infos = recorded.parameters
-        more = (self._largest(False) + self._largest(True)) / sum(map(_size, infos))
+        more = self._updated(self._largest) / self._updated(lambda of_experts: _sizes(recorded.parameters, of_experts))
         return self.prices.optimizer(between) * more
+
+    def _updated(self, parameters: Callable[[bool], float]) -> float:
+        """Of parameters outside of experts (False) and of experts (True) those that the rank updates."""
+        grid, is_sharded = self.run.grid, self.run.config.parallel.sharding_strategy != "no_shard"
+        ranks = (grid.dp * grid.cp, grid.edp)
+        shards = [size / grid.dp_replicas if is_sharded else 1.0 for size in ranks]
+        return parameters(False) / shards[0] + parameters(True) / shards[1]
 
 
 def _is_shared(launch: Launch) -> bool:
@@ -267,6 +272,10 @@ def _is_copied(launch: Launch, following: Launch | None) -> bool:
 
 def _size(info: ParameterInfo) -> int:
     return int(np.prod(info.local_shape, dtype=np.int64))
+
+
+def _sizes(infos: Iterable[ParameterInfo], of_experts: bool) -> int:
+    return sum(_size(info) for info in infos if info.is_expert is of_experts)
 
 
 def _total(terms: Terms) -> float:

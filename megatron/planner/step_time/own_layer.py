@@ -91,6 +91,14 @@ class OwnLayer:
         traffic = product_traffic(rows, columns, depth, is_fp8, extra, self.element)
         return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8, count)
 
+    def _expert_product(
+        self, c: Constants, rows: Array, columns: Array, depth: Array, extra: Array | float, count: Array | float
+    ) -> Array:
+        """Products of experts are one launch; their weight gradients, which have ``extra`` bytes, one for each."""
+        if isinstance(extra, float):
+            return self._product(c, rows, columns, depth, extra, count)
+        return count * self._product(c, rows, columns, depth, extra)
+
     def _weight_gradient(self, c: Constants, inputs: Any, outputs: Any, in_bf16: bool = False) -> Array:
         """It is added to the main gradient in the product; from FP8 after it, in the main gradient's dtype."""
         written = np.where(self.writes_gradients, self.gradient_bytes - self.element, self.main_grad_bytes)
@@ -157,14 +165,38 @@ class OwnLayer:
         first, second, third = passes
         if self.experts.is_moe.any():
             link, network = c["link"] * self.machines.link, c["network"] * self.machines.network
-            product = partial(self._product, c)
+            product = partial(self._expert_product, c)
             found = expert_passes(self.experts, product, fp32_rate(self.machines.bf16_flops), link, network)
-            first, second, third = (self._add(c, one, also) for one, also in zip(passes, found))
+            moved = (*self._accesses_of_experts(), np.zeros_like(self.tokens))
+            first, second, third = (self._add(c, one, also, each) for one, also, each in zip(passes, found, moved))
         return first, second, third
 
-    def _add(self, c: Constants, one: Pass, of_experts: ExpertPass) -> Pass:
+    def _accesses_of_experts(self) -> tuple[Array, Array]:
+        """Bytes of a MoE layer with its norm and residual connection, between the products.
+
+        The router reads the tokens in fp32. Rows are copied from their tokens, and after the exchange sorted by expert
+        and back. The weighted sum of a token's rows is in fp32, row by row; so is the sum of their gradients.
+        """
+        experts, e, k = self.experts, self.element, self.experts.topk
+        tokens = e * experts.tokens * experts.hidden
+        wide = (e + 4) / e  # reads and writes of a cast to fp32, relative to a read in the model's dtype
+        more = (e + 8) / e  # of an addition in fp32
+        rows = experts.rows * experts.ffn / experts.etp + experts.tokens * experts.shared_ffn
+        is_sorted = (experts.local_experts > 1) & (experts.ep > 1) & ~experts.gathers
+        received = e * experts.rows * experts.hidden
+        copies = np.where(
+            is_sorted, 4 * received, np.where(experts.gathers & (experts.ep * experts.etp > 1), 2 * received, 0.0)
+        )
+        sent = np.where(experts.gathers, received, k * tokens)
+        # Tokens whose rows are summed here: with the all-gather dispatcher those of all ranks.
+        summed = np.where(experts.gathers, experts.ep * experts.etp, 1.0) * tokens
+        forward = (5 + wide) * tokens + 2 * sent + (2 * wide + 2 * k + more * (k - 1)) * summed
+        backward = (9 + 2 * wide) * tokens + 8 * sent + (2 + 2 * wide + (2 + more) * (k - 1)) * summed
+        return forward + copies + 3 * e * rows, backward + copies + 5 * e * rows
+
+    def _add(self, c: Constants, one: Pass, of_experts: ExpertPass, moved: Array) -> Pass:
         share = self.experts.share
-        between = elementwise_seconds(self.machines, c, self.element * of_experts.accesses)
+        between = elementwise_seconds(self.machines, c, moved)
         between = between + cast_seconds(self.machines, c, 4 * of_experts.casts)
         return one | {
             "products": one["products"] + share * of_experts.products,
