@@ -197,9 +197,7 @@ def _experts(row: Row, layers: int, hidden: int, heads: int, layout: Mapping[str
     found = experts_of(row, layers, hidden, heads)
     ranks = layout["tp"] * layout["cp"] * layout["dp"]
     if found and (ranks % found["ep"] or found["num_experts"] % found["ep"]):
-        raise Unpriceable(
-            f"ep {found['ep']} divides {ranks} ranks of a stage or {found['num_experts']} experts unevenly"
-        )
+        raise Unpriceable(f"ep {found['ep']} does not divide {ranks} ranks and {found['num_experts']} experts")
     return found
 
 

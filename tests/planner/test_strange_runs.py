@@ -1,0 +1,155 @@
+"""Tables of runs that strangers write: any cell gives a time or a reason, and no exception."""
+
+import csv
+import io
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron.planner.step_time.published import TABLE, PublishedRun, read_published
+from tools.predict_runs import predict_rows, report
+
+with TABLE.open(newline="", encoding="utf-8") as _file:
+    ROWS = list(csv.DictReader(_file))
+COLUMNS = list(ROWS[0])
+LLAMA = next(row for row in ROWS if row["model"] == "Llama3-8B" and row["source"] == "dgxc-benchmarking")
+NUMBERS = ["0", "-1", "1", "3", "7.5", "1e3", "1e400", "nan", "inf", "-inf", " 8 ", "8 GPUs", "n/a", "None", "٣"]
+NAMES = [
+    "",
+    "H100",
+    "DGX-H100",
+    "GB200",
+    "GB300",
+    "H100 PCIe",
+    "a100",
+    "MI300X",
+    "fp8",
+    "FP8-MX",
+    "fp32",
+    "full",
+    "partial",
+]
+EXPERTS = "the columns do not describe experts"
+CELL = st.one_of(st.sampled_from(NUMBERS + NAMES), st.text(max_size=12), st.integers(-5, 10**7).map(str))
+CHANGE = st.dictionaries(st.sampled_from(COLUMNS), CELL, max_size=6)
+ROW = st.tuples(st.sampled_from(ROWS), CHANGE).map(lambda pair: pair[0] | pair[1])
+
+
+def read(rows: Sequence[dict[str, str]], columns: Sequence[str] = COLUMNS) -> list[PublishedRun]:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return read_text(text.getvalue())
+
+
+def read_text(text: str) -> list[PublishedRun]:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "runs.csv"
+        path.write_text(text, encoding="utf-8", newline="")
+        return read_published(path)
+
+
+def one(**cells: str) -> dict[str, float | str]:
+    """The entry of a run of Llama 3 8B with these cells."""
+    (entry,) = predict_rows(read([LLAMA | cells]))
+    return entry
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=5))
+@example(rows=[LLAMA | {"gpus": "1e15", "dp": "1e15"}])
+@example(rows=[LLAMA | {"layers": "1e14", "hidden": "1e14", "seq": "1e14", "ffn": "1e14"}])
+def test_every_row_has_a_time_or_a_reason_in_order(rows: list[dict[str, str]]) -> None:
+    runs = read(rows)
+    entries = predict_rows(runs)
+    assert len(entries) == len(runs) == len(rows)
+    for entry in entries:
+        assert set(entry) in ({"step_time_s"}, {"reason"})
+        if "reason" in entry:
+            assert isinstance(entry["reason"], str)
+            assert entry["reason"]
+        else:
+            assert 0 < float(entry["step_time_s"]) < math.inf
+    assert json.loads(json.dumps(entries, allow_nan=False)) == entries
+    assert f"of {len(rows)} runs are predicted" in report(runs, entries)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(ROW, min_size=2, max_size=5))
+def test_a_row_has_the_same_entry_alone_and_among_others(rows: list[dict[str, str]]) -> None:
+    together = predict_rows(read(rows))
+    alone = [predict_rows(read([row]))[0] for row in rows]
+    for first, second in zip(together, alone):
+        assert first == (second if "reason" in second else pytest.approx(second, rel=1e-9))
+
+
+def test_measured_columns_and_the_text_of_the_row_do_not_change_a_prediction() -> None:
+    usual = one()
+    measured = dict.fromkeys(("step_time_s", "tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "memory_gb"), "")
+    assert one(**measured) == one(step_time_s="fast", tokens_per_s_per_gpu="-3", confidence="?") == usual
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"gpus": "0"}, "gpus 0 is not a positive number"),
+        ({"gpus": "nan"}, "gpus is not stated"),
+        ({"mbs": "many"}, "mbs many is not a positive number"),
+        ({"gbs": "inf"}, "gbs inf is not a positive number"),
+        ({"heads": "7.5"}, "heads 7.5 is not a whole number"),
+        ({"tp": "3", "dp": ""}, "tp x pp x cp x dp is 6, but gpus is 8"),
+        ({"gbs": "3"}, "gbs 3 is less than mbs x dp"),
+        ({"gpu": "GB300"}, "there are no measurements of GPU GB300"),
+        ({"gpu": "H100 PCIe"}, "there are no measurements of GPU H100 PCIe"),
+        ({"precision": "nvfp4"}, "there are no measurements of precision nvfp4"),
+        ({"gpu": "A100-80GB", "precision": "fp8"}, "A100-80GB has no FP8"),
+        ({"recompute": "every other layer"}, "recompute every other layer is not known: none, selective or full"),
+        ({"model": "DeepSeek-V3"}, EXPERTS),
+        ({"model": "Qwen3-30B-A3B"}, f"{EXPERTS}, and the shape is not that of the model of this name"),
+        ({"ep": "4"}, EXPERTS),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_priced_says_why(cells: dict[str, str], reason: str) -> None:
+    assert one(**cells) == {"reason": reason}
+
+
+SPELLINGS = (("gpu", "H100"), ("gpu", "DGX-H100 80GB"), ("gpu", " h100-80gb "), ("precision", "BF16"), ("vp", "n/a"))
+
+
+@pytest.mark.parametrize("cells", [{name: value} for name, value in (*SPELLINGS, ("precision", ""))])
+def test_other_spellings_have_the_same_time(cells: dict[str, str]) -> None:
+    assert one(**cells) == one()
+
+
+@pytest.mark.parametrize("precision", ["FP8", "fp8-cs", "FP8-MX", "float8"])
+def test_recipes_of_fp8_are_fp8(precision: str) -> None:
+    assert one(precision=precision) == one(precision="fp8") != one()
+
+
+def test_experts_of_a_known_model_are_priced() -> None:
+    mixtral = {
+        "model": "Mixtral 8x7B", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336",
+        "gpus": "64", "cp": "1", "dp": "64", "ep": "8", "gbs": "256",
+    }  # fmt: skip
+    dense = float(one(**mixtral | {"model": "Llama", "ep": "1"})["step_time_s"])
+    # Two experts of a token: about twice the products of the MLP, and the dispatch.
+    assert 1.3 * dense < float(one(**mixtral)["step_time_s"]) < 4 * dense
+    assert one(**mixtral | {"ep": "3"}) == {"reason": "ep 3 does not divide 64 ranks and 8 experts"}
+
+
+def test_short_rows_and_missing_columns_are_rows_without_a_statement() -> None:
+    text = "source,model,layers,hidden,gpu,gpus\nme,GPT,24\nme,GPT,24,1024,H100,8,too,many\n"
+    short, long = (run.reason for run in read_text(text))
+    assert short == "hidden, heads, seq, gpu, gpus, gbs is not stated"
+    assert long == "heads, seq, gbs is not stated"
+
+
+def test_an_empty_table_has_no_entries() -> None:
+    assert predict_rows(read([])) == []
