@@ -59,13 +59,19 @@ class JsonlWriter:
     def write_iteration(self, record: IterationRecord) -> None:
         run = {} if self._flags is None else {RUN: {"world_size": record.world_size, "flags": self._flags}}
         self._flags = None
-        self._append(record, {**run, "consumed_samples": record.consumed_samples, **record.metrics})
+        self._append(record, {"consumed_samples": record.consumed_samples, **record.metrics}, run)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         self._append(record, {f"{record.split}_loss": record.loss})
 
-    def _append(self, record: IterationRecord | EvaluationRecord, values: Mapping[str, Any]) -> None:
-        line = {"iteration": record.iteration, **values, "time": record.time, "elapsed_s": record.elapsed_s}
+    def _append(
+        self,
+        record: IterationRecord | EvaluationRecord,
+        values: Mapping[str, Any],
+        last: Mapping[str, Any] | None = None,
+    ) -> None:
+        times = {"time": record.time, "elapsed_s": record.elapsed_s}
+        line = {"iteration": record.iteration, **values, **times, **(last or {})}
         self._file.write(json.dumps(_strict(line), allow_nan=False, default=str) + "\n")
         self._file.flush()
 

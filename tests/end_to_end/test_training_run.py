@@ -143,6 +143,9 @@ def test_metrics_file_has_the_fixed_keys_and_consistent_numbers(watched: Watched
     steps = [record for record in found if "lm_loss" in record]
     evaluations = [record for record in found if "lm_loss" not in record]
     assert [record["iteration"] for record in steps] == list(range(1, LENGTH + 1))
+    # The first record of each process says what it trains.
+    worlds = {record["iteration"]: record.pop("run")["world_size"] for record in steps if "run" in record}
+    assert worlds == {1: 2, STOP + 1: 1}
     for record in steps:
         assert [key for key in record if not is_detail(key)] == ITERATION_KEYS
         assert record["consumed_samples"] == 8 * record["iteration"]
