@@ -47,7 +47,8 @@ class CalibrateConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto is on GPUs if there are any."""
     flags: str | None = None
-    """Flags of the model to train, as pretrain_llama.py takes them (default: Llama 3.1 8B with 8,192 tokens, on CPUs a
+    """Flags of the model to train, as pretrain_llama.py takes them, with an equals sign:
+    --flags="--model llama3.1-8b --seq-length 8192 --bf16" (default: Llama 3.1 8B with 8,192 tokens, on CPUs a
     small model with 256). The products, the attention and the steps have its sizes; its number of layers has no
     effect."""
     batches: tuple[int, ...] = (1, 4)

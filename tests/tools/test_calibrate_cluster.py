@@ -211,10 +211,11 @@ def test_products_are_those_of_a_layer() -> None:
             assert result.shape == (shape.rows, shape.columns)
 
 
-def test_measuring_takes_the_stated_number_of_operations() -> None:
+@pytest.mark.parametrize("together", [1, 1000])
+def test_measuring_takes_the_stated_number_of_operations(together: int) -> None:
     counted: list[str] = []
     ranks = Ranks()
-    measured = measure(PLAN, ranks, lambda what, count: counted.extend([what] * count))
+    measured = measure(replace(PLAN, together=together), ranks, lambda what, count: counted.extend([what] * count))
     assert len(counted) == number_of_operations(PLAN, ranks)
     assert set(counted) == {"products", "attention", "copies", "steps"}
     assert all(sample.median > 0 for sample in measured.products.values())
@@ -254,7 +255,7 @@ def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_tool_writes_a_cluster_file(tmp_path: Path) -> None:
     out = tmp_path / "cpu.toml"
-    done = calibrate("--out", str(out), "--device", "cpu", "--turns", "1", "--batches", "1", "2", "--flags", SMALL)
+    done = calibrate("--out", str(out), "--device", "cpu", "--turns", "1", "--batches", "1", "2", f"--flags={SMALL}")
     assert done.returncode == 0, done.stderr
     cluster = read_cluster(out)
     assert cluster.generation == "cpu" and cluster.constants["product_cpu"] > 0

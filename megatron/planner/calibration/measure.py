@@ -1,7 +1,9 @@
 """The measurements of a calibration in their order, and the cluster that follows from them."""
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from megatron.planner.calibration.operations import (
 )
 from megatron.planner.calibration.ranks import Ranks
 from megatron.planner.calibration.real_step import build_step, describe_step, with_layers
-from megatron.planner.calibration.turns import Effort, Sample, take_turns
+from megatron.planner.calibration.turns import Action, Effort, Sample, take_turns
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.workload import Attention
@@ -68,10 +70,13 @@ class Plan:
     """Layers of the steps."""
     copy_bytes: int = 2**26
     message_bytes: Sequence[int] = (2**18, 2**20, 2**22, 2**23, 2**24)
+    together: int = 1000
+    """Operations that exist, and take turns, at the same time."""
 
     def for_gpus(self) -> "Plan":
-        """The same with sizes that fill a GPU and its links."""
-        return replace(self, copy_bytes=2**30, message_bytes=tuple(2**power for power in (20, 22, 24, 26, 28)))
+        """The same with sizes that fill a GPU and its links, and one operation in memory."""
+        sizes = tuple(2**power for power in (20, 22, 24, 26, 28))
+        return replace(self, copy_bytes=2**30, message_bytes=sizes, together=1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,30 +136,34 @@ Progress = Callable[[str, int], None]
 def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
     """Measure everything; the same on every rank. Collective."""
 
-    def turns(what: str, actions: Sequence[Callable[[], object]]) -> list[Sample]:
-        samples = take_turns(
-            actions, plan.device, plan.effort, barrier=ranks.barrier, longest=ranks.longest,
-            advance=lambda: progress(what, 1),
-        )  # fmt: skip
+    def turns(what: str, builders: Sequence[Callable[[], Action]]) -> list[Sample]:
+        samples: list[Sample] = []
+        for first in range(0, len(builders), plan.together):
+            samples += take_turns(
+                [build() for build in builders[first : first + plan.together]],
+                plan.device,
+                plan.effort,
+                barrier=ranks.barrier,
+                longest=ranks.longest,
+                advance=lambda: progress(what, 1),
+            )
+            gc.collect()  # models have reference cycles
         return ranks.agree(samples)
 
-    model, length = plan.model, plan.config.seq_length
+    model, length, device = plan.model, plan.config.seq_length, plan.device
     products = product_shapes(model, length, plan.batches)
     attention = attention_shapes(model, length, max(plan.batches))
-    kernel = choose_attention_kernel("auto", plan.device, plan.dtype)
+    kernel = choose_attention_kernel("auto", device, plan.dtype)
     steps = list(_steps(plan))
+    of_products = turns("products", [partial(product_action, one, plan.dtype, device) for one in products])
+    of_attention = turns("attention", [partial(attention_action, one, kernel, plan.dtype, device) for one in attention])
     return Measured(
-        dict(zip(products, turns("products", [product_action(one, plan.dtype, plan.device) for one in products]))),
-        dict(
-            zip(
-                attention,
-                turns("attention", [attention_action(one, kernel, plan.dtype, plan.device) for one in attention]),
-            )
-        ),
+        dict(zip(products, of_products)),
+        dict(zip(attention, of_attention)),
         "cudnn" if "cudnn" in type(kernel).__name__.lower() else "flash",
-        turns("copies", [copy_action(plan.copy_bytes, plan.device)])[0],
-        _measure_collectives(plan, ranks, lambda actions: turns("collectives", actions)),
-        dict(zip(steps, turns("steps", [_step_action(plan, *one) for one in steps]))),
+        turns("copies", [partial(copy_action, plan.copy_bytes, device)])[0],
+        _measure_collectives(plan, ranks, partial(turns, "collectives")),
+        dict(zip(steps, turns("steps", [partial(_step_action, plan, *one) for one in steps]))),
     )
 
 
@@ -179,14 +188,14 @@ def _step_action(plan: Plan, layers: int, batch: int, num_microbatches: int) -> 
 
 
 def _measure_collectives(
-    plan: Plan, ranks: Ranks, turns: Callable[[Sequence[Callable[[], object]]], list[Sample]]
+    plan: Plan, ranks: Ranks, turns: Callable[[Sequence[Callable[[], Action]]], list[Sample]]
 ) -> dict[CollectiveShape, Sample]:
     samples: dict[CollectiveShape, Sample] = {}
     for groups in groups_of(ranks.world_size, ranks.local_size):
         members = groups.ranks_of(ranks.rank, ranks.local_size)
         group = Communicator(members, ranks.rank, f"calibration {groups.size}")
         shapes = collective_shapes([groups], plan.message_bytes)
-        found = turns([collective_action(shape, group, plan.device) for shape in shapes])
+        found = turns([partial(collective_action, shape, group, plan.device) for shape in shapes])
         for shape, sample in zip(shapes, found):
             # A message there and back are two.
             samples[shape] = replace(sample, median=sample.median / 2) if shape.kind == "message" else sample
