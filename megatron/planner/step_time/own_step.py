@@ -164,7 +164,7 @@ class OwnStepModel:
         for key in dict.fromkeys(key for key in keys if key[0] not in _CLOSED and key[1] > 1):
             runs = np.array([other == key for other in keys])
             chosen = [[times[runs] for times in stage] for stage in passes]
-            found[runs] = _followed(*key, chosen, slowest[runs])
+            found[runs] = followed_makespan(*key, chosen, slowest[runs])
         return found
 
     def _message(self, c: Constants) -> Array:
@@ -274,7 +274,7 @@ def _program(
     return tuple(found)
 
 
-def _followed(
+def followed_makespan(
     name: str, stages: int, chunks: int, microbatches: int, passes: Sequence[Sequence[Array]], slowest: Array
 ) -> Array:
     """The makespan of a schedule for many runs; ``passes`` are those of the first, an inner and the last virtual

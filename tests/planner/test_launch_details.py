@@ -1,0 +1,79 @@
+"""What recorded launches have for a price: shapes of GEMMs, FLOPs of attention, groups, units of the model."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.command_line import parse_command_line
+from megatron.planner.launches import Launch, LaunchRecorder, ProductShape
+from megatron.planner.plan import Run, planned_vocabulary
+from megatron.planner.recorded_step import record_step
+
+META = torch.device("meta")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def test_gemms_have_their_shape_and_say_whether_they_add_to_a_main_gradient() -> None:
+    with LaunchRecorder() as recorder:
+        empty(8, 16) @ empty(32, 16).t()
+        torch.addmm(empty(8, 32), empty(8, 16), empty(16, 32))
+        torch.bmm(empty(3, 8, 16), empty(3, 16, 32))
+        torch.ops.aten.mm.dtype_out(empty(8, 16), empty(16, 32), FP32, out=empty(8, 32, dtype=FP32))
+    assert [launch.product for launch in recorder.launches] == [
+        ProductShape(8, 32, 16, BF16),
+        ProductShape(8, 32, 16, BF16, is_accumulated=True),
+        ProductShape(8, 32, 16, BF16, count=3),
+        ProductShape(8, 32, 16, BF16, is_accumulated=True),
+    ]
+
+
+@pytest.mark.parametrize(("is_causal", "share"), [(True, 0.5), (False, 1.0)])
+def test_attention_has_the_flops_of_its_two_products(is_causal: bool, share: float) -> None:
+    query, key = empty(2, 4, 64, 32), empty(2, 4, 128, 32)
+    with LaunchRecorder() as recorder:
+        torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, key, None, True, 0.0, is_causal)
+    assert recorder.launches[0].flops == share * 4 * 2 * 4 * 64 * 128 * 32
+
+
+def recorded(flags: str, num_gpus: int) -> list[Launch]:
+    config = parse_command_line(
+        f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length 1024 --micro-batch-size 1 --train-iters 10 "
+        f"--lr 1e-3 --global-batch-size 8 --kernel attention=cudnn {flags}".split()
+    )
+    run = Run.of(config, num_gpus, planned_vocabulary(config))
+    return record_step(run, 0, 2).launches
+
+
+def units(launches: list[Launch], during: str) -> list[str]:
+    names = [launch.unit for launch in launches if launch.during.startswith(f"{during} pass, microbatch 1")]
+    return list(dict.fromkeys(names))
+
+
+def test_every_launch_of_a_pass_belongs_to_a_unit_of_the_model() -> None:
+    launches = recorded("", 1)
+    assert units(launches, "forward") == ["embedding", "layer 0", "layer 1", "output"]
+    assert units(launches, "backward") == ["output", "layer 1", "layer 0", "embedding"]
+    per_layer = [sum(one.product is not None for one in launches if one.unit == f"layer {layer}") for layer in (0, 1)]
+    assert per_layer == [2 * 12, 2 * 12]  # four linear layers, forward and two gradients, two microbatches
+
+
+def test_a_recomputed_layer_is_marked_and_skips_its_last_product() -> None:
+    launches = recorded("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 1)
+    again = [launch for launch in launches if launch.is_recomputed]
+    assert {launch.unit for launch in again} == {"layer 0"}
+    assert sum(launch.product is not None for launch in again) == 2 * 3
+    assert sum(launch.kind == "attention" for launch in again) == 2
+
+
+def test_collectives_overlap_if_a_gemm_runs_before_they_are_waited_for() -> None:
+    launches = recorded("--tensor-model-parallel-size 2 --sequence-parallel", 2)
+    groups = [one.group for one in launches if one.unit == "layer 0" and one.group is not None]
+    assert {group.ranks for group in groups} == {(0, 1)}
+    overlapped = [group.kind for group in groups if group.overlaps]
+    # Of two column-parallel layers and two microbatches: the input for the weight gradient, the input gradient.
+    assert sorted(overlapped) == ["all_gather"] * 4 + ["reduce_scatter"] * 4
+    assert sum(not group.overlaps for group in groups) == 2 * 6
