@@ -71,6 +71,16 @@ def operator_schema(operator: Any) -> Any:
     return operator._schema
 
 
+def forward_hooks(module: torch.nn.Module) -> dict[int, Callable[..., Any]]:
+    """What is called after the forward pass of ``module``, by identifier."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> dict[int, Callable[..., Any]]:
+    """What is called before the forward pass of ``module``, by identifier. Changes take effect."""
+    return module._forward_pre_hooks
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Equal for two tensors' storages if they are the same memory."""
     return storage._cdata

@@ -1,6 +1,6 @@
 """Flags for a dry run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag, values_of
@@ -22,6 +22,9 @@ class DryRunConfig:
     """Dry run: number of ranks of the run."""
     dry_run_rank: int | None = None
     """Dry run: simulate this rank only (default: one rank of every pipeline stage)."""
+    dry_run_whole: bool = False
+    """Dry run: simulate every layer and microbatch, instead of one layer of each kind whose memory and collectives are
+    repeated for the others. The result is the same."""
     dry_run_json: str | None = None
     """Dry run: file for the report in JSON."""
     dry_run_html: str | None = None
@@ -45,11 +48,9 @@ class DryRunConfig:
         require_at_least(1, values_of(self, "num_gpus", "gpus_per_node"))
         require_at_least(0, values_of(self, "dry_run_rank"))
         require_positive(values_of(self, "gpu_memory_gb", "dry_run_expert_load"))
-        files = "dry_run_json", "dry_run_html"
-        refuse_urls(values_of(self, *files), "use a local file")
-        names = "num_gpus", "dry_run_rank", "gpu_memory_gb", "gpus_per_node", "dry_run_expert_load"
-        given = changed_flags(self, *files, *names)
-        require_flag("--dry-run", self.dry_run, given)
+        refuse_urls(values_of(self, "dry_run_json", "dry_run_html"), "use a local file")
+        dependent = (field.name for field in fields(self) if field.name != "dry_run")
+        require_flag("--dry-run", self.dry_run, changed_flags(self, *dependent))
         if self.dry_run and self.num_gpus is None:
             raise ConfigError("--dry-run needs --num-gpus: set it to the number of ranks of the run.")
         if self.dry_run_rank is not None and self.num_gpus is not None and self.dry_run_rank >= self.num_gpus:

@@ -276,6 +276,13 @@ class Fp8Gemm:
         """The quantised weight of this step, with ``keeps_weights``; in both layouts, or if it is gathered in FP8 in
         those that were needed."""
 
+    @property
+    def needs_weight_memory(self) -> bool:
+        """Whether a GEMM has yet to allocate a quantised weight that is kept for the step."""
+        if not (self._scaling.keeps_weights or self._scaling.gathers_weights):
+            return False
+        return self.weight is None or self.weight.transposed is None
+
     def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
         return self._quantize("input", inputs, layout)
 

@@ -1,7 +1,7 @@
 """Allocated memory by kind, tracked from the allocations of the code."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
@@ -23,7 +23,8 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """``activations`` are saved for a backward pass; ``working memory`` is temporary."""
-_LASTING: frozenset[Kind] = frozenset(("weights", "gradients", "master weights", "moments", "logits and loss"))
+LASTING: frozenset[Kind] = frozenset(("weights", "gradients", "master weights", "moments", "logits and loss"))
+"""Kinds that :meth:`MemoryTracker.mark_activations` does not change."""
 
 CUDA_BLOCK = 512
 """Bytes to which torch's allocator on GPUs rounds up."""
@@ -43,6 +44,11 @@ class MemoryUse:
     by_kind: Mapping[Kind, int] = field(default_factory=dict)
     during: str = ""
     """The pass that ran."""
+
+    def relative_to(self, start: "MemoryUse") -> "MemoryUse":
+        """The change since ``start``."""
+        change = {kind: size - start.by_kind[kind] for kind, size in self.by_kind.items()}
+        return MemoryUse(self.total - start.total, change, self.during)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -84,7 +90,7 @@ class MemoryTracker(TorchDispatchMode):
             result = self._resize(storage, size)
             block = self._blocks.get(storage_id(storage))
             if block is not None:
-                size = self._rounded(storage)
+                size = self.rounded(storage.nbytes())
                 self._add(block.kind, size - block.size)
                 block.size = size
             return result
@@ -97,9 +103,6 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*exception)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def _rounded(self, storage: torch.UntypedStorage) -> int:
-        return -(-storage.nbytes() // self._block) * self._block
-
     @property
     def now(self) -> MemoryUse:
         return MemoryUse(self._total, dict(self._by_kind), self.during)
@@ -111,7 +114,7 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         address = storage_id(storage)
         if address not in self._blocks:
-            size = self._rounded(storage)
+            size = self.rounded(storage.nbytes())
             self._blocks[address] = _Block(size, self._kind)
             weakref.finalize(storage, self._free, address).atexit = False
             self._add(self._kind, size)
@@ -169,8 +172,62 @@ class MemoryTracker(TorchDispatchMode):
         if self._blocks[storage_id(tensor.untyped_storage())].kind == "working memory":
             self.mark(tensor, kind)
 
-    def mark_activations(self) -> None:
-        """Count temporary memory that is still allocated as activations: it is saved for a backward pass."""
-        for block in self._blocks.values():
-            if block.kind not in _LASTING:
+    def mark_activations(self, others: Collection[int] = ()) -> None:
+        """Count temporary memory that is still allocated as activations: it is saved for a backward pass. Memory at the
+        addresses ``others`` does not change."""
+        for address, block in self._blocks.items():
+            if block.kind not in LASTING and address not in others:
                 self._move(block, "activations")
+
+    # For layers whose memory is repeated (:mod:`megatron.planner.extrapolation`)
+
+    def rounded(self, num_bytes: int) -> int:
+        """Bytes of an allocation of ``num_bytes``."""
+        return -(-num_bytes // self._block) * self._block
+
+    def size_of(self, tensor: Tensor) -> int:
+        """Bytes of the allocation of ``tensor``."""
+        return self._blocks[storage_id(tensor.untyped_storage())].size
+
+    def addresses(self) -> frozenset[int]:
+        """The addresses of all allocations."""
+        return frozenset(self._blocks)
+
+    def is_allocated(self, address: int) -> bool:
+        """Whether the storage with this :func:`~megatron.torch_compat.storage_id` has not been freed."""
+        return address in self._blocks
+
+    def raise_peak(self, change: MemoryUse) -> None:
+        """Count a moment at which memory differs from now by ``change``."""
+        total = self._total + change.total
+        if total > self.peak.total:
+            by_kind = {kind: size + change.by_kind[kind] for kind, size in self._by_kind.items()}
+            self.peak = MemoryUse(total, by_kind, self.during)
+
+    def shift(self, change: Mapping[Kind, int], sign: int = 1) -> None:
+        """Add ``sign`` times a ``change`` by kind, without an allocation."""
+        for kind, size in change.items():
+            self._by_kind[kind] += sign * size
+            self._total += sign * size
+
+    def allocate(self, address: int, size: int) -> None:
+        """Count ``size`` bytes without a tensor until :meth:`free`; ``address`` identifies them."""
+        self._blocks[address] = _Block(size, self._kind)
+        self._add(self._kind, size)
+
+    def free(self, address: int) -> None:
+        """Free what :meth:`allocate` counted."""
+        self._free(address)
+
+
+class HeldMemory:
+    """Memory without a tensor, allocated until :meth:`free` or until nothing refers to it."""
+
+    def __init__(self, tracker: MemoryTracker, size: int) -> None:
+        self._tracker = tracker
+        tracker.allocate(id(self), size)
+        self._finalizer = weakref.finalize(self, tracker.free, id(self))
+        self._finalizer.atexit = False
+
+    def free(self) -> None:
+        self._finalizer()

@@ -19,8 +19,10 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
+from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.errors import ConfigError
+from megatron.planner.extrapolation import Rehearsal
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
 from megatron.planner.simulated_rank import build_rank, run_step
@@ -63,6 +65,8 @@ class StagePlan:
     sent_by_link: dict[Link, int]
     records: Sequence[CollectiveRecord]
     """The collectives of the simulated step."""
+    is_extrapolated: bool
+    """Whether memory and collectives of equal layers were repeated instead of simulated."""
 
     @property
     def needed(self) -> int:
@@ -123,6 +127,11 @@ class Run:
         return SimulatedTopology(self.grid, rank, self.device, tracker, traffic.observer)
 
     @property
+    def extrapolates(self) -> bool:
+        """Whether equal layers and microbatches are repeated. Deferred weight gradients are not."""
+        return not (self.config.dry_run.dry_run_whole or self.schedule(1).splits_backward)
+
+    @property
     def schedule(self) -> Callable[[int], Schedule]:
         """Returns the schedule of a number of microbatches."""
         return pipeline_schedule(self.config, self.architecture.num_layers, self.grid.pp)
@@ -137,17 +146,26 @@ class Run:
     def _virtual_stages(self) -> tuple[VirtualStage, ...]:
         return tuple(self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp))
 
-    def _chunks(self, stage: int) -> list[VirtualStage]:
+    def chunks(self, stage: int) -> list[VirtualStage]:
+        """The contents of the chunks of ``stage``."""
         return chunks_of_stage(self._virtual_stages, self.placement, stage)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
         """Number of layers by stage and chunk."""
-        return tuple(tuple(len(chunk.layers) for chunk in self._chunks(stage)) for stage in range(self.grid.pp))
+        return tuple(tuple(len(chunk.layers) for chunk in self.chunks(stage)) for stage in range(self.grid.pp))
 
     def rank_of_stage(self, stage: int) -> int:
         """The first rank of a pipeline stage."""
         return self.grid.group(0, ("pp",))[stage]
+
+    @cached_property
+    def layer_kinds(self) -> tuple[Hashable, ...]:
+        """Of every layer of the model; layers of an equal kind have equal memory and collectives."""
+        config = self.config
+        # Under these flags layers differ by their number.
+        by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
+        return tuple(range(self.architecture.num_layers)) if by_number else self.architecture.moe_layers()
 
     def signature(self, rank: int) -> Hashable:
         """What determines the memory and traffic of a stage, given its first rank. Stages with equal signatures are
@@ -155,16 +173,13 @@ class Run:
         config, grid = self.config, self.grid
         in_node = partial(is_in_node, node_size=self.node_size)
         stage, stages = grid.coordinates(rank)["pp"], grid.pp
-        chunks = self._chunks(stage)
-        # Under these flags layers differ by their number.
-        by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
+        chunks = self.chunks(stage)
         neighbours = [self.rank_of_stage((stage + step) % stages) for step in (-1, 1)]
-        is_moe = self.architecture.moe_layers()
         groups: list[tuple[str, ...]] = [("tp",), ("cp",), ("dp",)]
-        if any(is_moe):
+        if any(self.architecture.moe_layers()):
             groups += [*((axis,) for axis in EXPERT_AXES), ("etp", "ep")]
         return (
-            tuple(chunk.layers if by_number else tuple(is_moe[layer] for layer in chunk.layers) for chunk in chunks),
+            tuple(tuple(self.layer_kinds[layer] for layer in chunk.layers) for chunk in chunks),
             tuple((chunk.has_embedding, chunk.has_output_layer) for chunk in chunks),
             live_peaks(self.schedule(self.num_microbatches), stage),
             tuple(in_node((rank, other)) for other in neighbours),
@@ -252,8 +267,13 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
     count = num_microbatches or enough_microbatches(run.schedule, stage, run.num_microbatches)
     tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), run.traffic(rank)
     with _no_garbage_collection(), fake_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
-        topology = run.topology(rank, tracker, traffic)
+        formats = number_formats(run.config.precision, run.config.optimizer)
+        rehearsal = Rehearsal(tracker, traffic.observer, formats.gradient)
+        topology = SimulatedTopology(run.grid, rank, run.device, tracker, rehearsal.observer)
         module = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
+        if run.extrapolates:
+            for chunk, virtual_stage in zip(module.executor.chunks, run.chunks(stage)):
+                rehearsal.repeat_layers(chunk, [run.layer_kinds[layer] for layer in virtual_stage.layers])
         steady = tracker.now
         # As between steps: with --overlap-param-gather a step gathers most weights that the step before has updated.
         module.data_parallel.start_param_all_gather()
@@ -279,6 +299,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
         dict(sent.by_axis),
         dict(sent.by_link),
         traffic.records,
+        rehearsal.has_repeated,
     )
 
 
