@@ -210,10 +210,10 @@ class MemoryTracker(TorchDispatchMode):
             self._by_kind[kind] += sign * size
             self._total += sign * size
 
-    def allocate(self, address: int, size: int) -> None:
-        """Count ``size`` bytes without a tensor until :meth:`free`; ``address`` identifies them."""
-        self._blocks[address] = _Block(size, self._kind)
-        self._add(self._kind, size)
+    def allocate(self, address: int, kind: Kind, size: int) -> None:
+        """Count ``size`` bytes without a tensor until :meth:`free`, but not in the peak; ``address`` identifies it."""
+        self._blocks[address] = _Block(size, kind)
+        self.shift({kind: size})
 
     def free(self, address: int) -> None:
         """Free what :meth:`allocate` counted."""
@@ -223,9 +223,8 @@ class MemoryTracker(TorchDispatchMode):
 class HeldMemory:
     """Memory without a tensor, allocated until :meth:`free` or until nothing refers to it."""
 
-    def __init__(self, tracker: MemoryTracker, size: int) -> None:
-        self._tracker = tracker
-        tracker.allocate(id(self), size)
+    def __init__(self, tracker: MemoryTracker, size: int, kind: Kind = "working memory") -> None:
+        tracker.allocate(id(self), kind, size)
         self._finalizer = weakref.finalize(self, tracker.free, id(self))
         self._finalizer.atexit = False
 

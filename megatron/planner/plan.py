@@ -127,11 +127,6 @@ class Run:
         return SimulatedTopology(self.grid, rank, self.device, tracker, traffic.observer)
 
     @property
-    def extrapolates(self) -> bool:
-        """Whether equal layers and microbatches are repeated. Deferred weight gradients are not."""
-        return not (self.config.dry_run.dry_run_whole or self.schedule(1).splits_backward)
-
-    @property
     def schedule(self) -> Callable[[int], Schedule]:
         """Returns the schedule of a number of microbatches."""
         return pipeline_schedule(self.config, self.architecture.num_layers, self.grid.pp)
@@ -268,12 +263,13 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
     tracker, traffic = ShapeTracker(CUDA_BLOCK if run.device.type == "cuda" else 1), run.traffic(rank)
     with _no_garbage_collection(), fake_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
         formats = number_formats(run.config.precision, run.config.optimizer)
-        rehearsal = Rehearsal(tracker, traffic.observer, formats.gradient)
+        defers = run.schedule(1).splits_backward
+        rehearsal = Rehearsal(tracker, traffic.observer, formats.gradient, defers)
         topology = SimulatedTopology(run.grid, rank, run.device, tracker, rehearsal.observer)
         module = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
-        if run.extrapolates:
-            for chunk, virtual_stage in zip(module.executor.chunks, run.chunks(stage)):
-                rehearsal.repeat_layers(chunk, [run.layer_kinds[layer] for layer in virtual_stage.layers])
+        if not run.config.dry_run.dry_run_whole:
+            kinds = [[run.layer_kinds[layer] for layer in chunk.layers] for chunk in run.chunks(stage)]
+            rehearsal.repeat_layers(module.executor, kinds)
         steady = tracker.now
         # As between steps: with --overlap-param-gather a step gathers most weights that the step before has updated.
         module.data_parallel.start_param_all_gather()

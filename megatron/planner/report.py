@@ -86,6 +86,7 @@ def as_json(
         "global_batch_size": run.global_batch_size,
         "num_microbatches": run.num_microbatches,
         "rehearsed_microbatches": by_stage(lambda stage: stage.simulated_microbatches),
+        "extrapolated": by_stage(lambda stage: stage.is_extrapolated),
         "bubble_fraction": run.bubble_fraction(),
         "model_flops_per_step": run.flops_per_step,
         "model_flops_per_token": run.flops_per_token,
