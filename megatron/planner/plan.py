@@ -22,7 +22,7 @@ from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.errors import ConfigError
-from megatron.planner.extrapolation import Rehearsal
+from megatron.planner.extrapolation import Extrapolation
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
 from megatron.planner.simulated_rank import build_rank, run_step
@@ -264,12 +264,12 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
     with _no_garbage_collection(), fake_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
         formats = number_formats(run.config.precision, run.config.optimizer)
         defers = run.schedule(1).splits_backward
-        rehearsal = Rehearsal(tracker, traffic.observer, formats.gradient, defers)
-        topology = SimulatedTopology(run.grid, rank, run.device, tracker, rehearsal.observer)
+        extrapolation = Extrapolation(tracker, traffic.observer, formats.gradient, defers)
+        topology = SimulatedTopology(run.grid, rank, run.device, tracker, extrapolation.observer)
         module = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
         if not run.config.dry_run.dry_run_whole:
             kinds = [[run.layer_kinds[layer] for layer in chunk.layers] for chunk in run.chunks(stage)]
-            rehearsal.repeat_layers(module.executor, kinds)
+            extrapolation.repeat_layers(module.executor, kinds)
         steady = tracker.now
         # As between steps: with --overlap-param-gather a step gathers most weights that the step before has updated.
         module.data_parallel.start_param_all_gather()
@@ -295,7 +295,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
         dict(sent.by_axis),
         dict(sent.by_link),
         traffic.records,
-        rehearsal.has_repeated,
+        extrapolation.has_repeated,
     )
 
 

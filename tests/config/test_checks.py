@@ -160,6 +160,7 @@ BAD: list[Row] = [
     # The dry run.
     (f"{GOOD} --num-gpus 8", 1, "--num-gpus, --dry-run"),
     (f"{GOOD} --gpu-memory-gb 40", 1, "--gpu-memory-gb, --dry-run"),
+    (f"{GOOD} --dry-run-whole", 1, "--dry-run-whole, --dry-run"),
     (f"{GOOD} --gpus-per-node 4", 1, "--gpus-per-node, --dry-run"),
     (f"{GOOD} --dry-run --num-gpus 8 --gpus-per-node 0", 8, "--gpus-per-node 0"),
     (f"{GOOD} --dry-run", 1, "--dry-run, --num-gpus"),
