@@ -25,7 +25,6 @@ from megatron.core.fp8 import Fp8Gemm
 from megatron.core.gradient import WeightGradStore, main_grad_of
 from megatron.core.models.transformer import TransformerChunk
 from megatron.core.ops.documents import Documents
-from megatron.core.parameter import info_of
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.layers import LinearOp
@@ -111,7 +110,7 @@ class _RepeatedLayer:
         self._unit, self._extrapolation, self._is_first = unit, extrapolation, is_first
         self._forward = unit.forward
         self._modules = list(unit.modules())
-        weights = tuple((info_of(parameter).local_shape, parameter.dtype) for parameter in unit.parameters())
+        weights = tuple((tuple(parameter.shape), parameter.dtype) for parameter in unit.parameters())
         self._kind = kind, is_last, tuple(type(module).__name__ for module in self._modules), weights
         self._rehearsal = LayerRehearsal(extrapolation.setting, unit, self._forward, is_first, is_last)
         self.tracker = extrapolation.setting.tracker

@@ -232,6 +232,8 @@ class LayerRehearsal:
         saved = tracker.now.relative_to(start)
         tracker.mark_activations(known)
         deferred = self._run_backward(root, *form)
+        # What deferred gradients alone keep is measured next.
+        del root
         gradient_of_chunk.clear()
         gradients = tuple(self._rehearse_gradients(log, deferred, *output_gradient))
         if saves_output or not is_whole or any(saved.by_kind[kind] for kind in LASTING):
@@ -259,6 +261,7 @@ class LayerRehearsal:
         address, size = output_gradient
         deferred.reverse()
         while deferred:
+            before, was_kept = self._tracker.now, self._tracker.is_allocated(address)
             current = deferred.pop()
             with log.recording() as gather:
                 gathering = current.gather()
@@ -267,9 +270,7 @@ class LayerRehearsal:
             with log.recording() as write:
                 current.main_grad.add(product)
             number = cast(_LoggedMainGrad, current.main_grad).number
-            del gathering, product
-            before, was_kept = self._tracker.now, self._tracker.is_allocated(address)
-            del current
+            del gathering, product, current
             kept = {kind: -change for kind, change in self._tracker.now.relative_to(before).by_kind.items() if change}
             is_freed = was_kept and not self._tracker.is_allocated(address)
             if is_freed:

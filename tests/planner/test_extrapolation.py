@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import TransformerLayer
-from megatron.planner.plan import Run, StagePlan, planned_vocabulary, simulate_rank
+from megatron.planner.plan import Plan, Run, StagePlan, planned_vocabulary, simulate_rank
+from megatron.planner.report import as_json
 
 TINY = (
     "--model tiny --num-layers 6 --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --bf16 "
@@ -52,14 +53,19 @@ LAYOUTS = [
     (6, 2, f"{INTERLEAVED} {ZERO_2}"),
     (2, 0, "--num-layers 7 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"),
     (2, 1, "--pipeline-model-parallel-size 2 --pipeline-schedule gpipe"),
-    (2, 0, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --reset-attention-mask"),
+    (
+        4,
+        1,
+        f"{EXPERTS} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --moe-token-dispatcher-type alltoall "
+        "--moe-shared-expert-intermediate-size 64 --reset-attention-mask",
+    ),
     (
         8,
         1,
         f"--num-layers 8 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
         f"--pipeline-schedule zb-v {ZERO_2}",
     ),
-    (1, 0, "--fp8-format hybrid --fp8-recipe delayed"),
+    (2, 0, f"--fp8-format hybrid --fp8-recipe delayed {FSDP}"),
     (2, 0, f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather {ZERO_1}"),
     (1, 0, "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"),
     (
@@ -107,6 +113,15 @@ def layers_run(simulate: Callable[[], StagePlan]) -> tuple[StagePlan, int]:
 
     with patch.object(TransformerLayer, "forward", counted):
         return simulate(), count
+
+
+def test_one_layer_of_a_kind_runs() -> None:
+    """Six layers, in a step of one microbatch and a step of two."""
+    repeated, few = layers_run(lambda: simulate_rank(run_of(1, ""), 0))
+    whole, all_of_them = layers_run(lambda: simulate_rank(run_of(1, "", whole=True), 0))
+    assert (repeated.simulated_microbatches, few, all_of_them) == (2, 1, 6 * 3)
+    plans = Plan(run_of(1, ""), (repeated,)), Plan(run_of(1, "", whole=True), (whole,))
+    assert [as_json(plan, [], None, 0.0)["extrapolated"] for plan in plans] == [{"0": True}, {"0": False}]
 
 
 def both(ranks: int, stage: int, flags: str) -> None:
