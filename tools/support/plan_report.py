@@ -89,7 +89,7 @@ def _tiles(result: SearchResult) -> list[Tile]:
         Tile(
             "tightest stage",
             f"{gib(best.memory_bytes)} GiB",
-            f"stage {best.tightest_stage}, {best.memory_bytes / limit:.0%} of a GPU",
+            f"{best.memory_bytes / limit:.0%}, stage {best.tightest_stage}",
         ),
         Tile("pipeline bubble", f"{best.bubble_fraction:.1%}", "of the step"),
         Tile(f"days to {_tokens(job.tokens)} tokens", days(cost.days), f"goodput {percentage(cost.goodput)}"),
