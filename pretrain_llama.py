@@ -37,9 +37,24 @@ def dry_run(config: RunConfig, world_size: int) -> None:
     plan_and_report(config)
 
 
+def plan(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
+    """Search the layout of the run that ``arguments`` describe."""
+    config.plan.check()
+    if world_size > 1:
+        raise ConfigError("--plan is one process, whatever --num-gpus says: start it with python, not torchrun.")
+    if config.dry_run.num_gpus is None:
+        raise ConfigError("--plan needs --num-gpus: set it to the number of GPUs of the run.")
+    from tools.plan_layout import plan_run
+
+    plan_run(config, arguments)
+
+
 def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Train as ``arguments`` say."""
     config = parse_command_line(arguments, print_messages=rank == 0)
+    if config.plan.plan:
+        plan(config, arguments, world_size)
+        return ExitCode.COMPLETE
     if config.dry_run.dry_run:
         dry_run(config, world_size)
         return ExitCode.COMPLETE

@@ -17,6 +17,7 @@ from megatron.config.operation import OperationConfig
 from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import PipelineConfig
+from megatron.config.plan import PlanConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig, ValidationConfig
 
@@ -59,6 +60,8 @@ class RunConfig:
     """Metrics and their writers."""
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     """Dry run."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """Search of a layout."""
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     """Compatibility."""
 

@@ -15,6 +15,7 @@ URL = "s3://bucket/place"
 
 SCRIPTS = {path.stem: path for place in ("tools", "benchmarks") for path in sorted((REPOSITORY / place).glob("*.py"))}
 
+PLANNED = ["--num-gpus", "8", "--seq-length", "8", "--global-batch-size", "8"]
 REFUSED = [
     ("benchmark_checkpoint", "--directory", []),
     ("benchmark_checkpoint", "--json", []),
@@ -46,6 +47,10 @@ REFUSED = [
     ("pipeline_schedule", "--measured", []),
     ("pipeline_schedule", "--png", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
     ("pipeline_schedule", "--svg", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
+    ("plan_layout", "--cluster", PLANNED),
+    ("plan_layout", "--html", PLANNED),
+    ("plan_layout", "--json", PLANNED),
+    ("plan_layout", "--measured", PLANNED),
     ("plot_metrics", "--metrics", ["--output", "a.png"]),
     ("plot_metrics", "--output", ["--metrics", "a.jsonl"]),
     ("predict_runs", "--csv", ["--json", "a"]),
@@ -76,6 +81,7 @@ NAMES_NO_PLACE = {
     "moe_layer_freq",
     "json_keys",
     "max_shard_size",
+    "model",
     "name",
     "names",
     "prompt",

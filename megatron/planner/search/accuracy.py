@@ -7,9 +7,12 @@ from megatron.planner.step_time.published import read_published
 from megatron.planner.step_time.workload import Run
 
 KNOWN_ERROR = 0.12
-"""Of software that the fit does not know: 90th percentile of the errors of sources left out of it (docs/planner.md)."""
-CORRECTED_ERROR = 0.09
-"""After one run of the same software: 90th percentile of the errors of a source's other runs (docs/planner.md)."""
+"""Of software that the fit does not know: at least the 90th percentile of each source that was left out of the fit, but
+for nine rows of NeMo 25.xx (docs/planner.md, by source)."""
+CORRECTED_ERROR = 0.1
+"""After one run of the same software: 90th percentile of all sources (docs/planner.md, after one run)."""
+SAME_MODEL_ERROR = 0.075
+"""After one run of the same software, model and sequence length: the same."""
 UNKNOWN_ERROR = 0.3
 """Where the GPU or the regime has no measurements."""
 

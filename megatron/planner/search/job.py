@@ -10,6 +10,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.operation.effective_time import GPU_HOURS_PER_FAILURE
 from megatron.planner.plan import planned_vocabulary
+from megatron.planner.search.layout import Layout
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.fit import load_fitted
 from megatron.training.build.vocabulary import Vocabulary
@@ -85,6 +86,10 @@ class Job:
         """Sequences of a step."""
         assert self.config.training.global_batch_size is not None
         return self.config.training.global_batch_size
+
+    def num_microbatches(self, layout: Layout) -> int:
+        """Microbatches of a rank in a step."""
+        return self.global_batch_size // (layout.dp * layout.micro_batch_size)
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,15 +1,22 @@
 """The result of a search as JSON and as tables."""
 
 import shlex
+from itertools import islice
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron.flags import words_of
 from megatron.planner.search.job import Job
+from megatron.planner.search.ranking import first_of_families
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
+
+_TABLE_TITLE = (
+    "layouts: = within 2 % of the fastest, the simplest first; ~ memory by formula; without variants that differ in "
+    "recompute or in the sharding of gradients"
+)
 
 
 def as_json(result: SearchResult) -> dict[str, Any]:
@@ -62,7 +69,8 @@ def print_result(result: SearchResult, console: Console, top: int) -> None:
     """The ranked layouts, the best one in full, and the cost of a run."""
     parts = [_summary(result), _layout_table(result, top), _best(result), _scaling_table(result)]
     notes = [Text(f"WARNING: {warning}", style="yellow") for warning in result.warnings]
-    console.print(Group(*parts, *notes))
+    for part in (*parts, *notes):
+        console.print(part)
 
 
 def _summary(result: SearchResult) -> Text:
@@ -76,13 +84,13 @@ def _summary(result: SearchResult) -> Text:
 
 
 def _layout_table(result: SearchResult, top: int) -> Table:
-    table = Table(title="layouts; = is a tie, and ties are listed from the simplest on", title_justify="left")
+    table = Table(title=_TABLE_TITLE, title_justify="left")
     for name in ("", "layout", "schedule", "sharding", "mbs", "recompute"):
         table.add_column(name)
     for name in ("s/step", "tokens/s/GPU", "MFU", "GiB", "bubble"):
         table.add_column(name, justify="right")
     table.add_column("limited by")
-    for number, one in enumerate(result.layouts[:top], start=1):
+    for number, one in enumerate(islice(first_of_families(result.layouts), top), start=1):
         layout = one.layout
         recompute = layout.recompute + (f", {layout.recompute_layers}" if layout.recompute_layers else "")
         table.add_row(
@@ -126,19 +134,22 @@ def _best(result: SearchResult) -> Text:
     ]
     if one.rehearsal is not None:
         rows.append(f"priced rehearsal: {one.rehearsal.seconds:.3f} s per step")
-    if one.layout.reduces_in_bf16:
-        rows.append(_numerics(result))
+    rows += [sentence for sentence in [_numerics(result)] if sentence]
     rows.append("\n" + shlex.join(command(job, one)))
     return Text("\n".join(rows))
 
 
 def _numerics(result: SearchResult) -> str:
-    """A warning that the best layout changes the numerics, with the best one that does not."""
-    text = "It changes the numerics: gradients are accumulated and reduced in bf16."
-    same = next((one for one in result.layouts if not one.layout.reduces_in_bf16), None)
-    if same is None:
-        return f"{text} No layout fits without."
-    return f"{text} Without: {same.name}, {same.step_time_s:.3f} s (--no-grad-reduce-in-bf16)."
+    """How much faster the best layout is with gradients in bf16, or a warning that it has them."""
+    text = "gradients that are accumulated and reduced in bf16 (--grad-reduce-in-bf16), which changes the numerics"
+    if result.best.layout.reduces_in_bf16:
+        return f"It has {text}."
+    narrow = [one for one in result.layouts if one.layout.reduces_in_bf16]
+    faster = min(narrow, key=lambda one: one.step_time_s, default=None)
+    if faster is None or faster.step_time_s >= result.best.step_time_s:
+        return ""
+    gain = 1 - faster.step_time_s / result.best.step_time_s
+    return f"{gain:.1%} faster: {faster.name} with {text}."
 
 
 def _scaling_table(result: SearchResult) -> Table:

@@ -1,0 +1,125 @@
+"""Search of layouts: enumerate them, keep those that fit by formula, price all, rank, and rehearse the best.
+
+A closed form prices thousands of layouts in seconds. The dry run then simulates the best ones, which decides whether
+they fit; its priced rehearsal checks the closed form.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.errors import ConfigError
+from megatron.planner.search.accuracy import Level
+from megatron.planner.search.cost import scale_point
+from megatron.planner.search.enumeration import enumerate_layouts
+from megatron.planner.search.job import Job
+from megatron.planner.search.memory_formula import MemoryFormula
+from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
+from megatron.planner.search.ranking import TIE, rank
+from megatron.planner.search.rehearsals import Report, disagreements, no_report, rehearse_best
+from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
+
+SAFETY = 1.02
+"""Factor on the memory by formula: it may be so much too low."""
+INTEREST = 1.5
+"""Layouts that take more than so many times the time of the fastest that fits are left out."""
+_SCALES = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
+"""Numbers of GPUs, relative to the job's, of the strong-scaling curve."""
+
+
+def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report: Report = no_report) -> SearchResult:
+    """The layouts of ``job`` that fit, ranked, of which the first ``num_rehearsed`` have been rehearsed.
+
+    Raises :class:`ConfigError` if no layout satisfies the flags, or none fits.
+    """
+    started = time.monotonic()
+    level = level or Level()
+    found = find_layouts(job, level, report=report)
+    ranked = rehearse_best(job, found.planned, num_rehearsed, report)
+    if not ranked:
+        raise ConfigError(
+            f"None of {found.num_enumerated:,} layouts fits by the dry run: use more GPUs than --num-gpus "
+            f"{job.num_gpus}, or GPUs with more memory."
+        )
+    scaling = tuple(_scaling(job, ranked[0], level, report))
+    return SearchResult(
+        job,
+        ranked,
+        found.num_enumerated,
+        len(ranked),
+        time.monotonic() - started,
+        scaling,
+        (*accuracy_warnings(job, ranked[0].layout, level), *disagreements(ranked)),
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The layouts that fit by formula, ranked."""
+
+    planned: tuple[PlannedLayout, ...]
+    num_enumerated: int
+
+
+def find_layouts(job: Job, level: Level, interest: float = INTEREST, report: Report = no_report) -> Found:
+    """Enumerate, price, prune by the memory formula, and rank: layouts of at most ``interest`` times the time of the
+    fastest that fits."""
+    report("enumerate layouts", 0, 1)
+    layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
+    if not layouts:
+        raise ConfigError(
+            f"No layout on --num-gpus {job.num_gpus} satisfies the flags: remove one that fixes the layout, or use "
+            "another number of GPUs."
+        )
+    report("price layouts", 0, 1)
+    priced = price_layouts(job, layouts)
+    report("memory by formula", 0, 1)
+    needed = _fitting(job, priced, interest)
+    return Found(rank(plan_layouts(job, priced, needed, level), job.config.dry_run.gpu_memory), len(layouts))
+
+
+def _fitting(job: Job, priced: Priced, interest: float) -> dict[int, tuple[int, int]]:
+    """By number of a layout that fits: bytes of the tightest stage, and that stage."""
+    limit = job.config.dry_run.gpu_memory
+    formula = MemoryFormula(job.config, job.architecture, job.given)
+
+    def needed(number: int) -> tuple[int, int]:
+        layout = priced.layouts[number]
+        return formula.tightest(layout, job.num_microbatches(layout))
+
+    found: dict[int, tuple[int, int]] = {}
+    slowest, least = np.inf, np.inf
+    for number, seconds in enumerate(priced.seconds):
+        if seconds > slowest:
+            break
+        needs = needed(number)
+        least = min(least, needs[0])
+        if needs[0] * SAFETY <= limit:
+            found[number] = needs
+            if not priced.layouts[number].reduces_in_bf16:
+                slowest = min(slowest, interest * float(seconds))
+    if not found:
+        raise ConfigError(
+            f"None of {len(priced.layouts):,} layouts fits {limit / 2**30:g} GiB, the smallest needs "
+            f"{least / 2**30:.1f} GiB: use more GPUs than --num-gpus {job.num_gpus}, or GPUs with more memory."
+        )
+    return found
+
+
+def _scaling(job: Job, best: PlannedLayout, level: Level, report: Report) -> Iterator[ScalePoint]:
+    """The best layout on fewer and more GPUs, where one fits."""
+    for numerator, denominator in _SCALES:
+        num_gpus, rest = divmod(job.num_gpus * numerator, denominator)
+        if num_gpus == job.num_gpus:
+            yield scale_point(job, best.layout, best.step_time_s)
+            continue
+        if rest:
+            continue
+        scaled = job.with_gpus(num_gpus)
+        try:
+            found = find_layouts(scaled, level, TIE).planned[0]
+        except ConfigError:
+            continue
+        yield scale_point(scaled, found.layout, found.step_time_s)

@@ -1,0 +1,256 @@
+"""The search of layouts: pruning, ranking, rehearsals, cost, and the correction by a measured run."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.command_line import parse_command_line
+from megatron.errors import ConfigError
+from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR, UNKNOWN_ERROR, Level
+from megatron.planner.search.advice import describe_limit, largest_overhead
+from megatron.planner.search.cost import scale_point
+from megatron.planner.search.job import Job, Operation, given_fields
+from megatron.planner.search.layout import Layout
+from megatron.planner.search.measured import config_of, measured_level
+from megatron.planner.search.ranking import num_dimensions, rank
+from megatron.planner.search.report import command
+from megatron.planner.search.result import PlannedLayout
+from megatron.planner.search.search import find_layouts
+from megatron.planner.step_time.cluster import read_cluster
+
+LLAMA_70B = ("--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16")
+TINY = ("--model", "tiny", "--vocab-size", "1024", "--seq-length", "256", "--global-batch-size", "16", "--bf16")
+GIB = 2**30
+LAYOUT = Layout(
+    tp=4, pp=4, cp=2, dp=2, vp=5, schedule="interleaved", sharding="optim", micro_batch_size=1, recompute="none"
+)
+
+
+def job(arguments: Sequence[str] = LLAMA_70B, num_gpus: int = 64, cluster: str = "h100", **operation: Any) -> Job:
+    return Job.of(arguments, read_cluster(cluster), num_gpus, Operation(**operation))
+
+
+def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayout:
+    """A priced layout that takes so many seconds and GiB."""
+    return PlannedLayout(
+        layout=layout,
+        flags=layout.flags(),
+        step_time_s=seconds,
+        interval_s=(seconds, seconds),
+        terms={"products": seconds},
+        memory_bytes=int(memory * GIB),
+        tightest_stage=0,
+        is_rehearsed=False,
+        memory_by_stage=(),
+        rehearsal=None,
+        bubble_fraction=0.0,
+        tokens_per_s_per_gpu=1.0,
+        mfu=0.5,
+        limits="",
+        advice="",
+        is_tie=False,
+    )
+
+
+# Ranking.
+
+
+def test_layouts_within_two_percent_are_ties_and_the_rest_follow_by_time() -> None:
+    seconds = [1.3, 1.021, 1.0, 1.019, 1.5, 1.2]
+    ranked = rank([planned(LAYOUT, one) for one in seconds], 80 * GIB)
+    assert {one.step_time_s for one in ranked if one.is_tie} == {1.0, 1.019}
+    assert [one.step_time_s for one in ranked if not one.is_tie] == [1.021, 1.2, 1.3, 1.5]
+    assert [one.is_tie for one in ranked] == [True, True, False, False, False, False]
+
+
+def test_ties_are_listed_from_the_simplest_on() -> None:
+    tight = planned(replace(LAYOUT, vp=1, schedule="1f1b"), 1.0, 78.0)
+    roomy = planned(LAYOUT, 1.01, 30.0)
+    simple = planned(replace(LAYOUT, vp=1, schedule="1f1b"), 1.015, 30.5)
+    assert rank([tight, roomy, simple], 80 * GIB) == tuple(replace(one, is_tie=True) for one in (simple, roomy, tight))
+
+
+def test_a_change_of_numerics_ranks_behind_layouts_without_one() -> None:
+    narrow = [planned(replace(LAYOUT, reduces_in_bf16=True), seconds) for seconds in (0.9, 0.8)]
+    exact = [planned(LAYOUT, seconds) for seconds in (1.4, 1.0)]
+    assert [one.step_time_s for one in rank([*narrow, *exact], 80 * GIB)] == [1.0, 1.4, 0.8, 0.9]
+    assert [one.is_tie for one in rank([*narrow, *exact], 80 * GIB)] == [True, False, False, False]
+    assert [one.is_tie for one in rank(narrow, 80 * GIB)] == [True, False]  # there is nothing else
+
+
+def test_dimensions_are_counted_from_sharded_data_parallelism_on() -> None:
+    simplest = replace(LAYOUT, tp=1, pp=1, cp=1, dp=64, vp=1, schedule="1f1b")
+    assert num_dimensions(simplest) == 0
+    changes: list[dict[str, Any]] = [{"tp": 2}, {"recompute": "full"}, {"sharding": "optim_grads_params"}]
+    changes += [{"schedule": "zb-h1"}, {"reduces_in_bf16": True}, {"replicas": 2}, {"counts_ends": True}]
+    assert [num_dimensions(replace(simplest, **change)) for change in changes] == [1] * len(changes)
+
+
+# Limits.
+
+
+def test_a_layout_is_limited_by_its_largest_term_besides_products() -> None:
+    terms = {"products": 6.0, "attention": 0.5, "tensor parallelism": 1.0, "output layer": 2.0, "bubble": 0.5}
+    alone = replace(LAYOUT, pp=1, vp=1)
+    assert largest_overhead(terms, alone) == "tensor parallelism"  # the output layer is a product
+    assert largest_overhead(terms, LAYOUT) == "output layer"  # for which the other stages wait
+    limits, advice = describe_limit(terms, alone, job())
+    assert limits == "tensor parallelism: 10% of the step"
+    assert advice.startswith("--tp-comm-overlap")
+    overlapped = job((*LLAMA_70B, "--sequence-parallel", "--tp-comm-overlap"))
+    assert "--tp-comm-overlap" not in describe_limit(terms, alone, overlapped)[1]
+
+
+# Cost.
+
+
+def test_cost_follows_from_the_step_time_and_the_failures() -> None:
+    """Against a slow search of the save interval and the formulas written out."""
+    of_run = job(tokens=2e12, price_per_gpu_hour=3.0, save_s=7.0, restart_s=200.0)
+    of_run = replace(of_run, cluster=replace(of_run.cluster, gpu_hours_per_failure=30_000.0))
+    point = scale_point(of_run, LAYOUT, 11.0)
+    between_failures = 30_000 / 64 * 3600
+
+    def kept(interval: float) -> float:
+        lost = between_failures * math.exp(200 / between_failures)
+        return interval / (lost * (math.exp((interval + 7) / between_failures) - 1))
+
+    best = max(range(100, 30_000, 5), key=kept)
+    assert point.save_interval_s == pytest.approx(best, rel=0.01)
+    assert point.goodput == pytest.approx(kept(best), rel=1e-6)
+    assert 0.9 < point.goodput < 1
+    seconds = 2e12 / (128 * 8192) * 11 / point.goodput
+    assert point.days == pytest.approx(seconds / 86_400)
+    assert point.gpu_hours == pytest.approx(seconds * 64 / 3600)
+    assert point.price == pytest.approx(point.gpu_hours * 3)
+    assert point.tokens_per_s_per_gpu == pytest.approx(128 * 8192 / 11 / 64)
+
+
+# Search.
+
+
+def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
+    arguments = ("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16")
+    of_run = job((*arguments, "--tensor-model-parallel-size", "2"), num_gpus=4)
+    found = find_layouts(of_run, Level())
+    assert found.num_enumerated > 50
+    assert {one.layout.tp for one in found.planned} == {2}
+    most = max(one.memory_bytes for one in found.planned)
+    limited = replace(of_run.config.dry_run, gpu_memory_gb=(most - 1) / GIB)
+    smaller = find_layouts(replace(of_run, config=replace(of_run.config, dry_run=limited)), Level()).planned
+    assert len(smaller) < len(found.planned)
+    assert max(one.memory_bytes for one in smaller) * 1.02 <= most
+
+
+def test_a_search_that_finds_nothing_says_what_to_change() -> None:
+    with pytest.raises(ConfigError, match="No layout on --num-gpus 8 satisfies the flags: "):
+        find_layouts(job((*TINY, "--tensor-model-parallel-size", "3"), 8), Level())
+    with pytest.raises(ConfigError, match=r"None of \d+ layouts fits 4\.5 GiB, the smallest needs .* --num-gpus 8"):
+        find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "4.5", "--tensor-model-parallel-size", "8"), 8), Level())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (TINY[:4] + TINY[6:], "--seq-length"),
+        (TINY[:6] + TINY[8:], "--global-batch-size"),
+        (TINY[:2] + TINY[4:], "--vocab-size"),
+        ((*TINY, "--hidden-sise", "9"), "--hidden-size"),
+    ],
+)
+def test_a_job_names_the_flag_that_it_needs(arguments: tuple[str, ...], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        job(arguments, 8)
+
+
+def test_terms_add_up_and_the_level_scales_them() -> None:
+    of_run = job(TINY, num_gpus=4)
+    plain, scaled = (find_layouts(of_run, level).planned for level in (Level(), Level(2.0, 0.05)))
+    assert len(plain) == len(scaled)
+    for one, other in zip(plain, scaled):
+        assert sum(one.terms.values()) == pytest.approx(one.step_time_s)
+        assert other.step_time_s == pytest.approx(2 * one.step_time_s)
+        tokens_per_s = one.tokens_per_s_per_gpu * 4
+        assert tokens_per_s == pytest.approx(16 * 256 / one.step_time_s)
+        assert one.mfu == pytest.approx(tokens_per_s / 4 * of_run.architecture.flops_per_token(256) / 9.89e14)
+    assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in plain} <= {KNOWN_ERROR, UNKNOWN_ERROR}
+    assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in scaled} <= {0.05, UNKNOWN_ERROR}
+
+
+def test_the_pasted_command_gives_the_layout() -> None:
+    of_run = job((*TINY, "--use-distributed-optimizer", "--recompute-granularity=selective"), num_gpus=4)
+    for one in find_layouts(of_run, Level()).planned[:20]:
+        words = command(of_run, one)
+        assert words[0] == "pretrain_llama.py"
+        pasted = parse_command_line(words[1:])
+        wanted = one.layout.apply(of_run.config, of_run.given)
+        for group in ("parallel", "pipeline", "activations"):
+            found, asked = getattr(pasted, group), getattr(wanted, group)
+            differing = {name for name, value in vars(asked).items() if getattr(found, name) != value}
+            assert differing <= {"use_distributed_optimizer"}  # the same as the strategy optim
+        assert pasted.training.micro_batch_size == one.layout.micro_batch_size
+
+
+def test_given_flags_are_known_by_their_fields() -> None:
+    words = ["--bf16", "--no-overlap-grad-reduce", "--micro-batch-size=2", "--recompute_modules", "mlp_act"]
+    assert given_fields(words) == {"bf16", "overlap_grad_reduce", "micro_batch_size", "recompute_modules"}
+
+
+# A measured run.
+
+
+def log(path: Path, of_run: Job, layout: Layout, seconds: float) -> Path:
+    """A metrics file of a run: an earlier process, then the run, whose first records are slow."""
+    flags = asdict(layout.apply(of_run.config, of_run.given))
+    run = {"world_size": of_run.num_gpus, "flags": flags}
+    common = {"lm_loss": 3.0, "global_batch_size": of_run.global_batch_size}
+    times = [9e6, 9e5, *(1e3 * seconds * factor for factor in (0.5, 1.0, 1.0, 1.0, 7.0))]
+    records: list[dict[str, Any]] = [{"iteration": 1, "run": {**run, "world_size": 1}, "iteration_time_ms": 1.0}]
+    records += [{"iteration": number, "iteration_time_ms": one, **common} for number, one in enumerate(times, 1)]
+    records[1]["run"] = run
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 8, "ite')
+    return path
+
+
+def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
+    of_run = job(TINY, num_gpus=4)
+    plain = find_layouts(of_run, Level()).planned
+    one = plain[len(plain) // 2]
+    level = measured_level(log(tmp_path / "run.jsonl", of_run, one.layout, 1.7 * one.step_time_s), of_run)
+    assert level.factor == pytest.approx(1.7)
+    assert level.error == SAME_MODEL_ERROR < CORRECTED_ERROR < KNOWN_ERROR
+    longer = job((*TINY[:5], "512", *TINY[6:]), num_gpus=4)
+    assert measured_level(tmp_path / "run.jsonl", longer).error == CORRECTED_ERROR
+    corrected = find_layouts(of_run, level).planned
+    same = next(found for found in corrected if found.layout == one.layout)
+    assert same.step_time_s == pytest.approx(1.7 * one.step_time_s)
+    low, high = same.interval_s
+    assert (low / same.step_time_s, high / same.step_time_s) == pytest.approx((1 - level.error, 1 + level.error))
+
+
+def test_flags_survive_the_metrics_file(tmp_path: Path) -> None:
+    of_run = job((*LLAMA_70B, "--recompute-modules", "layernorm", "mlp_act", "--recompute-granularity", "selective"))
+    assert config_of(json.loads(json.dumps(asdict(of_run.config)))) == of_run.config
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"iteration": 1, "iteration_time_ms": 5.0}\n', "does not state the layout of its run"),
+        ('{"iteration": 1, "run": {"flags": {}}}\n', "does not state the layout of its run"),
+        ('{"iteration": 1, "run": {"flags": {}, "world_size": 4}}\n', "has no iteration_time_ms"),
+        ("\0\0 no JSON [[[\n", "does not state the layout of its run"),
+    ],
+)
+def test_a_log_that_says_too_little_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=f"--measured .*run.jsonl {sentence}"):
+        measured_level(path, job(TINY, 4))
+    with pytest.raises(ConfigError, match=r"--measured .* cannot be read"):
+        measured_level(tmp_path / "missing.jsonl", job(TINY, 4))
