@@ -56,7 +56,9 @@ def balancing_loss_discarded() -> Patch:
 def norm_without_experts() -> Patch:
     right = ModelSharing.is_counted
     return mock.patch.object(
-        ModelSharing, "is_counted", lambda sharing, info: not info.is_expert and right(sharing, info)
+        ModelSharing,
+        "is_counted",
+        lambda sharing, info, over_all: not info.is_expert and right(sharing, info, over_all),
     )
 
 
