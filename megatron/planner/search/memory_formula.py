@@ -302,6 +302,7 @@ class _LayoutMemory:
             shards_gradients=layout.sharding == "optim_grads",
             overlaps=parallel.overlap_grad_reduce,
             prefetches=parallel.overlap_param_gather,
+            frees_experts=layout.ep * layout.etp > 1,
             reshards=parallel.torch_fsdp2_reshard_after_forward,
         )
 

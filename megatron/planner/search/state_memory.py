@@ -53,6 +53,10 @@ class Sharding:
     reshards: bool = True
     """Whether gathered weights are freed after the forward pass (fully sharded)."""
 
+    frees_experts: bool = False
+    """Whether the last weight gradient of experts is computed after their weights are freed, while tokens are sent back
+    (fully sharded)."""
+
     def of(self, is_expert: bool) -> int:
         return self.experts if is_expert else self.dense
 
@@ -170,27 +174,31 @@ def fully_sharded_state(
         lasting += sum(one.gathered for one in (*dense, *experts))
         dense, experts = [one.resident() for one in dense], [one.resident() for one in experts]
     # The experts of a unit are reduced before its dense weights.
-    parts = [(place, part.part) for place, both in enumerate(zip(dense, experts)) for part in both if part.part]
-    under_way = _reductions_before([part for _, part in parts], 2 if sharding.overlaps else 0)
-    idle = under_way[-1] if under_way else 0
-    reductions = [0] * len(units)
-    for (place, _), pending in zip(parts, under_way):
-        reductions[place] = max(reductions[place], pending)
+    parts = {
+        (place, is_expert): part.part
+        for place, both in enumerate(zip(dense, experts))
+        for is_expert, part in enumerate(both)
+        if part.part
+    }
+    under_way = dict(zip(parts, _reductions_before(list(parts.values()), 2 if sharding.overlaps else 0)))
+    idle = next(reversed(under_way.values()), 0)
+    kept_weights = not sharding.frees_experts
     buffers = []
-    for place, (one, inner, pending) in enumerate(zip(dense, experts, reductions)):
+    for place, (one, inner) in enumerate(zip(dense, experts)):
         after = dense[place + 1].gathered if sharding.prefetches and place + 1 < len(units) else 0
         before = dense[place - 1].gathered if sharding.prefetches and place > 0 else 0
-        gathered = one.gathered + before + pending + common.gradients
-        early = gathered + inner.gathered + (inner.gradients or one.gradients)
+        resident = one.gathered + before + common.gradients
+        late = resident + under_way.get((place, 0), 0) + one.gradients
+        early = resident + under_way.get((place, 1), 0) + inner.gradients if inner.gradients else late
         buffers.append(
             UnitBuffers(
                 start=2 * one.gathered + idle,  # gathered, and copied to the weights
                 forward=one.gathered + inner.gathered + after + idle,
-                backward=early,
-                experts_end=early + inner.gradients if inner.gradients else 0,
-                late_backward=gathered + one.gradients,
-                # The whole gradients, by weight and by rank.
-                backward_end=gathered + 2 * one.gradients,
+                backward=early + inner.gathered,
+                # Whole gradients, by weight and by rank.
+                experts_end=early + inner.gradients + kept_weights * inner.gathered if inner.gradients else 0,
+                late_backward=late,
+                backward_end=late + one.gradients,
             )
         )
     return StateMemory(lasting, tuple(buffers), sum(one.gradients for one in (*dense, *experts)))
