@@ -130,9 +130,11 @@ def release_meshes() -> None:
     """Free the process groups that DTensor's cache of operations keeps alive. Their threads must not outlive them: a
     thread that frees a tensor while the interpreter ends aborts the process."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import DTensor
 
-        _clear_sharding_prop_cache()
+        # Not torch.distributed.tensor.debug, which has a function for both: it imports torch's compiler, for seconds.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
     gc.collect()
 
 
