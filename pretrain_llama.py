@@ -70,12 +70,17 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     queues = prepare_environment(config, os.environ, available_cores(), local_world_size)
     # Only now: torch is not needed to explain a flag, and reads the environment.
     import_for_training()
-    from megatron.training.initialize import Process
+    from megatron.training.initialize import Process, choose_device
     from megatron.training.pretrain import pretrain
     from megatron.training.spares import Spares
 
     process = Process.from_environment(os.environ, num_spares)
     run = partial(pretrain, config, process, partial(parse_command_line, arguments), queues, heartbeat)
+    if config.operation.inprocess_restart:
+        from megatron.training.in_process import InProcessRestart
+
+        on_gpu = choose_device(config.training.device, process).type != "cpu"
+        return InProcessRestart(run, process, heartbeat, on_gpu).run()
     return Spares(config.training, process, os.environ).end_with(run, heartbeat) if num_spares else run()
 
 

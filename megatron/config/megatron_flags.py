@@ -94,7 +94,7 @@ _BY_REMEDY = {
     "slow ranks are found without a flag, see --straggler-threshold: remove it.": (
         "--log-straggler --straggler-minmax-count"
     ),
-    "the launcher restarts a failed run, see examples/slurm: remove it.": "--inprocess-restart --enable-ft-package",
+    "the launcher restarts a failed run, see examples/slurm: remove it.": "--enable-ft-package",
 }
 
 NOT_SUPPORTED = {flag: remedy for remedy, flags in _BY_REMEDY.items() for flag in flags.split()}

@@ -29,6 +29,9 @@ class OperationConfig(GuardConfig):
     max_failed_attempts: int = 3
     """End the run with exit code 93 after this many consecutive failed attempts without a new checkpoint in --save; 0
     disables this. Restarts and requeues count, attempts stopped on request do not."""
+    inprocess_restart: bool = False
+    """After an exception in a rank, call the training again in the same processes, with nvidia-resiliency-ext, instead
+    of starting new ones (docs/operations.md)."""
     inject_fault: str | None = None
     """For tests of a cluster and of its recovery: break this run on purpose, as in kill@12:rank1,slow@30+10:rank0:1.3
     (docs/operations.md). Refused unless the environment variable MEGATRON_FAULTS is 1."""

@@ -130,11 +130,16 @@ class AttemptRecorder:
         self._try(lambda: write_current(self._directory, self.attempt))
 
     def finish(
-        self, snapshot: Snapshot | None, outcome: Outcome, exit_code: int | None, failure: FailureFacts | None = None
+        self,
+        snapshot: Snapshot | None,
+        outcome: Outcome,
+        exit_code: int | None,
+        failure: FailureFacts | None = None,
+        ended_ns: int | None = None,
     ) -> None:
-        """Append the record to attempts.jsonl."""
+        """Append the record to attempts.jsonl. The attempt ended now, or at ``ended_ns`` of the monotonic clock."""
         failure = failure or FailureFacts()
-        self._measure(snapshot, time.monotonic_ns(), failure.is_hang)
+        self._measure(snapshot, time.monotonic_ns() if ended_ns is None else ended_ns, failure.is_hang)
         facts = replace(self.attempt, cause=failure.cause, rank=failure.rank, host=failure.host)
         self.attempt = ended(facts, outcome, exit_code)
         self._try(lambda: append_attempt(self._directory, self.attempt))
@@ -169,18 +174,23 @@ class LaunchedAttempts:
         self._world_size = 1
         self._local_rank: int | None = None
         """Local rank of rank 0 in the attempt under way."""
+        self._seen: Snapshot | None = None
+        """The last snapshot of rank 0 in the attempt under way."""
         self._recorder: AttemptRecorder | None = None
         self._polled = 0.0
 
     def begin(self, global_ranks: Sequence[int], world_size: int, beginning: Beginning) -> None:
         """The ranks of this node have been started; ``global_ranks`` by local rank."""
-        self._recorder, self._beginning, self._world_size = None, beginning, world_size
+        self._recorder, self._beginning, self._world_size, self._seen = None, beginning, world_size, None
         self._local_rank = global_ranks.index(0) if 0 in global_ranks else None
 
     def poll(self) -> None:
         """Write the record if it is due; call it often."""
+        if self._local_rank is None:
+            return
+        self._notice_restart(self._local_rank)
         now = time.monotonic()
-        if self._local_rank is None or now - self._polled < POLL_SECONDS:
+        if now - self._polled < POLL_SECONDS:
             return
         self._polled = now
         self._open(self._local_rank)
@@ -199,6 +209,22 @@ class LaunchedAttempts:
         if self._recorder is not None and self._run_dir is not None:
             failure = reported_failure(self._run_dir, self._beginning.epoch) if outcome == "failed" else None
             self._recorder.finish(self._memory.read(local_rank), outcome, exit_code, failure)
+
+    def _notice_restart(self, local_rank: int) -> None:
+        """End the record, and begin another, if the ranks have restarted in process (``--inprocess-restart``)."""
+        seen, snapshot = self._seen, self._memory.read(local_rank)
+        if snapshot is None:
+            return
+        self._seen = snapshot
+        if seen is None or seen.attached_ns == snapshot.attached_ns:
+            return
+        self._open(local_rank)
+        if self._recorder is not None and self._run_dir is not None:
+            failure = reported_failure(self._run_dir, self._beginning.epoch)
+            self._recorder.finish(seen, "failed", ExitCode.CRASH, failure, snapshot.attached_ns)
+        age_s = (time.monotonic_ns() - snapshot.attached_ns) / 1e9
+        self._recorder, self._beginning = None, Beginning.now(age_s)
+        self._open(local_rank)
 
     def _open(self, local_rank: int) -> None:
         """Begin the record when rank 0 has told the hosts of the run, which it does when it holds the lock."""

@@ -120,15 +120,19 @@ class Heartbeat:
         self.is_private = memory is None
         """Whether no launcher reads this slot."""
         self._words = self._memory.cast("q")
-        self._section = Section.START
         self._stacks: int | None = None
         self.settings: dict[str, Any] = {}
         """As of :meth:`write_settings`."""
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins; the settings stay."""
+        self._section = Section.START
         self._step_ns_at: dict[int, int] = {}
         """:attr:`step_ns` at the state of each iteration to which training can return."""
+        self._words[:_SETTINGS] = memoryview(bytearray(_WORD * _SETTINGS)).cast("q")
         now = time.monotonic_ns()
         self._entered = now
-        self._words[:_SETTINGS] = memoryview(bytearray(_WORD * _SETTINGS)).cast("q")
         self._words[_ENTERED] = self._words[_ATTACHED] = now
         self._words[_COMMITTED] = self._words[_FIRST] = self._words[_DONE] = _NONE
         # Last: a slot with a process id is complete.

@@ -115,12 +115,13 @@ def init_distributed(
         yield topology
     except UserError as error:
         if not error.is_local:
-            _part()
+            leave_groups()
         raise
-    _part()
+    leave_groups()
 
 
-def _part() -> None:
+def leave_groups() -> None:
+    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         release_meshes()
         dist.destroy_process_group()

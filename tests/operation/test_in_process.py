@@ -1,0 +1,145 @@
+"""Restarts in the same processes (``--inprocess-restart``), with nvidia-resiliency-ext where it is installed."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.config.command_line import parse_command_line
+from megatron.config.faults import VARIABLE
+from megatron.errors import ConfigError, ExitCode, NotFiniteError
+from megatron.operation.accounting import read_attempts
+from megatron.operation.attempt_recorder import Beginning, LaunchedAttempts
+from megatron.operation.elastic import ELASTIC
+from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
+from megatron.operation.processes import LAUNCHER
+from megatron.operation.run_settings import RunSettings
+from megatron.training.in_process import PACKAGE, import_package, must_end
+from tests.end_to_end.run_process import FlagValue, descendants, words_of
+from tests.operation.jobs import LAUNCH, MODEL, PATIENCE, Job, is_alive
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.end()
+
+
+def test_without_the_package_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, "1")
+    monkeypatch.delenv(ELASTIC, raising=False)
+    monkeypatch.setitem(sys.modules, PACKAGE.partition(".")[0], None)
+    with pytest.raises(
+        ConfigError, match=r"--inprocess-restart needs .*: pip install nvidia-resiliency-ext, or remove"
+    ):
+        import_package()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "elastic", "named"), [(None, None, "megatron.operation.launch"), ("1", "1", "--nnodes N")]
+)
+def test_without_the_launcher_or_with_elastic_nodes_the_flag_is_refused(
+    monkeypatch: pytest.MonkeyPatch, launcher: str | None, elastic: str | None, named: str
+) -> None:
+    for variable, value in ((LAUNCHER, launcher), (ELASTIC, elastic)):
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=named):
+        import_package()
+
+
+def test_which_errors_end_the_process() -> None:
+    heartbeat = Heartbeat()
+    assert must_end(RuntimeError("no iteration is done"), heartbeat)
+    with heartbeat.section(Section.OPTIMIZER):
+        time.sleep(0.001)
+    assert not must_end(RuntimeError("a collective failed"), heartbeat)
+    for error in (MemoryError(), OSError(28, "No space left on device"), NotFiniteError("the loss is nan")):
+        assert must_end(error, heartbeat)
+    heartbeat.begin()
+    assert must_end(RuntimeError("again, before an iteration is done"), heartbeat)
+
+
+def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
+    """The time of the second begins where the first has ended, also between two polls."""
+    memory = HeartbeatMemory(1)
+    config = parse_command_line(words_of({**MODEL, "save": tmp_path}), print_messages=False)
+    settings = RunSettings.of(config, 0, 1).to_json()
+    attempts = LaunchedAttempts(memory, tmp_path, print)
+    attempts.begin([0], 1, Beginning.now())
+    heartbeat = Heartbeat.attach({HEARTBEATS: memory.path}, 0)
+    heartbeat.write_settings({**settings, "hosts": ("a",)})
+    attempts.poll()
+    heartbeat.start_training(0)
+    heartbeat.enter(Section.FORWARD_BACKWARD)
+    time.sleep(0.02)
+    heartbeat.enter(Section.GRADS_REDUCE)
+    heartbeat.finish_iteration(1)
+    attempts.poll()
+    time.sleep(0.02)
+    heartbeat.begin()
+    assert heartbeat.settings == {**settings, "hosts": ("a",)}
+    attempts.poll()
+    heartbeat.start_training(1)
+    attempts.poll()
+    attempts.end("complete", 0)
+    first, second = read_attempts(tmp_path)
+    assert (first.attempt, first.outcome, first.exit_code) == (1, "failed", ExitCode.CRASH)
+    assert (second.attempt, second.outcome, second.first_iteration) == (2, "complete", 1)
+    assert first.second("lost") >= 0.04  # no checkpoint has them
+    assert second.second("lost") == second.second("step") == 0.0
+    assert second.start == pytest.approx(first.end, abs=1e-3)
+    for attempt in (first, second):
+        assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, abs=1e-3)
+    memory.close()
+
+
+@pytest.mark.processes
+def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exceptions restart the training in the same processes; a killed rank is left to the launcher."""
+    pytest.importorskip(PACKAGE)
+    monkeypatch.setenv(VARIABLE, "1")
+    losses = {}
+    model: dict[str, FlagValue] = {"fp64": True, "train_iters": 22, "save_interval": 5, "log_interval": 1}
+    faults: dict[str, FlagValue] = {
+        "inprocess_restart": True,
+        "inject_fault": "exception@8:rank1,exception@14:rank0,kill@18:rank1",
+    }
+    for name, flags in (("undisturbed", model), ("faulty", {**model, **faults})):
+        (place := tmp_path / name).mkdir()
+        jobs.append(job := Job(place, LAUNCH, ["--standalone", "--max-restarts", "1"], async_save=True, **flags))
+        started = {job.process.pid}
+        while job.process.poll() is None:
+            started |= set(descendants(job.process.pid))
+            time.sleep(0.2)
+        assert job.process.wait(PATIENCE) == ExitCode.COMPLETE, job.log.read_text()
+        losses[name] = {record["iteration"]: record["lm_loss"] for record in job.records()}
+        time.sleep(2.0)
+        assert not [pid for pid in started if is_alive(pid)]
+    assert losses["faulty"] == losses["undisturbed"] and len(losses["faulty"]) == 22
+    attempts = read_attempts(job.save)
+    assert [(one.outcome, one.cause, one.rank) for one in attempts] == [
+        ("failed", "exception", 1),
+        ("failed", "exception", 0),
+        ("failed", "killed", 1),
+        ("complete", None, None),
+    ]
+    assert [one.first_iteration for one in attempts] == [0, 5, 10, 15]
+    for one, after in pairwise(attempts):
+        assert one.end <= after.start
+        assert sum(one.seconds.values()) == pytest.approx(one.wall_s, rel=0.01)
+    reports = [json.loads((job.save / "failures" / f"000{number}.json").read_text()) for number in (1, 2, 3)]
+    assert [(one["rank"], one["iteration"], one["section"]) for one in reports[:2]] == [
+        (1, 8, "forward-backward"),
+        (0, 14, "forward-backward"),
+    ]
+    assert job.log.read_text().count("All ranks restart in process.") == 2
