@@ -95,9 +95,9 @@ def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
     assert (second.attempt, second.outcome, second.first_iteration) == (2, "complete", 1)
     assert first.second("lost") >= 0.04  # no checkpoint has them
     assert second.second("lost") == second.second("step") == 0.0
-    assert second.start == pytest.approx(first.end, abs=1e-3)
+    assert second.start == pytest.approx(first.end, abs=0.01)
     for attempt in (first, second):
-        assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, abs=1e-3)
+        assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, abs=0.01)
     memory.close()
 
 
