@@ -168,7 +168,10 @@ LARGE = {
 SLOW = [name for name in LARGE if name != "405B, last stage, gradients sharded"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in LARGE])
+_slow = pytest.mark.slow(reason="simulates whole stages of large models")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=_slow if one in SLOW else ()) for one in LARGE])
 def test_a_stage_of_a_large_model_is_never_much_too_low(name: str) -> None:
     case, stage = LARGE[name]
     total, found, _ = measured(case, stage)
