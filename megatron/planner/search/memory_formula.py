@@ -4,8 +4,8 @@ The sum of the state, of the activations of the live microbatches, and of the pa
 schedule that can be the peak. A test compares it with the dry run, which stays the judge: this formula only selects
 layouts.
 
-Not counted: --cpu-offloading-num-layers, --loss-chunk-size, the scores of the reference attention kernel, FP8 copies of
-activations and weights, working memory of --optimizer muon, and kernels that --kernel forces.
+Not counted: --cpu-offloading-num-layers, --loss-chunk-size, the scores of the reference attention kernel, layers in
+bf16 beside --fp8-format, working memory of --optimizer muon, and kernels that --kernel forces.
 """
 
 from collections.abc import Collection, Hashable, Sequence
@@ -182,8 +182,11 @@ class _LayoutMemory:
             first += len(units)
             receives = not virtual_stage.has_output_layer
             chunks.append(self.chunk(units, buffers, held=self.rules.shard if receives else 0))
+        lasting = state.lasting + self.rules.rotary_table
+        lasting += self.rules.fp8_copies(sum(len(one.layers) for one in virtual_stages))
+        lasting += state.split_backward if self.splits_backward else 0
         return _Content(
-            lasting=state.lasting + self.rules.rotary_table + (state.split_backward if self.splits_backward else 0),
+            lasting=lasting,
             passes=np.array([getattr(one, name) for name in ("forward", "backward", "weight_pass") for one in chunks]),
             held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),
         )

@@ -1,7 +1,7 @@
 """The units of a chunk on a rank, embedding, layers and output layer: their weights and the memory of their passes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -65,7 +65,28 @@ class UnitRules:
     def layers(self, is_moe: Sequence[bool], is_recomputed: bool) -> UnitMemory:
         """Of one layer, or of layers that are recomputed together."""
         built = [self._layer(one) for one in is_moe]
-        return recomputed(built) if is_recomputed else built[0].memory()
+        if is_recomputed:
+            return recomputed(built)
+        found, saved = built[0].memory(), self._saved_by_fp8
+        return replace(found, kept=found.kept - saved, backward=found.backward - saved)
+
+    @property
+    def _saved_by_fp8(self) -> int:
+        """What a layer keeps less because it keeps the inputs of its linear layers in FP8: those that are norms and
+        SwiGLU instead of bf16, and attention's output as well."""
+        if self.config.precision.fp8_format is None:
+            return 0
+        modules, activated = self.config.activations.modules, self._sizes(self.model.ffn_hidden_size).activated
+        norms = 0 if "layernorm" in modules else self.shard
+        activation = 0 if {"mlp", "mlp_act"} & modules else activated // 2
+        return norms + activation - (0 if "core_attn" in modules else self._attention.output // 2)
+
+    def fp8_copies(self, num_layers: int) -> int:
+        """Bytes of the FP8 weights of layers, by rows and by columns, which last between the passes."""
+        precision = self.config.precision
+        if precision.fp8_format is None or self.config.parallel.sharding_strategy == "optim_grads_params":
+            return 0
+        return 2 * num_layers * sum(weight.size for weight in self.layer_weights(False) if weight.width > 1)
 
     def embedding(self) -> UnitMemory:
         tokens, shard, whole = self.tokens, self.shard, self._whole
