@@ -61,7 +61,7 @@ def experts(dispatcher: str, sizes: dict[str, Any], **more: Any) -> Case:
     return Case(sizes, f"--bf16 {EXPERTS} {dispatcher}", given=("moe_token_dispatcher_type",), **more)
 
 
-PIPED = {"layers": 4, "stages": (0, 1)}
+PIPED: dict[str, Any] = {"layers": 4, "stages": (0, 1)}
 CASES = {
     "one stage": Case({"sharding": "no_shard"}),
     "two sequences, documents": Case({"dp": 2, "micro_batch_size": 2}, "--bf16 --reset-attention-mask"),
@@ -72,6 +72,9 @@ CASES = {
     "bf16 gradients": Case({"dp": 4, "reduces_in_bf16": True}),
     "biases and QK-norm": Case({"dp": 2}, "--bf16 --add-qkv-bias --qk-layernorm"),
     "FP8": Case({"dp": 2}, "--bf16 --fp8-format hybrid"),
+    "FP8, first stage": Case(
+        {"tp": 2, "pp": 2, "dp": 2}, "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", stages=(0,)
+    ),
     "sequence parallel": Case({"tp": 4, "sharding": "no_shard"}),
     "tensor parallel": Case({"tp": 2, "sharding": "no_shard", "sequence_parallel": False}),
     "1F1B": Case({"pp": 3, "dp": 2}, layers=3, stages=(0, 1, 2)),
@@ -116,7 +119,7 @@ def measured(case: Case, stage: int) -> tuple[int, int, int]:
     """Bytes of a stage by the dry run and by the formula, without the allowance, and of its state."""
     run, config = case.run(), case.config()
     simulated = simulate_rank(run, run.rank_of_stage(stage))
-    state = sum(simulated.steady.by_kind[kind] for kind in STATE)  # type: ignore[index]
+    state = sum(simulated.steady.by_kind[kind] for kind in STATE)  # type: ignore[index, misc]
     found = stage_memory(config, run.architecture, case.layout, stage, run.num_microbatches, case.given) - ALLOWANCE
     return simulated.peak.total, found, state
 

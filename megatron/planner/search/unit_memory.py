@@ -67,15 +67,23 @@ class UnitRules:
         built = [self._layer(one) for one in is_moe]
         if is_recomputed:
             return recomputed(built)
-        found, saved = built[0].memory(), self._saved_by_fp8
-        return replace(found, kept=found.kept - saved, backward=found.backward - saved)
+        found = built[0].memory()
+        return found if self.config.precision.fp8_format is None else self._in_fp8(found)
+
+    def _in_fp8(self, layer: UnitMemory) -> UnitMemory:
+        kept = layer.kept - self._saved_by_fp8
+        sizes = self._sizes(self.model.ffn_hidden_size)
+        # The weight gradient of gate and up, in fp32, reads their gradient in FP8, by rows and by columns, and all rows
+        # of the input; the gradient in bf16 and the gradient of the input are there, too.
+        product = 2 * self.model.ffn_hidden_size // self._tp * self.model.hidden_size * _WIDE
+        activation = sizes.activated // 2
+        moment = kept - activation + 2 * sizes.activated + product + self._whole + 2 * self.shard
+        return replace(layer, kept=kept, backward=max(layer.backward - self._saved_by_fp8, moment))
 
     @property
     def _saved_by_fp8(self) -> int:
         """What a layer keeps less because it keeps the inputs of its linear layers in FP8: those that are norms and
         SwiGLU instead of bf16, and attention's output as well."""
-        if self.config.precision.fp8_format is None:
-            return 0
         modules, activated = self.config.activations.modules, self._sizes(self.model.ffn_hidden_size).activated
         norms = 0 if "layernorm" in modules else self.shard
         activation = 0 if {"mlp", "mlp_act"} & modules else activated // 2
