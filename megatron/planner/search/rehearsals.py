@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import Protocol, TypeVar
 
 from megatron.errors import ConfigError
 from megatron.planner.plan import ALLOWANCE, Run, make_plan
@@ -18,6 +19,8 @@ from megatron.planner.search.layout import Layout
 from megatron.planner.search.ranking import first_of_families
 from megatron.planner.search.result import PlannedLayout
 
+T = TypeVar("T")
+R = TypeVar("R")
 _MOST_PROCESSES = 8
 _MOST_TRIES = 4
 """Rehearsals for each one wanted, if most of them do not fit."""
@@ -26,6 +29,12 @@ _AGREEMENT = 0.03
 
 Report = Callable[[str, int, int], None]
 """Receives what is being done, how much is done, and of how much."""
+
+
+class ParallelMap(Protocol):
+    """As ``map`` of one sequence."""
+
+    def __call__(self, function: Callable[[T], R], values: Iterable[T], /) -> Iterator[R]: ...
 
 
 def no_report(what: str, done: int, total: int) -> None:
@@ -65,7 +74,7 @@ def rehearse_best(
     rehearsal are left out, and the next ones are rehearsed instead."""
     limit = job.config.dry_run.gpu_memory
     found: dict[Layout, Rehearsal] = {}
-    with _parallel_map() as parallel_map:
+    with parallel_map() as map_in_parallel:
         while len(found) < _MOST_TRIES * wanted:
             kept = (one for one in ranked if one.layout not in found or found[one.layout].needed[0] <= limit)
             best = [one.layout for one in islice(first_of_families(kept), wanted)]
@@ -74,7 +83,7 @@ def rehearse_best(
                 break
             done = wanted - len(batch)
             report("rehearse", done, wanted)
-            for number, rehearsal in enumerate(parallel_map(partial(rehearse, job), batch), start=1):
+            for number, rehearsal in enumerate(map_in_parallel(partial(rehearse, job), batch), start=1):
                 found[batch[number - 1]] = rehearsal
                 report("rehearse", done + number, wanted)
     completed = (_with_rehearsal(one, found[one.layout]) if one.layout in found else one for one in ranked)
@@ -109,7 +118,7 @@ def disagreements(ranked: Sequence[PlannedLayout]) -> list[str]:
 
 
 @contextmanager
-def _parallel_map() -> Iterator[Callable[[Callable[[Layout], Rehearsal], Sequence[Layout]], Iterator[Rehearsal]]]:
+def parallel_map() -> Iterator[ParallelMap]:
     """A ``map`` in as many processes as there are cores, in order."""
     workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if sys.platform == "linux" else 1
     if workers == 1:

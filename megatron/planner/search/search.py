@@ -5,8 +5,8 @@ they fit; its priced rehearsal checks the closed form.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from megatron.planner.search.job import Job
 from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
 from megatron.planner.search.ranking import TIE, rank
-from megatron.planner.search.rehearsals import Report, disagreements, no_report, rehearse_best
+from megatron.planner.search.rehearsals import Report, disagreements, no_report, parallel_map, rehearse_best
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 
 SAFETY = 1.02
@@ -108,18 +108,21 @@ def _fitting(job: Job, priced: Priced, interest: float) -> dict[int, tuple[int, 
     return found
 
 
-def _scaling(job: Job, best: PlannedLayout, level: Level, report: Report) -> Iterator[ScalePoint]:
+def _scaling(job: Job, best: PlannedLayout, level: Level, report: Report) -> list[ScalePoint]:
     """The best layout on fewer and more GPUs, where one fits."""
-    for numerator, denominator in _SCALES:
-        num_gpus, rest = divmod(job.num_gpus * numerator, denominator)
-        if num_gpus == job.num_gpus:
-            yield scale_point(job, best.layout, best.step_time_s)
-            continue
-        if rest:
-            continue
-        scaled = job.with_gpus(num_gpus)
-        try:
-            found = find_layouts(scaled, level, TIE).planned[0]
-        except ConfigError:
-            continue
-        yield scale_point(scaled, found.layout, found.step_time_s)
+    report("other numbers of GPUs", 0, 1)
+    counts = [job.num_gpus * top // bottom for top, bottom in _SCALES if job.num_gpus * top % bottom == 0]
+    with parallel_map() as map_in_parallel:
+        others = map_in_parallel(partial(_scaled, job, level), [count for count in counts if count != job.num_gpus])
+        points = [scale_point(job, best.layout, best.step_time_s), *(point for point in others if point is not None)]
+    return sorted(points, key=lambda point: point.num_gpus)
+
+
+def _scaled(job: Job, level: Level, num_gpus: int) -> ScalePoint | None:
+    """The best layout on another number of GPUs; None if none fits."""
+    scaled = job.with_gpus(num_gpus)
+    try:
+        found = find_layouts(scaled, level, TIE).planned[0]
+    except ConfigError:
+        return None
+    return scale_point(scaled, found.layout, found.step_time_s)
