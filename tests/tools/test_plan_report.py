@@ -108,6 +108,23 @@ def test_the_timeline_has_the_durations_of_the_rehearsal(result: SearchResult, p
     assert len(ends) == 16 and all(tip.startswith("backward, microbatch ") and ", chunk 4\n" in tip for tip in ends)
 
 
+def test_what_a_step_takes_once_is_at_the_end_of_the_timeline(result: SearchResult) -> None:
+    """On one stage the passes take the microbatches times their durations."""
+    best = result.best
+    assert best.rehearsal is not None
+    layout = sample_layout(8, 1, 1)  # 16 microbatches
+    terms = {"products": 1.6, "data parallelism": 0.25, "optimizer": 0.125, "gaps": 0.5}
+    rehearsal = replace(best.rehearsal, seconds=2.475, terms=terms, stage_passes=((0.03, 0.04, 0.03),))
+    one = replace(best, layout=layout, rehearsal=rehearsal)
+    found = tips(Page(plan_page(replace(result, layouts=(one,)))))
+    for tip in (
+        "data parallelism\n250 ms, from 1.6 s",
+        "optimizer\n125 ms, from 1.9 s",
+        "rest of the step\n500 ms, from 2.0 s",
+    ):
+        assert tip in found
+
+
 def test_a_short_schedule_is_drawn_in_full(result: SearchResult) -> None:
     one = replace(result.layouts[1], layout=sample_layout(8, 4, 2), rehearsal=result.layouts[1].rehearsal)
     assert one.rehearsal is not None

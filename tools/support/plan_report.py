@@ -24,7 +24,7 @@ from megatron.reports.page import (
 from megatron.reports.svg import duration, percentage
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Schedule
-from megatron.schedules.simulator import Durations
+from megatron.schedules.simulator import Durations, simulate
 from tools.support.plan_charts import (
     choices,
     compared,
@@ -42,6 +42,7 @@ from tools.support.plan_roofline import roofline_figure
 _MOST_ROWS = 100
 _AFTER_THE_PASSES = {"data parallelism": "red", "optimizer": "violet"}
 """Terms after the schedule, and their colours."""
+_REST = "rest of the step"
 
 
 def plan_page(result: SearchResult) -> str:
@@ -164,9 +165,13 @@ def _timeline(result: SearchResult, one: PlannedLayout) -> str:
         return build_schedule(layout.schedule, layout.pp, num_microbatches, layout.vp if layout.vp > 1 else None)
 
     forward, backward, weight = (tuple(times) for times in zip(*one.rehearsal.stage_passes))
+    durations = Durations(forward, backward, weight)
     terms = one.rehearsal.terms
     tail = [Tail(name, colour, terms.get(name, 0.0)) for name, colour in _AFTER_THE_PASSES.items()]
-    return schedule_figure(build, count, Durations(forward, backward, weight), tail)
+    # What a step takes once, such as the host's work between two steps.
+    passes = simulate(build(count), durations).makespan
+    rest = one.rehearsal.seconds - passes - sum(term.seconds for term in tail)
+    return schedule_figure(build, count, durations, [*tail, Tail(_REST, "lilac", max(0.0, rest))])
 
 
 def _scaling(result: SearchResult) -> str:
