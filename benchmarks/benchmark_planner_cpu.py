@@ -206,7 +206,7 @@ def report(found: Calibrated, seconds: Mapping[str, Sequence[float]]) -> dict[st
     constants = {**load_fitted(), **found.cluster.constants}
     rows = {}
     for layout in LAYOUTS:
-        run = describe_step(layout.config, layout.ranks, VOCABULARY, layout.num_microbatches, "flash", found.cluster)
+        run = describe_step(layout.config, layout.ranks, VOCABULARY, layout.num_microbatches, found.cluster)
         terms = price_on_cores(run, constants, CORES)
         rows[layout.name] = {
             "predicted_s": sum(terms.values()),

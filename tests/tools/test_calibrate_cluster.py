@@ -81,7 +81,7 @@ def measured_on_the_machine(plan: Plan, ranks: int = 2) -> Measured:
     """Measurements without noise."""
     lengths = attention_shapes(plan.model, 32, 2)
     runs = {
-        key: describe_step(with_layers(plan.config, key[0], key[1]), 1, plan.vocab_size, key[2], "flash", MACHINE)
+        key: describe_step(with_layers(plan.config, key[0], key[1]), 1, plan.vocab_size, key[2], MACHINE)
         for key in ((1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 2))
     }
     constants = {**load_fitted(), **without_overlap(), **TRUE}
@@ -224,7 +224,7 @@ def test_measuring_takes_the_stated_number_of_operations(together: int) -> None:
 
 def test_ranks_that_share_cores_take_turns() -> None:
     layout = next(one for one in LAYOUTS if one.name == "PP2 DP2")
-    run = describe_step(layout.config, 4, 2048, layout.num_microbatches, "flash", MACHINE)
+    run = describe_step(layout.config, 4, 2048, layout.num_microbatches, MACHINE)
     constants = {**load_fitted(), **without_overlap(), **TRUE}
     own, shared = (price_on_cores(run, constants, cores) for cores in (4, 2))
     assert own["bubble"] == shared["bubble"] > 0
@@ -238,7 +238,7 @@ def test_ranks_that_share_cores_take_turns() -> None:
 def test_the_layouts_of_the_benchmark_have_two_to_four_ranks() -> None:
     assert len(LAYOUTS) >= 8 and {layout.ranks for layout in LAYOUTS} == {2, 3, 4}
     for layout in LAYOUTS:
-        run = describe_step(layout.config, layout.ranks, 2048, layout.num_microbatches, "flash", MACHINE)
+        run = describe_step(layout.config, layout.ranks, 2048, layout.num_microbatches, MACHINE)
         assert run.global_batch_size == 16 and run.gpus == run.tp * run.pp * run.dp == layout.ranks
 
 

@@ -205,7 +205,7 @@ def _measure_collectives(
 def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib: float, ranks: Ranks) -> Calibrated:
     """The cluster of the measurements: ``base`` with its constants replaced, or one of CPUs."""
     cluster = base or _cpu_cluster(plan, measured, memory_gib, ranks.local_size)
-    run = describe_step(plan.config, 1, plan.vocab_size, 1, measured.attention_kind, cluster)
+    run = describe_step(plan.config, 1, plan.vocab_size, 1, cluster)
     fitted = load_fitted() | (without_overlap() if base is None else {})
     name = ATTENTION_CONSTANTS[measured.attention_kind, cluster.generation]
     found = {
@@ -223,9 +223,7 @@ def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib:
     cluster, constants, of_links = _with_links(cluster, constants, measured, is_base=base is not None)
     found |= of_links
     runs = [
-        describe_step(
-            with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, measured.attention_kind, cluster
-        )
+        describe_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
         for layers, batch, microbatches in measured.steps
     ]
     found["steps"] = fit_step(runs, {**fitted, **constants}, list(measured.steps.values()))

@@ -16,12 +16,11 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.workload import Attention, Run, Schedule, Sharding, Software
+from megatron.planner.step_time.of_run import step_to_price
+from megatron.planner.step_time.workload import Run
 from megatron.training.initialize import rank_grid
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
-
-_SHARDING: dict[str, Sharding] = {"no_shard": "none", "optim": "optimizer", "optim_grads": "optimizer"}
 
 
 def build_step(config: RunConfig, topology: Topology, vocab_size: int, num_microbatches: int) -> Callable[[], None]:
@@ -62,44 +61,11 @@ def _microbatches(config: RunConfig, topology: Topology, vocab_size: int) -> Ite
         yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape)}
 
 
-def describe_step(
-    config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, attention: Attention, cluster: Cluster
-) -> Run:
-    """The step of a dense model for the closed form, with the kernels of our layers and without overlaps."""
+def describe_step(config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, cluster: Cluster) -> Run:
+    """The same step for the closed form."""
     grid = rank_grid(config.parallel, num_ranks)
     model = config.model.resolve(vocab_size, grid.tp, config.seq_length)
-    software = Software(
-        attention=attention,
-        elementwise="compiled",
-        sharding=_SHARDING[config.parallel.sharding_strategy],
-        main_grad_bytes=8,
-        element_bytes=2 if config.precision.name in ("bf16", "fp16") else 4,
-    )
-    schedule: Schedule = "zb-h1" if config.pipeline.schedule(model.num_layers, grid.pp) == "zb-h1" else "1f1b"
-    return Run(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        kv_heads=model.num_query_groups,
-        ffn=model.ffn_hidden_size,
-        is_gated=True,
-        vocab=model.padded_vocab_size,
-        seq_length=config.seq_length,
-        gpus=num_ranks,
-        tp=grid.tp,
-        pp=grid.pp,
-        vp=config.pipeline.num_chunks(model.num_layers, grid.pp) or 1,
-        cp=grid.cp,
-        dp=grid.dp,
-        micro_batch_size=config.micro_batch_size,
-        global_batch_size=config.micro_batch_size * num_microbatches * grid.dp,
-        sequence_parallel=config.parallel.sequence_parallel,
-        schedule=schedule,
-        recompute="full" if config.activations.recompute_granularity == "full" else "none",
-        head_size=model.kv_channels,
-        software=software,
-        cluster=cluster,
-    )
+    return step_to_price(model, config, grid, config.micro_batch_size * num_microbatches * grid.dp, cluster)
 
 
 def with_layers(config: RunConfig, num_layers: int, micro_batch_size: int) -> RunConfig:
