@@ -14,9 +14,11 @@ from megatron.errors import ConfigError
 from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR, UNKNOWN_ERROR, Level
 from megatron.planner.search.advice import describe_limit, largest_overhead
 from megatron.planner.search.cost import scale_point
+from megatron.planner.search.enumeration import enumerate_layouts
 from megatron.planner.search.job import Job, Operation, given_fields
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
+from megatron.planner.search.pricing import accuracy_warnings, price_layouts
 from megatron.planner.search.ranking import num_dimensions, rank
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout
@@ -145,6 +147,27 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     smaller = find_layouts(replace(of_run, config=replace(of_run.config, dry_run=limited)), Level()).planned
     assert len(smaller) < len(found.planned)
     assert max(one.memory_bytes for one in smaller) * 1.02 <= most
+
+
+def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
+    of_run = job()
+    layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster.node_size, of_run.given)
+    priced = price_layouts(of_run, layouts)
+    assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts) >= 1000
+    assert (priced.seconds[1:] >= priced.seconds[:-1]).all()
+    assert LAYOUT in priced.layouts
+
+
+def test_what_has_no_measurements_is_said() -> None:
+    known, experts = job(), job(("--model", "mixtral-8x7b", *LLAMA_70B[2:]))
+    assert accuracy_warnings(known, LAYOUT, Level()) == []
+    (sentence,) = accuracy_warnings(experts, replace(LAYOUT, vp=4), Level())
+    assert sentence == "There are no measurements of models with experts: times are +-30%."
+    assert accuracy_warnings(experts, replace(LAYOUT, vp=4), Level(regimes=frozenset({("experts",)}))) == []
+    other = replace(known, cluster=replace(known.cluster, name="h300", bf16_flops=2e15))
+    assert accuracy_warnings(other, LAYOUT, Level()) == [
+        "There are no measurements of the GPU of h300: times are +-30%."
+    ]
 
 
 def test_a_search_that_finds_nothing_says_what_to_change() -> None:
