@@ -59,7 +59,7 @@ def test_a_large_model_has_thousands_of_layouts() -> None:
     assert 1_000 <= len(layouts_of(*RUNS["70B"])) <= 10_000
 
 
-GIVEN = {
+GIVEN: dict[str, tuple[str, dict[str, object]]] = {
     "tensor_model_parallel_size": ("--tensor-model-parallel-size 4", {"tp": 4}),
     "pipeline_schedule": ("--pipeline-schedule zb-h1", {"schedule": "zb-h1"}),
     "num_virtual_stages_per_pipeline_rank": ("--num-virtual-stages-per-pipeline-rank 3", {"vp": 3}),
