@@ -71,10 +71,13 @@ def test_layouts_within_two_percent_are_ties_and_the_rest_follow_by_time() -> No
 
 
 def test_ties_are_listed_from_the_simplest_on() -> None:
+    """Few dimensions, then few chunks, then free memory."""
     tight = planned(replace(LAYOUT, vp=1, schedule="1f1b"), 1.0, 78.0)
-    roomy = planned(LAYOUT, 1.01, 30.0)
+    many_chunks = planned(replace(LAYOUT, vp=2 * LAYOUT.vp), 1.0, 20.0)
+    chunks = planned(LAYOUT, 1.01, 30.0)
     simple = planned(replace(LAYOUT, vp=1, schedule="1f1b"), 1.015, 30.5)
-    assert rank([tight, roomy, simple], 80 * GIB) == tuple(replace(one, is_tie=True) for one in (simple, roomy, tight))
+    expected = (simple, tight, chunks, many_chunks)
+    assert rank([tight, many_chunks, chunks, simple], 80 * GIB) == tuple(replace(one, is_tie=True) for one in expected)
 
 
 def test_a_change_of_numerics_ranks_behind_layouts_without_one() -> None:

@@ -9,14 +9,14 @@ from megatron.planner.search.result import PlannedLayout
 TIE = 1.02
 """Layouts within this factor of the fastest are equal: differences between predictions are no more exact."""
 _HEADROOM_CLASSES = 10
-"""Ties are ordered by free memory in steps of this part of the GPU's."""
+"""Equally simple ties are ordered by free memory in steps of this part of the GPU's."""
 
 
 def rank(planned: Sequence[PlannedLayout], limit: int) -> tuple[PlannedLayout, ...]:
     """Ranked: those within 2 % of the fastest first, among them the simplest first; then by time.
 
-    Simple is free memory (in steps of a tenth of the GPU's ``limit`` bytes), then few dimensions. Layouts that reduce
-    gradients in bf16 follow those that do not, which have the numerics of one process.
+    Simple is few dimensions, then few chunks, then free memory (in steps of a tenth of the GPU's ``limit`` bytes).
+    Layouts that reduce gradients in bf16 follow those that do not, which have the numerics of one process.
     """
     changes_all = all(one.layout.reduces_in_bf16 for one in planned)
     compared = [one.step_time_s for one in planned if one.layout.reduces_in_bf16 == changes_all]
@@ -31,7 +31,7 @@ def rank(planned: Sequence[PlannedLayout], limit: int) -> tuple[PlannedLayout, .
         if not one.is_tie:
             return changes, 1, one.step_time_s
         headroom = _HEADROOM_CLASSES * (limit - one.memory_bytes) // limit
-        return changes, 0, -headroom, num_dimensions(one.layout), one.step_time_s
+        return changes, 0, num_dimensions(one.layout), one.layout.vp, -headroom, one.step_time_s
 
     return tuple(sorted(marked, key=order))
 
@@ -56,10 +56,11 @@ def num_dimensions(layout: Layout) -> int:
 
 
 def family(layout: Layout) -> Hashable:
-    """What layouts have in common that differ in recompute, in the sharding of gradients and in their precision."""
+    """What layouts have in common that differ in recompute, in the number of chunks, in the sharding of gradients and
+    in their precision."""
     shards_weights = layout.sharding == "optim_grads_params"
     sizes = layout.tp, layout.pp, layout.cp, layout.dp, layout.ep, layout.etp, layout.replicas
-    return *sizes, layout.vp, layout.schedule, layout.counts_ends, layout.micro_batch_size, shards_weights
+    return *sizes, layout.schedule, layout.counts_ends, layout.micro_batch_size, shards_weights
 
 
 def first_of_families(ranked: Iterable[PlannedLayout]) -> Iterator[PlannedLayout]:

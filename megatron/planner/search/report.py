@@ -15,7 +15,7 @@ from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResu
 
 _TABLE_TITLE = (
     "layouts: = within 2 % of the fastest, the simplest first; ~ memory by formula; without variants that differ in "
-    "recompute or in the sharding of gradients"
+    "recompute, in chunks per stage or in the sharding of gradients"
 )
 
 
