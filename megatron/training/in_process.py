@@ -61,7 +61,7 @@ class InProcessRestart:
 
     def __init__(self, train: Callable[[], ExitCode], process: Process, heartbeat: Heartbeat, on_gpu: bool) -> None:
         self._package = import_package()
-        self._store_module = importlib.import_module(f"{PACKAGE}.store")
+        self._store_module = importlib.import_module("nvidia_resiliency_ext.inprocess.store")
         self._train, self._process, self._heartbeat, self._on_gpu = train, process, heartbeat, on_gpu
         shared, _, _ = next(rendezvous("env://", process.rank, process.world_size, timeout=_START))
         self._shared: Store = shared  # of rank 0, if no launcher has it
@@ -200,8 +200,8 @@ def import_package() -> Any:
     if ELASTIC in os.environ:
         raise ConfigError("--inprocess-restart needs a fixed number of nodes: remove it, or use --nnodes N.")
     try:
-        package = importlib.import_module(PACKAGE)
-        importlib.import_module(f"{PACKAGE}.health_check")
+        package = importlib.import_module("nvidia_resiliency_ext.inprocess")
+        importlib.import_module("nvidia_resiliency_ext.inprocess.health_check")
         return package
     except ImportError as error:
         raise ConfigError(

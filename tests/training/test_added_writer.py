@@ -97,6 +97,7 @@ def test_an_added_writer_and_an_added_value_meet(flags: dict[str, object], tmp_p
     ]
     for record, line in zip(records, lines, strict=True):
         assert record["doubled_grad_norm"] == 2 * record["grad_norm"]
+        record.pop("run", None)
         assert list(record)[-4:] == ["skipped", "doubled_grad_norm", "time", "elapsed_s"]
         assert f"| doubled grad norm: {record['doubled_grad_norm']:.6E} | number of skipped iterations:" in line
 
