@@ -18,12 +18,17 @@ from megatron.planner.search.enumeration import enumerate_layouts
 from megatron.planner.search.job import Job, Operation, given_fields
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
+from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import accuracy_warnings, price_layouts
-from megatron.planner.search.ranking import num_dimensions, rank
+from megatron.planner.search.ranking import TIE, num_dimensions, rank
 from megatron.planner.search.report import command
-from megatron.planner.search.result import PlannedLayout
+from megatron.planner.search.result import PlannedLayout, layout_name
 from megatron.planner.search.search import find_layouts
 from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.formulas import StepTimeModel
+from megatron.planner.step_time.published import NEMO
+from megatron.planner.step_time.workload import Run, Workload
 
 LLAMA_70B = ("--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16")
 TINY = ("--model", "tiny", "--vocab-size", "1024", "--seq-length", "256", "--global-batch-size", "16", "--bf16")
@@ -94,6 +99,32 @@ def test_dimensions_are_counted_from_sharded_data_parallelism_on() -> None:
     changes: list[dict[str, Any]] = [{"tp": 2}, {"recompute": "full"}, {"sharding": "optim_grads_params"}]
     changes += [{"schedule": "zb-h1"}, {"reduces_in_bf16": True}, {"replicas": 2}, {"counts_ends": True}]
     assert [num_dimensions(replace(simplest, **change)) for change in changes] == [1] * len(changes)
+
+
+def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
+    """Llama 3 70B on 64 H100 as NVIDIA publishes it, without recompute: TP4 PP4 VP5 CP2."""
+    found = job()
+    model, memory = found.architecture, MemoryFormula(found.config, found.architecture, found.given)
+    layouts = [
+        layout
+        for layout in enumerate_layouts(found.config, model, 64, 8, found.given)
+        if layout.recompute == "none" and layout.sharding == "optim" and layout.schedule in ("1f1b", "interleaved")
+        if not layout.reduces_in_bf16 and not layout.counts_ends
+        if memory.tightest(layout, found.num_microbatches(layout))[0] <= 80 * GIB
+    ]
+    steps = [
+        Run(
+            layers=model.num_layers, hidden=model.hidden_size, heads=model.num_attention_heads,
+            kv_heads=model.num_query_groups, ffn=model.ffn_hidden_size, is_gated=True, vocab=model.padded_vocab_size,
+            seq_length=found.seq_length, gpus=64, tp=layout.tp, pp=layout.pp, vp=layout.vp, cp=layout.cp, dp=layout.dp,
+            micro_batch_size=layout.micro_batch_size, global_batch_size=128, sequence_parallel=layout.tp > 1,
+            software=NEMO, cluster=found.cluster,
+        )
+        for layout in layouts
+    ]  # fmt: skip
+    seconds = StepTimeModel(Workload(steps)).price(load_fitted()).total
+    ties = {layout_name(layout) for layout, one in zip(layouts, seconds) if one <= TIE * seconds.min()}
+    assert "TP4 PP4 VP5 CP2 DP2" in ties and len(layouts) > 50 and len(ties) <= 10
 
 
 # Limits.

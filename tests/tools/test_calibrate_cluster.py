@@ -226,8 +226,11 @@ def test_ranks_that_share_cores_take_turns() -> None:
     layout = next(one for one in LAYOUTS if one.name == "PP2 DP2")
     run = describe_step(layout.config, 4, 2048, layout.num_microbatches, MACHINE)
     constants = {**load_fitted(), **without_overlap(), **TRUE}
-    own, shared = (price_on_cores(run, constants, cores) for cores in (4, 2))
-    assert own["bubble"] == shared["bubble"] > 0
+    own, shared, three = (price_on_cores(run, constants, cores) for cores in (4, 2, 3))
+    assert own["bubble"] > 0
+    # With two ranks on a core, others compute while a rank idles. With four on three cores they cannot fill it all.
+    assert shared["bubble"] == 0 and 0 < three["bubble"] < own["bubble"]
+    assert sum(three.values()) == pytest.approx(sum(own.values()))
     assert {name: 2 * value for name, value in own.items() if name != "bubble"} == pytest.approx(
         {name: value for name, value in shared.items() if name != "bubble"}
     )
