@@ -133,8 +133,9 @@ def test_a_persistently_wrong_product_is_found_within_an_interval(
 ) -> None:
     """Also its lowest bit. Two replicas can only accuse each other."""
     task, layout = CASES[name]
-    for found in four_ranks.run(with_faulty_product, task, layout, rank, 51, 1, 4, 2, world_size=4):
-        assert found == (2, Verdict("persistent", expected))
+    for bit in (8, 51):
+        for found in four_ranks.run(with_faulty_product, task, layout, rank, bit, 1, 4, 2, world_size=4):
+            assert found == (2, Verdict("persistent", expected))
     for found in four_ranks.run(with_faulty_product, task, layout, rank, 0, 1, 4, 2, world_size=4):
         # Where rounding absorbs the bit in one of the two microbatches that the rank computes, it shares the blame.
         assert found is not None and (found[0], found[1].kind) == (2, "persistent")
