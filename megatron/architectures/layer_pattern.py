@@ -1,7 +1,8 @@
-"""Which layers of a model are MoE layers: the grammar of ``--moe-layer-freq``.
+"""Which layers of a model are of a kind: the grammar of ``--moe-layer-freq`` and ``--no-rope-freq``.
 
-A number N makes layer i an MoE layer if ``i % N == 0``. Otherwise the text is a list with 1 for an MoE layer and 0 for
-a dense one, written as
+A number N stands for every N-th layer: for MoE layers those with ``i % N == 0``, for layers without rotary position
+embedding those with ``(i + 1) % N == 0`` (Megatron-LM's meanings). Otherwise the text is a list with 1 for a layer of
+the kind and 0 for another, written as
 
     sum     = product { "+" product }
     product = { count "*" } part { "*" count }
@@ -11,8 +12,10 @@ with the meaning that Python's lists give to it. The text is parsed, never evalu
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+NO_LAYER = "0"
+"""The pattern of ``--no-rope-freq`` that has no layer."""
 _LONGEST = 10_000
 """Layers of a pattern, so that a count cannot fill the memory."""
 _DEEPEST = 20
@@ -26,11 +29,28 @@ class PatternError(ValueError):
 
 def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     """For each of ``num_layers`` layers whether it is an MoE layer; raises :class:`PatternError`."""
-    if re.fullmatch(r"\s*[0-9]+\s*", text):
-        frequency = _number(text.strip())
-        if frequency == 0:
-            raise PatternError("must be at least 1")
+    frequency = _frequency(text)
+    if frequency == 0:
+        raise PatternError("must be at least 1")
+    if frequency is not None:
         return tuple(layer % frequency == 0 for layer in range(num_layers))
+    return _parse_list(text, num_layers)
+
+
+def parse_nope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """For each of ``num_layers`` layers whether it has no rotary position embedding; raises :class:`PatternError`."""
+    frequency = _frequency(text)
+    if frequency is not None:
+        return tuple(frequency > 0 and (layer + 1) % frequency == 0 for layer in range(num_layers))
+    return _parse_list(text, num_layers)
+
+
+def _frequency(text: str) -> int | None:
+    """The number that the whole pattern is; None for a list."""
+    return _number(text.strip()) if re.fullmatch(r"\s*[0-9]+\s*", text) else None
+
+
+def _parse_list(text: str, num_layers: int) -> tuple[bool, ...]:
     parser = _Parser(_tokens_of(text))
     layers = parser.sum()
     if parser.token:
@@ -41,12 +61,21 @@ def parse_layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def describe_layers(is_moe: Iterable[bool]) -> str:
-    """The pattern of these layers, equal for equal layers: a number if there is one, otherwise a list."""
-    layers = tuple(is_moe)
-    for frequency in range(1, len(layers) + 1):
-        if layers == tuple(layer % frequency == 0 for layer in range(len(layers))):
+    """The pattern of these MoE layers, equal for equal layers: a number if there is one, otherwise a list."""
+    return _describe(is_moe, parse_layer_pattern, 1)
+
+
+def describe_nope_layers(is_nope: Iterable[bool]) -> str:
+    """The pattern of these layers without rotary position embedding, equal for equal layers."""
+    return _describe(is_nope, parse_nope_pattern, 0)
+
+
+def _describe(layers: Iterable[bool], parse: Callable[[str, int], tuple[bool, ...]], first: int) -> str:
+    wanted = tuple(layers)
+    for frequency in range(first, len(wanted) + 1):
+        if parse(str(frequency), len(wanted)) == wanted:
             return str(frequency)
-    return f"[{','.join(str(int(layer)) for layer in layers)}]"
+    return f"[{','.join(str(int(layer)) for layer in wanted)}]"
 
 
 def _tokens_of(text: str) -> list[str]:

@@ -75,6 +75,10 @@ class ArchitectureSpec:
 
 FEATURES = (
     "qk_layernorm",
+    "qk_l2_norm",
+    "no_rope_freq",
+    "attention_chunk_size",
+    "attention_temperature_tuning",
     "add_qkv_bias",
     "moe_router_score_function",
     "moe_router_pre_softmax",

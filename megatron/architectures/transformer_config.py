@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.architectures.layer_pattern import parse_layer_pattern
+from megatron.architectures.layer_pattern import NO_LAYER, parse_layer_pattern, parse_nope_pattern
 
 RouterScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -28,11 +28,25 @@ class TransformerConfig:
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     rope_scaling_original_length: int = 8192
+    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_high_freq_factor: float = 4.0
     norm_epsilon: float = 1e-5
     untie_embeddings_and_output_weights: bool = True
     init_method_std: float = 0.02
     qk_layernorm: bool = False
     """RMSNorm of every query and key head before the rotation."""
+    qk_l2_norm: bool = False
+    """RMSNorm without a gain of every query and key head, in layers with rotary position embedding."""
+    no_rope_freq: str = NO_LAYER
+    """Which layers have no rotary position embedding (NoPE), in the grammar of
+    :mod:`megatron.architectures.layer_pattern`; see :func:`parse_nope_pattern`."""
+    attention_chunk_size: int | None = None
+    """Attention of layers with rotary position embedding stays inside chunks of this many positions; None: no chunks."""
+    attention_temperature_tuning: bool = False
+    """Queries of layers without rotary position embedding are scaled by ``1 + scale log(1 + floor((p + 1) / floor))`` at
+    position p, counted from 0."""
+    attention_temperature_floor: int = 8192
+    attention_temperature_scale: float = 0.1
     add_qkv_bias: bool = False
     """Bias of the query, key and value projections."""
     apply_layernorm_1p: bool = False
@@ -85,6 +99,10 @@ class TransformerConfig:
         if self.num_experts is None:
             return (False,) * self.num_layers
         return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
+
+    def rope_layers(self) -> tuple[bool, ...]:
+        """For every layer whether it has rotary position embedding."""
+        return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
 
     def largest_expert_load(self, expert_parallel_size: int) -> float:
         """The most rows that one expert-parallel rank can receive, relative to the mean: it has every token's choice,

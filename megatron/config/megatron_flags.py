@@ -3,7 +3,7 @@
 _BY_REMEDY = {
     "it changes the architecture: remove it.": (
         "--rotary-interleaved --rotary-seq-len-interpolation-factor --window-size --fp32-residual-connection "
-        "--mtp-num-layers --spec --qk-l2-norm --no-rope-freq --moe-latent-size"
+        "--mtp-num-layers --spec --moe-latent-size"
     ),
     "the optimizer state is always on the training device: remove it.": (
         "--optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d"

@@ -3,7 +3,14 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
+from megatron.architectures.layer_pattern import (
+    NO_LAYER,
+    PatternError,
+    describe_layers,
+    describe_nope_layers,
+    parse_layer_pattern,
+    parse_nope_pattern,
+)
 from megatron.architectures.registry import PRESET_VOCABULARIES, PRESETS, ModelName
 from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
 from megatron.errors import ConfigError
@@ -42,10 +49,32 @@ class ModelConfig:
     """Factor of --use-rope-scaling (Llama 3.1: 8, Llama 3.2: 32)."""
     rope_scaling_original_length: int = 8192
     """Longest sequence without --use-rope-scaling; frequencies with longer wavelengths are divided by the factor."""
+    rope_scaling_low_freq_factor: float = 1.0
+    """--use-rope-scaling divides the frequencies that turn less often than this in --rope-scaling-original-length by
+    the factor ..."""
+    rope_scaling_high_freq_factor: float = 4.0
+    """... keeps those that turn more often than this, and interpolates between (Llama 3.1: 1 and 4, Llama 4 Scout: 1
+    and 1)."""
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     qk_layernorm: bool = False
     """RMSNorm of every query and key head before the rotation, as in Qwen3."""
+    qk_l2_norm: bool = False
+    """RMSNorm without a gain of every query and key head of layers with rotary position embedding, as in Llama 4
+    Scout."""
+    no_rope_freq: str = NO_LAYER
+    """Layers without rotary position embedding: N makes every N-th layer one, beginning with layer N (Llama 4: 4), 0
+    none. Or a list with 1 for such a layer, such as "([0]*3+[1])*2" for 8 layers; + appends and * repeats."""
+    attention_chunk_size: int | None = None
+    """Attention of layers with rotary position embedding stays inside chunks of this many positions, as in Llama 4
+    (8192) (default: no chunks). With --reset-position-ids chunks are counted from the beginning of a document."""
+    attention_temperature_tuning: bool = False
+    """Scale the queries of layers without rotary position embedding by 1 + scale * log(1 + floor((position + 1) /
+    floor)), positions counted from 0, as Llama 4 does for long contexts."""
+    attention_temperature_floor: int = 8192
+    """The floor of --attention-temperature-tuning: the scale is 1 at the positions before floor - 1."""
+    attention_temperature_scale: float = 0.1
+    """The scale of --attention-temperature-tuning."""
     add_qkv_bias: bool = False
     """Bias of the query, key and value projections, as in Qwen2."""
     apply_layernorm_1p: bool = False
@@ -101,9 +130,12 @@ class ModelConfig:
         require_at_least(1, values_of(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"))
         require_at_least(1, values_of(self, "num_query_groups", "kv_channels", "max_position_embeddings"))
         require_at_least(1, values_of(self, "rope_scaling_original_length", "make_vocab_size_divisible_by"))
+        require_at_least(1, values_of(self, "attention_chunk_size", "attention_temperature_floor"))
         require_at_least(1, values_of(self, "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
         require_at_least(1, values_of(self, "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"))
         require_positive(values_of(self, "rotary_base", "rope_scaling_factor", "moe_router_topk_scaling_factor"))
+        require_positive(values_of(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"))
+        require_positive(values_of(self, "attention_temperature_scale"))
         require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
 
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> TransformerConfig:
@@ -152,6 +184,7 @@ class ModelConfig:
             "padded_vocab_size": -(-vocab_size // unit) * unit,
             "max_position_embeddings": positions,
             "num_experts": self.num_experts or None,
+            "no_rope_freq": self.canonical_nope_pattern,
         }
         if self.num_experts:
             resolved |= {
@@ -171,6 +204,18 @@ class ModelConfig:
             raise ConfigError(
                 f"--moe-layer-freq {self.moe_layer_freq} {error}: give a number, or a list with 1 for every MoE layer "
                 'and 0 for every dense layer, such as "([0]*1+[1]*3)*2" for 8 layers.'
+            ) from None
+
+    @property
+    def canonical_nope_pattern(self) -> str:
+        """``--no-rope-freq``, equal for equal layers; raises :class:`ConfigError` for a text that is no pattern."""
+        assert self.num_layers is not None
+        try:
+            return describe_nope_layers(parse_nope_pattern(self.no_rope_freq, self.num_layers))
+        except PatternError as error:
+            raise ConfigError(
+                f"--no-rope-freq {self.no_rope_freq} {error}: give a number, or a list with 1 for every layer without "
+                'rotary position embedding and 0 for every other, such as "([0]*3+[1])*2" for 8 layers.'
             ) from None
 
     @property
