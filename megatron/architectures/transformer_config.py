@@ -104,6 +104,18 @@ class TransformerConfig:
         """For every layer whether it has rotary position embedding."""
         return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
 
+    def attention_length(self, has_rope: bool, seq_length: int) -> float:
+        """The length of a sequence without chunks whose attention takes as many FLOPs per token as that of a layer with
+        or without rotary position embedding in a sequence of ``seq_length``.
+
+        It is ``min(seq_length, attention_chunk_size)`` for whole chunks; a shorter last chunk has shorter attention.
+        """
+        size = self.attention_chunk_size
+        if not has_rope or size is None or seq_length <= size:
+            return float(seq_length)
+        chunks, rest = divmod(seq_length, size)
+        return (chunks * size**2 + rest**2) / seq_length
+
     def largest_expert_load(self, expert_parallel_size: int) -> float:
         """The most rows that one expert-parallel rank can receive, relative to the mean: it has every token's choice,
         as often as it has experts."""
@@ -149,13 +161,15 @@ class TransformerConfig:
         the embedding lookup nor norms and biases, plus ``6 q s`` for the causal attention of a layer, where q is the
         total query width: scores and values take ``2 * 2 q s`` forward over the full square, half of it under the
         causal mask, three times that with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the
-        causal half. An MoE layer counts the shared expert and the chosen experts.
+        causal half. Attention inside chunks has the length of a chunk (:meth:`attention_length`). An MoE layer counts
+        the shared expert and the chosen experts.
         """
-        is_moe = self.moe_layers()
+        is_moe, has_rope = self.moe_layers(), self.rope_layers()
         numbers = list(layers)
         gemm_parameters = sum(
             self.layer_gemm_parameters(self.moe_router_topk if is_moe[number] else None) for number in numbers
         )
         if has_output_layer:
             gemm_parameters += self.hidden_size * self.vocab_size
-        return 6.0 * gemm_parameters + 6.0 * len(numbers) * self.query_size * seq_length
+        lengths = sum(self.attention_length(has_rope[number], seq_length) for number in numbers)
+        return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths

@@ -121,6 +121,56 @@ def test_parameters_and_flops_of_published_models(name: str) -> None:
         assert round(architecture.flops_per_token(length) / 1e9, 3) == gflop
 
 
+LLAMA_4 = TransformerConfig(
+    num_layers=48,
+    hidden_size=5120,
+    ffn_hidden_size=16384,
+    num_attention_heads=40,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=202048,
+    padded_vocab_size=202048,
+    max_position_embeddings=262144,
+    no_rope_freq="4",
+    attention_chunk_size=8192,
+    moe_router_topk=1,
+    moe_router_score_function="sigmoid",
+    moe_ffn_hidden_size=8192,
+    moe_shared_expert_intermediate_size=8192,
+    moe_apply_probs_on_input=True,
+)
+SCOUT = replace(LLAMA_4, num_experts=16)
+MAVERICK = replace(LLAMA_4, num_experts=128, moe_layer_freq="[0,1]*24")
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active", "gflops"),
+    [
+        (SCOUT, 107_769_861_120, 17.17, (102.867, 108.907, 117.967)),
+        (MAVERICK, 400_711_848_960, 17.18, (102.938, 108.978, 118.038)),
+    ],
+    ids=["scout", "maverick"],
+)
+def test_parameters_and_flops_of_llama_4(
+    model: TransformerConfig, total: int, active: float, gflops: tuple[float, ...]
+) -> None:
+    assert model.num_parameters() == total
+    assert round(model.num_active_parameters() / 1e9, 2) == active
+    assert tuple(round(model.flops_per_token(length) / 1e9, 3) for length in (4096, 8192, 32768)) == gflops
+
+
+@pytest.mark.parametrize("length", [5, 8, 16, 20])
+def test_attention_is_counted_inside_chunks(length: int) -> None:
+    """Compared with a count of the squares of the chunks, in layers of both kinds."""
+    model = replace(SCOUT, num_layers=4, attention_chunk_size=8)
+    chunks = [len(range(length)[start : start + 8]) for start in range(0, length, 8)]
+    inside = sum(size**2 for size in chunks) / length
+    rope, nope = (model.flops_of_layers([layer], length, has_output_layer=False) for layer in (2, 3))
+    assert nope - rope == pytest.approx(6 * 40 * 128 * (length - inside), rel=1e-12)
+    whole = replace(model, attention_chunk_size=None)
+    assert whole.flops_per_token(length) - model.flops_per_token(length) == pytest.approx(3 * (nope - rope), rel=1e-12)
+
+
 def test_only_the_chosen_experts_and_the_shared_one_are_active() -> None:
     architecture = DENSE_FIRST.resolve(100, 1, 64)
     rest = asdict(architecture)
