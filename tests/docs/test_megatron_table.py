@@ -155,6 +155,7 @@ ALONE = {
     "--data-parallel-sharding-strategy",
     "--ddp-num-buckets",
     "--fp16",
+    "--qk-l2-norm",
     "--use-checkpoint-opt-param-scheduler",
     "--use-torch-fsdp2",
 }
@@ -175,6 +176,7 @@ EXAMPLES = {
     "--moe-ffn-hidden-size": "64",
     "--moe-shared-expert-intermediate-size": "64",
     "--lr-warmup-fraction": "0.1",
+    "--no-rope-freq": "4",
     "--num-layers": "8",
     "--num-attention-heads": "8",
     "--pipeline-model-parallel-layout": "Etttt|ttttL",
