@@ -24,6 +24,7 @@ from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.errors import ConfigError
 from megatron.planner.extrapolation import Extrapolation
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
 from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.planner.traffic import Link, Traffic, is_in_node
@@ -160,7 +161,7 @@ class Run:
         config = self.config
         # Under these flags layers differ by their number.
         by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
-        return tuple(range(self.architecture.num_layers)) if by_number else self.architecture.moe_layers()
+        return tuple(range(self.architecture.num_layers)) if by_number else layer_kinds(self.architecture)
 
     def signature(self, rank: int) -> Hashable:
         """What determines the memory and traffic of a stage, given its first rank. Stages with equal signatures are

@@ -136,7 +136,7 @@ class _Step:
         shares = [backward.get("products", 0.0) for _, backward in passes]
         for kind, (forward, backward), share in zip(self.shallow.kinds, passes, shares):
             weights = {name: seconds * share / sum(shares) for name, seconds in deferred.items()}
-            gap = self._constants["layer_gap"] * len(kind.is_moe) / 3
+            gap = self._constants["layer_gap"] * len(kind.layers) / 3
             forward["gaps"] = forward.get("gaps", 0.0) + gap
             backward["gaps"] = backward.get("gaps", 0.0) + gap * (3 if kind.is_recomputed else 2)
             found[kind] = forward, backward, weights
@@ -232,8 +232,8 @@ class _Step:
     def _parameters(self, kind: UnitKind, of_experts: bool) -> float:
         """Parameters of a unit."""
         kinds = self.shallow.kinds
-        first = sum(len(one.is_moe) for one in kinds[: kinds.index(kind)])
-        names = tuple(f"layers.{layer}." for layer in range(first, first + len(kind.is_moe)))
+        first = sum(len(one.layers) for one in kinds[: kinds.index(kind)])
+        names = tuple(f"layers.{layer}." for layer in range(first, first + len(kind.layers)))
         infos = self.recorded[0].parameters
         return sum(_size(info) for info in infos if info.name.startswith(names) and info.is_expert is of_experts)
 

@@ -6,9 +6,10 @@ What is linear in layers, stages and microbatches need not be rehearsed in full.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.architectures.layer_pattern import describe_layers
+from megatron.architectures.layer_pattern import describe_layers, describe_nope_layers
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.planner.layer_kinds import LayerKind, layer_kinds
 from megatron.planner.plan import Run
 from megatron.schedules.stages import VirtualStage
 from megatron.training.initialize import rank_grid
@@ -21,8 +22,7 @@ MICROBATCHES = 3
 class UnitKind:
     """Layers that run, or run again, as one unit."""
 
-    is_moe: tuple[bool, ...]
-    """By layer."""
+    layers: tuple[LayerKind, ...]
     is_recomputed: bool
     in_bf16: bool = False
     """Whether the layers are excluded from FP8."""
@@ -58,18 +58,18 @@ def virtual_stages(run: Run) -> tuple[VirtualStage, ...]:
     return tuple(run.config.pipeline.virtual_stages(run.architecture.num_layers, run.grid.pp))
 
 
-def _order(kind: UnitKind) -> tuple[bool, bool, int, tuple[bool, ...], str]:
+def _order(kind: UnitKind) -> tuple[bool, bool, int, tuple[LayerKind, ...], str]:
     """Recomputed layers and those in bf16 are the first of a chunk; a shorter unit is the last."""
-    return not kind.is_recomputed, not kind.in_bf16, -len(kind.is_moe), kind.is_moe, kind.cp_comm_type
+    return not kind.is_recomputed, not kind.in_bf16, -len(kind.layers), kind.layers, kind.cp_comm_type
 
 
 def _units(run: Run, stage: VirtualStage) -> tuple[UnitKind, ...]:
-    config, is_moe, count = run.config, run.architecture.moe_layers(), run.architecture.num_layers
+    config, kinds, count = run.config, layer_kinds(run.architecture), run.architecture.num_layers
     types = config.parallel.cp_comm_type
 
     def kind(layers: Sequence[int], is_recomputed: bool) -> UnitKind:
         return UnitKind(
-            tuple(is_moe[layer] for layer in layers),
+            tuple(kinds[layer] for layer in layers),
             is_recomputed,
             any(_is_in_bf16(config, layer, count) for layer in layers),
             types[layers[0]] if len(set(types)) > 1 else "",
@@ -87,10 +87,11 @@ def _is_in_bf16(config: RunConfig, layer: int, num_layers: int) -> bool:
 
 def _shallow(run: Run, kinds: Sequence[UnitKind]) -> Run:
     config, stages = run.config, min(run.grid.pp, 2)
-    layers = [layer for kind in kinds for layer in kind.is_moe]
-    model = replace(config.model, num_layers=stages * len(layers))
+    layers = [layer for kind in kinds for layer in kind.layers] * stages
+    nope_layers = describe_nope_layers(not layer.has_rope for layer in layers)
+    model = replace(config.model, num_layers=len(layers), no_rope_freq=nope_layers)
     if model.num_experts:
-        model = replace(model, moe_layer_freq=describe_layers(layers * stages))
+        model = replace(model, moe_layer_freq=describe_layers(layer.is_moe for layer in layers))
     activations = replace(config.activations, cpu_offloading_num_layers=0)
     if activations.granularity == "full" and activations.recompute_method != "uniform":
         activations = replace(activations, recompute_num_layers=sum(kind.is_recomputed for kind in kinds))
@@ -100,7 +101,7 @@ def _shallow(run: Run, kinds: Sequence[UnitKind]) -> Run:
         precision = replace(precision, num_layers_at_start_in_bf16=count, num_layers_at_end_in_bf16=0)
     parallel = replace(config.parallel, pipeline_model_parallel_size=stages)
     if len(set(parallel.cp_comm_type)) > 1:
-        types = [kind.cp_comm_type for kind in kinds for _ in kind.is_moe] * stages
+        types = [kind.cp_comm_type for kind in kinds for _ in kind.layers] * stages
         parallel = replace(parallel, cp_comm_type=tuple(types))
     is_split = stages > 1 and run.schedule(1).splits_backward
     pipeline = type(config.pipeline)(

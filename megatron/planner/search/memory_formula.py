@@ -19,6 +19,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.parallelize import chunks_of_stage
 from megatron.core.precision import number_formats
+from megatron.planner.layer_kinds import LayerKind, layer_kinds
 from megatron.planner.plan import ALLOWANCE
 from megatron.planner.search.layer_memory import UnitMemory
 from megatron.planner.search.layout import Layout
@@ -74,7 +75,7 @@ class MemoryFormula:
 
     def __init__(self, config: RunConfig, architecture: TransformerConfig, given: Collection[str] = ()) -> None:
         self.config, self.architecture, self.given = config, architecture, given
-        self.is_moe = architecture.moe_layers()
+        self.kinds = layer_kinds(architecture)
         self._stages: dict[Hashable, _Stages] = {}
         self._moments: dict[Hashable, StageMoments] = {}
         self._units: dict[Hashable, UnitMemory] = {}
@@ -193,9 +194,9 @@ class _LayoutMemory:
 
     def content(self, virtual_stages: Sequence[VirtualStage]) -> Hashable:
         """What determines the weights and units of a stage."""
-        is_moe = self.formula.is_moe
+        kinds = self.formula.kinds
         return tuple(
-            (tuple(is_moe[layer] for layer in one.layers), one.has_embedding, one.has_output_layer)
+            (tuple(kinds[layer] for layer in one.layers), one.has_embedding, one.has_output_layer)
             for one in virtual_stages
         )
 
@@ -225,14 +226,13 @@ class _LayoutMemory:
         return _Chunk(before, forward, backward, waiting, waiting + gathered)
 
     def units(self, virtual_stage: VirtualStage) -> list[UnitMemory]:
-        is_moe = self.formula.is_moe
         found = [self._unit("embedding")] if virtual_stage.has_embedding else []
         for unit in self.config.activations.units(len(virtual_stage.layers)):
-            kinds = tuple(is_moe[virtual_stage.layers[place]] for place in unit.layers)
+            kinds = tuple(self.formula.kinds[virtual_stage.layers[place]] for place in unit.layers)
             found.append(self._unit(kinds, unit.is_recomputed))
         return found + ([self._unit("output")] if virtual_stage.has_output_layer else [])
 
-    def _unit(self, kind: str | tuple[bool, ...], is_recomputed: bool = False) -> UnitMemory:
+    def _unit(self, kind: str | tuple[LayerKind, ...], is_recomputed: bool = False) -> UnitMemory:
         layout = self.layout
         key = (
             kind,
@@ -242,12 +242,10 @@ class _LayoutMemory:
         )
         found = self.formula._units.get(key)
         if found is None:
-            if kind == "embedding":
-                found = self.rules.embedding()
-            elif kind == "output":
-                found = self.rules.output()
+            if isinstance(kind, str):
+                found = self.rules.embedding() if kind == "embedding" else self.rules.output()
             else:
-                found = self.rules.layers([one is True for one in kind], is_recomputed)
+                found = self.rules.layers(kind, is_recomputed)
             self.formula._units[key] = found
         return found
 
@@ -284,10 +282,11 @@ class _LayoutMemory:
         return fully_sharded_state(units, root, self.formats, sharding)
 
     def _weights(self, one: VirtualStage, is_tied: bool, has_output_weight: bool) -> list[list[Weight]]:
-        is_moe, rules = self.formula.is_moe, self.rules
+        kinds, rules = self.formula.kinds, self.rules
         found = [rules.embedding_weights(is_tied)] if one.has_embedding else []
         for unit in self.config.activations.units(len(one.layers)):
-            found.append([weight for place in unit.layers for weight in rules.layer_weights(is_moe[one.layers[place]])])
+            is_moe = [kinds[one.layers[place]].is_moe for place in unit.layers]
+            found.append([weight for layer in is_moe for weight in rules.layer_weights(layer)])
         if one.has_output_layer:
             found.append(rules.output_weights(is_tied, has_output_weight))
         return found

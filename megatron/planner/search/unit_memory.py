@@ -7,6 +7,7 @@ from functools import cached_property
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES
 from megatron.config.run import RunConfig
+from megatron.planner.layer_kinds import LayerKind
 from megatron.planner.search.attention_memory import (
     AttentionMemory,
     AttentionSizes,
@@ -62,9 +63,9 @@ class UnitRules:
 
     # Memory
 
-    def layers(self, is_moe: Sequence[bool], is_recomputed: bool) -> UnitMemory:
+    def layers(self, kinds: Sequence[LayerKind], is_recomputed: bool) -> UnitMemory:
         """Of one layer, or of layers that are recomputed together."""
-        built = [self._layer(one) for one in is_moe]
+        built = [self._layer(one) for one in kinds]
         if is_recomputed:
             return recomputed(built)
         found = built[0].memory()
@@ -136,10 +137,10 @@ class UnitRules:
         ledger.add(shard)
         return UnitMemory(kept, forward, ledger.peak, end=3 * shard)
 
-    def _layer(self, is_moe: bool) -> Layer:
+    def _layer(self, kind: LayerKind) -> Layer:
         modules, sizes = self.config.activations.modules, self._sizes(self.model.ffn_hidden_size)
         second = DensePart(sizes, modules, self.splits_backward)
-        if not is_moe:
+        if not kind.is_moe:
             return Layer(AttentionPart(sizes, modules, self.splits_backward), second)
         with_experts = MoEPart(sizes, self._expert_sizes(), modules, self.splits_backward)
         return Layer(AttentionPart(sizes, modules, self.splits_backward), with_experts)

@@ -76,6 +76,8 @@ class StepTimeModel:
         self.node_size, self.link = self.machines.node_size, self.machines.link
         self.main_grad_bytes, self.element_bytes = w.number("main_grad_bytes"), w.number("element_bytes")
         self.experts = ExpertShapes(w)
+        self.chunked = w.number("chunked_layers") / self.layers
+        self.chunk_length = np.where(self.chunked > 0, w.number("chunk_length"), self.seq_length)
         self._workload = w
         self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
 
@@ -199,13 +201,20 @@ class StepTimeModel:
         )
 
     def _attention(self, c: Constants) -> tuple[Array, Array]:
-        """Forward and backward."""
-        flops = 2 * self.tokens * self.seq_length * self.query_hidden / self.tp
-        fused = flops / self.machines.attention_flops(c, self._is["attention", "cudnn"], self.seq_length)
+        """Forward and backward, of the mean layer."""
+        inside = self._attention_over(c, self.chunk_length)
+        whole = self._attention_over(c, self.seq_length)
+        forward, backward = (self.chunked * a + (1 - self.chunked) * b for a, b in zip(inside, whole))
+        return forward, backward
+
+    def _attention_over(self, c: Constants, length: Array) -> tuple[Array, Array]:
+        """Forward and backward, of a layer whose attention stays inside ``length`` tokens."""
+        flops = 2 * self.tokens * length * self.query_hidden / self.tp
+        fused = flops / self.machines.attention_flops(c, self._is["attention", "cudnn"], length)
         # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.
         is_odd = self.head_size % 8 != 0
         products = 2 * flops / (c["batched_product"] * self.bf16_flops) * np.where(is_odd, 2.0, 1.0)
-        score_bytes = self.element_bytes * self.tokens * self.seq_length * self.heads / self.tp
+        score_bytes = self.element_bytes * self.tokens * length * self.heads / self.tp
         access = c["softmax"] * score_bytes / self.hbm * np.where(is_odd, c["odd_head_softmax"], 1.0)
         is_unfused = self._is["attention", "unfused"]
         return (

@@ -47,7 +47,7 @@ def step_to_price(
         keeps_weights_gathered=not config.parallel.torch_fsdp2_reshard_after_forward,
         element_bytes=element,
     )
-    is_moe = architecture.moe_layers()
+    is_moe, rope_layers = architecture.moe_layers(), sum(architecture.rope_layers())
     experts: dict[str, Any] = _experts(architecture, config, grid, sum(is_moe)) if any(is_moe) else {}
     return Run(
         layers=architecture.num_layers,
@@ -59,6 +59,8 @@ def step_to_price(
         is_gated=True,
         vocab=architecture.padded_vocab_size,
         seq_length=config.seq_length,
+        chunked_layers=rope_layers if architecture.attention_chunk_size is not None else 0,
+        chunk_length=architecture.attention_length(True, config.seq_length),
         gpus=grid.world_size,
         tp=grid.tp,
         pp=grid.pp,
@@ -122,6 +124,9 @@ def _own_software(architecture: TransformerConfig, config: RunConfig, grid: Rank
         chunks_loss=config.activations.loss_chunk_size is not None,
         has_qkv_bias=architecture.add_qkv_bias,
         has_qk_norm=architecture.qk_layernorm,
+        rope_layers=sum(architecture.rope_layers()),
+        has_qk_l2_norm=architecture.qk_l2_norm,
+        tunes_temperature=architecture.attention_temperature_tuning,
         **_places(grid, sizes, cluster, parallel.sharding_strategy),
     )
 

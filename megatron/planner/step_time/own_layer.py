@@ -60,6 +60,11 @@ class OwnLayer:
             w.number("tp_in_node"),
         )
         self.has_qkv_bias, self.has_qk_norm = w.where("has_qkv_bias"), w.where("has_qk_norm")
+        layers = w.number("layers")
+        self.rope = w.number("rope_layers") / layers
+        """Layers with rotary position embedding among all layers."""
+        self.chunked = w.number("chunked_layers") / layers
+        self.chunk_length = np.where(self.chunked > 0, w.number("chunk_length"), self.seq_length)
         self.recomputes = {name: w.where(f"recomputes_{name}") for name in ("attention", "norms", "activation", "mlp")}
         self.chunks_loss = w.where("chunks_loss")
         shards = w.number("dp") * self.cp / w.number("replicas")
@@ -205,16 +210,21 @@ class OwnLayer:
         }
 
     def _attention(self, c: Constants) -> Array:
-        flops = 2 * self.tokens * self.seq_length * self.query
-        fused = flops / self.machines.attention_flops(c, self.is_cudnn, self.seq_length)
+        inside = self._attention_over(c, self.chunk_length)
+        return np.asarray(self.chunked * inside + (1 - self.chunked) * self._attention_over(c, self.seq_length))
+
+    def _attention_over(self, c: Constants, length: Array) -> Array:
+        """The forward pass of a layer whose attention stays inside ``length`` tokens."""
+        flops = 2 * self.tokens * length * self.query
+        fused = flops / self.machines.attention_flops(c, self.is_cudnn, length)
         unfused = 2 * flops / (c["batched_product"] * self.machines.bf16_flops)
-        scores = self.element * self.tokens * self.seq_length * self.heads / self.tp
+        scores = self.element * self.tokens * length * self.heads / self.tp
         return np.where(self.is_unfused, unfused + 6 * c["softmax"] * scores / self.machines.hbm, fused)
 
     def _rotation(self) -> Array:
         """Bytes of the rotation of queries and keys, with its table of complex numbers in fp32."""
         table = 4 * self.head_size * self.positions
-        return 2 * self.element * self.tokens * (self.query + self.key) + table
+        return np.asarray(self.rope * (2 * self.element * self.tokens * (self.query + self.key) + table))
 
     def _accesses(self) -> tuple[Array, Array]:
         """Bytes between the products. A residual connection reads two tensors and writes one; a norm reads and writes

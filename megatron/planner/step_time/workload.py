@@ -102,6 +102,12 @@ class OwnSoftware:
     """Whether logits are computed twice, in chunks."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    rope_layers: int = 0
+    """Layers with rotary position embedding."""
+    has_qk_l2_norm: bool = False
+    """Whether these have a norm of queries and keys without a gain."""
+    tunes_temperature: bool = False
+    """Whether the other layers scale their queries by position."""
     tp_in_node: int = 1
     """Tensor-parallel ranks in a node; the same for the other kinds of ranks."""
     cp_in_node: int = 1
@@ -130,6 +136,10 @@ class Run:
     """Whether the MLP has three products (SwiGLU) instead of two."""
     vocab: int
     seq_length: int
+    chunked_layers: int = 0
+    """Layers whose attention stays inside chunks of the sequence."""
+    chunk_length: float = 0.0
+    """Their length: attention of a chunked layer takes as long as in sequences of this length."""
     gpus: int
     tp: int = 1
     pp: int = 1
