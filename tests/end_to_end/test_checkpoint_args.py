@@ -41,6 +41,13 @@ ARCHITECTURES: dict[str, Flags] = {
         "rope_scaling_original_length": 16,
         "norm_epsilon": 1e-3,
     },
+    "layers of two kinds": {
+        "no_rope_freq": "2",
+        "attention_chunk_size": 12,
+        "qk_l2_norm": True,
+        "attention_temperature_tuning": True,
+        "attention_temperature_floor": 4,
+    },
 }
 
 
@@ -166,6 +173,17 @@ def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
     assert_close(losses(metrics), reference.losses[HALF:], 1e-9)
     architecture = read_checkpoint(tmp_path, 8).state["architecture"]
     assert (architecture["padded_vocab_size"], architecture["max_position_embeddings"]) == (400, 50)
+
+
+def test_a_pattern_of_layers_may_be_given_in_other_words(
+    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    reference, metrics = half_done("layers of two kinds"), tmp_path / "metrics.jsonl"
+    flags = going_on(corpus, reference.directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
+    call_training(flags).succeeded()
+    assert losses(metrics) == reference.losses[HALF:]
+    outcome = call_training(going_on(corpus, reference.directory, no_rope_freq="[1,0]"))
+    assert_refused(outcome, "--no-rope-freq is [1,0] here and 2 there")
 
 
 @pytest.mark.parametrize(("seq_length", "longest"), [(16, 32), (48, 48)])

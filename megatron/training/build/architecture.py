@@ -47,6 +47,7 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     config = flags_over(defaults)
     # A flag without a value (None) follows from others, and is compared when the checkpoint is loaded.
     given = {name: value for name, value in asdict(config.model).items() if name in architecture and value is not None}
+    given["no_rope_freq"] = config.model.canonical_nope_pattern
     if config.model.num_experts:
         given["moe_layer_freq"] = config.model.canonical_layer_pattern
     else:
