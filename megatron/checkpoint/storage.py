@@ -11,7 +11,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,11 +53,18 @@ class SaveBackend(Protocol):
 class SyncSaveBackend:
     """Every call returns after its files are on stable storage.
 
-    With a ``lock_token``, only the run whose lock on ``root`` has it may commit.
+    With a ``lock_token``, only the run whose lock on ``root`` has it may commit. The coordinator calls ``on_commit`` as
+    soon as the checkpoint is complete, before the other ranks know.
     """
 
-    def __init__(self, root: Path, iteration: int, lock_token: str | None = None) -> None:
-        self._root, self._iteration, self._lock_token = root, iteration, lock_token
+    def __init__(
+        self,
+        root: Path,
+        iteration: int,
+        lock_token: str | None = None,
+        on_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._root, self._iteration, self._lock_token, self._on_commit = root, iteration, lock_token, on_commit
         self._directory: Path | None = None
 
     def begin(self) -> Path:
@@ -72,6 +79,7 @@ class SyncSaveBackend:
 
     def commit(self, directory: Path, manifest: Manifest) -> None:
         commit(directory, self._root, self._iteration, encode_manifest(manifest), self._lock_token)
+        self._on_commit()
 
     def abandon(self) -> None:
         if self._directory is not None:

@@ -25,6 +25,7 @@ from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_checkpoint, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.schema import FORMAT_VERSION
+from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.errors import CheckpointError
 
 
@@ -298,6 +299,20 @@ def test_a_state_that_is_not_json_fails_before_anything_is_written(tmp_path: Pat
         save_checkpoint(tmp_path / "root", 1, {"x": torch.zeros(1)}, {"path": Path()})  # type: ignore[dict-item]
     assert not (tmp_path / "root").exists()
     assert find_checkpoint(tmp_path / "root") is None
+
+
+def test_the_coordinator_is_told_of_a_complete_checkpoint_before_anything_else_can_fail(tmp_path: Path) -> None:
+    class RankEnds(BaseException):
+        pass
+
+    def end() -> None:
+        assert find_checkpoint(tmp_path) is not None
+        raise RankEnds
+
+    saving = SyncSaveBackend(tmp_path, 5, on_commit=end)
+    with pytest.raises(RankEnds):
+        save_checkpoint(tmp_path, 5, {"weight": torch.ones(100)}, {}, saving=saving)
+    assert load(tmp_path).tolist() == [1.0] * 100
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,42 @@ def test_what_was_kept_follows_from_where_the_next_attempt_began(begins: list[in
     assert account([one, two]).wall_s == 70.0
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_rank_that_is_killed_between_a_commit_and_its_mark_has_lost_nothing(
+    tmp_path: Path, clock: Clock, is_marked: bool
+) -> None:
+    """The checkpoint of iteration 20 is on disk, and the next attempt begins there; the heartbeat may not say so."""
+
+    def train(beat: Heartbeat, first: int, last: int) -> None:
+        beat.start_training(first)
+        for iteration in range(first + 1, last + 1):
+            beat.start_iteration(iteration)
+            for section in (Section.FORWARD_BACKWARD, Section.STEP):
+                beat.enter(section)
+                clock.now_ns += 10**9
+            beat.finish_iteration(iteration)
+            if iteration % 5 == 0:
+                with beat.section(Section.SAVE):
+                    clock.now_ns += 10**8
+                    if iteration < 20 or is_marked:
+                        beat.committed(iteration, beat.step_ns)
+                    if iteration == 20:
+                        return
+
+    for first, last in ((0, 20), (20, 22)):
+        beat, recorder = Heartbeat(), AttemptRecorder(tmp_path, Beginning.now(), 2, ["a"], pytest.fail)
+        train(beat, first, last)
+        recorder.finish(beat.snapshot(), "failed" if last == 20 else "complete", -9 if last == 20 else 0)
+    recorded = read_attempts(tmp_path)
+    assert recorded[0].committed_iteration == (20 if is_marked else 15)
+    assert recorded[0].second("lost") == (0.0 if is_marked else 10.0)
+    settled = settle(recorded)
+    assert [one.second("step") for one in settled] == [40.0, 4.0]
+    assert [one.second("lost") for one in settled] == [0.0, 0.0]
+    assert account(recorded).seconds["save"] == pytest.approx(0.4)
+    assert account(recorded).wall_s == pytest.approx(44.4)
+
+
 def test_a_return_behind_the_beginning_of_an_attempt_costs_earlier_ones_too() -> None:
     rows = ((1, 0, 100, 100), (2, 100, 150, 140), (3, 50, 80, 80))
     attempts = [

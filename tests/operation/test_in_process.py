@@ -133,7 +133,9 @@ def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
         ("failed", "killed", 1),
         ("complete", None, None),
     ]
-    assert [one.first_iteration for one in attempts] == [0, 5, 10, 15]
+    begins = [one.first_iteration for one in attempts]
+    # After an exception a rank waits for its background writer; a kill may come before iteration 15 is written.
+    assert begins[:3] == [0, 5, 10] and begins[3] in (10, 15)
     for one, after in pairwise(attempts):
         assert one.end <= after.start
         assert sum(one.seconds.values()) == pytest.approx(one.wall_s, rel=0.01)

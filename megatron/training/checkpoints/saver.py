@@ -119,10 +119,17 @@ class Saver:
             time.sleep(LAST_SAVE_PAUSE)
 
     def _save_now(self, state: RunState) -> None:
-        saving = SyncSaveBackend(self._root, state.progress.iteration, self._lock_token)
+        iteration, heartbeat = state.progress.iteration, self._heartbeat
+
+        def mark() -> None:
+            heartbeat.committed(iteration, heartbeat.step_ns)
+
+        # Rank 0 marks before its collectives with the other ranks, one of which may have ended meanwhile.
+        saving = SyncSaveBackend(self._root, iteration, self._lock_token, on_commit=mark)
         self._log_rank0(f"saved checkpoint {state.save(saving)}")
-        self._heartbeat.committed(state.progress.iteration, self._heartbeat.step_ns)
-        self._has_saved(state.progress.iteration)
+        if self._control.rank != 0:
+            mark()
+        self._has_saved(iteration)
 
     def poll(self) -> None:
         """Report a save that has finished or failed in the background, without waiting."""
