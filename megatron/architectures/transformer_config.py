@@ -41,10 +41,10 @@ class TransformerConfig:
     """Which layers have no rotary position embedding (NoPE), in the grammar of
     :mod:`megatron.architectures.layer_pattern`; see :func:`parse_nope_pattern`."""
     attention_chunk_size: int | None = None
-    """Attention of layers with rotary position embedding stays inside chunks of this many positions; None: no chunks."""
+    """Attention of layers with rotary position embedding stays inside chunks of this many positions."""
     attention_temperature_tuning: bool = False
-    """Queries of layers without rotary position embedding are scaled by ``1 + scale log(1 + floor((p + 1) / floor))`` at
-    position p, counted from 0."""
+    """Queries of layers without rotary position embedding are scaled by their position, counted from 0; see
+    :mod:`megatron.core.ops.query_scale`."""
     attention_temperature_floor: int = 8192
     attention_temperature_scale: float = 0.1
     add_qkv_bias: bool = False

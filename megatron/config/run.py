@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import backends, experts, faults, layout, length, operation, precision
+from megatron.config.checks import attention, backends, experts, faults, layout, length, operation, precision
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig
@@ -129,6 +129,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
+    attention.check_attention,
     experts.check_experts,
     experts.check_expert_layout,
     layout.check_context_parallel,

@@ -23,8 +23,8 @@ from torch.autograd import Function
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
 from megatron.core.fp8 import Fp8Gemm
 from megatron.core.gradient import WeightGradStore, main_grad_of
+from megatron.core.models.layer import SequencePositions
 from megatron.core.models.transformer import TransformerChunk
-from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.layers import LinearOp
@@ -73,10 +73,12 @@ class _RepeatedFunction(Function):
     """Repeats the passes of a rehearsed layer."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, rotary: Tensor, layer: "_RepeatedLayer", rehearsed: RehearsedLayer) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, positions: SequencePositions, layer: "_RepeatedLayer", rehearsed: RehearsedLayer
+    ) -> Tensor:
         ctx.layer, ctx.rehearsed, ctx.shape = layer, rehearsed, inputs.shape
         # Positions that restart at each document have rotations of their own in each microbatch.
-        ctx.rotary = rotary
+        ctx.positions = positions
         if rehearsed.saves_input:
             ctx.save_for_backward(inputs)
         # Under FSDP the parameters are whole only while they are gathered.
@@ -91,7 +93,7 @@ class _RepeatedFunction(Function):
         layer: _RepeatedLayer = ctx.layer
         layer.repeat(ctx.rehearsed.backward, ctx.parameters)
         ctx.saved.free()
-        ctx.rotary = None
+        ctx.positions = None
         gradient = torch.empty(ctx.shape, dtype=gradients[0].dtype, device=gradients[0].device)
         for deferred in ctx.rehearsed.deferred:
             layer.defer(deferred, ctx.parameters[deferred.parameter], gradients[0])
@@ -115,15 +117,15 @@ class _RepeatedLayer:
         self._rehearsal = LayerRehearsal(extrapolation.setting, unit, self._forward, is_first, is_last)
         self.tracker = extrapolation.setting.tracker
 
-    def __call__(self, inputs: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:
+    def __call__(self, inputs: Tensor, positions: SequencePositions) -> Tensor:
         if torch.is_grad_enabled() and self._is_repeatable:
-            makes_documents = documents is not None and self._is_first
-            kind = self._kind, makes_documents, inputs.shape, inputs.dtype, self._has_scales
-            rehearsed = self._extrapolation.of(kind, lambda log: self._rehearsal.run(log, inputs, rotary, documents))
+            makes_spans = self._is_first and not (positions.spans is None and positions.chunks is None)
+            kind = self._kind, makes_spans, inputs.shape, inputs.dtype, self._has_scales
+            rehearsed = self._extrapolation.of(kind, lambda log: self._rehearsal.run(log, inputs, positions))
             if rehearsed is not None:
-                repeated: Tensor = _RepeatedFunction.apply(inputs, rotary, self, rehearsed)
+                repeated: Tensor = _RepeatedFunction.apply(inputs, positions, self, rehearsed)
                 return repeated
-        return cast(Tensor, self._forward(inputs, rotary, documents))
+        return cast(Tensor, self._forward(inputs, positions))
 
     @property
     def _fp8_gemms(self) -> Iterator[Fp8Gemm]:

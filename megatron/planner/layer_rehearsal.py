@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.communication import CollectiveRecord, Observer
 from megatron.core.gradient import DeferredWeightGrad, MainGrad, WeightGradStore, attach_main_grad, main_grad_of
-from megatron.core.ops.documents import Documents
+from megatron.core.models.layer import SequencePositions
 from megatron.planner.memory import LASTING, Kind, MemoryTracker, MemoryUse
 from megatron.torch_compat import forward_pre_hooks, storage_id
 
@@ -186,23 +186,21 @@ class LayerRehearsal:
         self._is_first, self._is_last = is_first, is_last
         self._tracker = setting.tracker
 
-    def run(self, log: PassLog, inputs: Tensor, rotary: Tensor, documents: Documents | None) -> RehearsedLayer | None:
+    def run(self, log: PassLog, inputs: Tensor, positions: SequencePositions) -> RehearsedLayer | None:
         """Both passes apart from the step; None if they do not leave the memory as it was."""
         tracker = self._tracker
         before, peak = tracker.now, tracker.peak
         # The first layer of a chunk allocates what all its layers read.
-        others = None if documents is None else replace(documents)
-        kept = [] if others is None or self._is_first else [others, others.spans, others.packed]
+        own = _with_own_spans(positions)
+        kept = [] if self._is_first else [spans.packed for spans in (own.spans, own.chunks) if spans is not None]
         with self._logged_main_grads(log), self._logged_hooks(log):
-            rehearsed = self._run_passes(log, inputs, rotary, [others])
-        del others, kept
+            rehearsed = self._run_passes(log, inputs, [own])
+        del own, kept
         tracker.peak = peak
         return rehearsed if tracker.now.by_kind == before.by_kind else None
 
-    def _run_passes(
-        self, log: PassLog, like: Tensor, rotary: Tensor, documents: list[Documents | None]
-    ) -> RehearsedLayer | None:
-        """``documents`` is one, which is taken from the list so that the layer alone refers to it."""
+    def _run_passes(self, log: PassLog, like: Tensor, positions: list[SequencePositions]) -> RehearsedLayer | None:
+        """``positions`` is one element, which is taken from the list so that the layer alone refers to it."""
         tracker, known = self._tracker, self._tracker.addresses()
         passes: list[Pass] = []
         gradient_of_chunk: list[Tensor] = []
@@ -222,7 +220,7 @@ class LayerRehearsal:
         input_address, input_size = storage_id(inputs.untyped_storage()), tracker.size_of(inputs)
         start = tracker.now
         log.open()
-        output: Tensor = self._forward(inputs, rotary, documents.pop())
+        output: Tensor = self._forward(inputs, positions.pop())
         passes.append(log.close())
         form, address = (output.shape, output.dtype), storage_id(output.untyped_storage())
         is_whole = tracker.size_of(output) == tracker.rounded(output.numel() * output.element_size())
@@ -309,6 +307,12 @@ class LayerRehearsal:
         for (_, module), original in zip(hooked, originals):
             forward_pre_hooks(module).clear()
             forward_pre_hooks(module).update(original)
+
+
+def _with_own_spans(positions: SequencePositions) -> SequencePositions:
+    """``positions`` whose spans have not been packed yet."""
+    spans, chunks = (None if one is None else replace(one) for one in (positions.spans, positions.chunks))
+    return replace(positions, spans=spans, chunks=chunks)
 
 
 def _log_hooks(log: PassLog, number: int, *_: object) -> None:

@@ -852,6 +852,27 @@ BAD: list[Row] = [
     (f"{GOOD} --wandb-entity team", 1, "--wandb-entity, --wandb-project"),
     (f"{GOOD} --wandb-save-dir there", 1, "--wandb-save-dir, --wandb-project"),
     (f"{GOOD} --wandb-exp-name run", 1, "--wandb-exp-name, --wandb-project"),
+    (f"{GOOD} --attention-chunk-size 0", 1, "--attention-chunk-size 0"),
+    (f"{GOOD} --attention-chunk-size 8 --no-rope-freq 1", 1, "--attention-chunk-size, --no-rope-freq 1"),
+    (f"{GOOD} --qk-l2-norm --no-rope-freq 1", 1, "--qk-l2-norm, --no-rope-freq 1"),
+    (f"{GOOD} --qk-l2-norm --qk-layernorm", 1, "--qk-l2-norm, --qk-layernorm"),
+    (f"{GOOD} --no-rope-freq [0]*3", 1, "--no-rope-freq [0]*3, 3, 4"),
+    (f"{GOOD} --no-rope-freq -1", 1, "--no-rope-freq -1"),
+    (f"{GOOD} --attention-temperature-tuning", 1, "--attention-temperature-tuning, --no-rope-freq"),
+    (f"{GOOD} --attention-temperature-floor 4", 1, "--attention-temperature-floor, --attention-temperature-tuning"),
+    (f"{GOOD} --attention-temperature-scale 1", 1, "--attention-temperature-scale, --attention-temperature-tuning"),
+    (
+        f"{GOOD} --no-rope-freq 2 --attention-temperature-tuning --attention-temperature-floor 0",
+        1,
+        "--attention-temperature-floor 0",
+    ),
+    (
+        f"{GOOD} --no-rope-freq 2 --attention-temperature-tuning --attention-temperature-scale 0",
+        1,
+        "--attention-temperature-scale 0",
+    ),
+    (f"{GOOD} --use-rope-scaling --rope-scaling-low-freq-factor 0", 1, "--rope-scaling-low-freq-factor 0"),
+    (f"{GOOD} --use-rope-scaling --rope-scaling-high-freq-factor 0", 1, "--rope-scaling-high-freq-factor 0"),
     *expert_flags.REFUSED,
 ]
 

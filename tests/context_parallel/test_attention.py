@@ -30,7 +30,7 @@ from megatron.core.ops.attention_kernels import (
     ReferenceAttention,
     TorchAttention,
 )
-from megatron.core.ops.documents import Documents
+from megatron.core.ops.documents import AttentionSpans, Documents
 from megatron.core.topology import RankGrid, Topology
 from tests.rank_pool import RankPool
 
@@ -80,8 +80,8 @@ def begins(shape: Shape, *places: int) -> Tensor:
     return starts
 
 
-def marked(starts: Tensor | None) -> Documents | None:
-    return None if starts is None else Documents(starts, True, False, torch.device("cpu"))
+def marked(starts: Tensor | None) -> AttentionSpans | None:
+    return None if starts is None else Documents(starts, True, False, torch.device("cpu")).attention
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Tile
-from megatron.core.ops.documents import Documents, Span, attention_spans
+from megatron.core.ops.documents import Documents, Span, spans_of
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 4, 8)
@@ -81,8 +81,8 @@ def spans_and_pairs(starts: Tensor) -> Iterable[tuple[Sequence[Span], Tensor]]:
     """With documents and without: the spans, and the pairs that are visible."""
     length = starts.shape[1]
     documents = Documents(starts, masks_attention=True, resets_positions=False, device=CPU)
-    yield attention_spans(documents, length), visible(starts).long()
-    yield attention_spans(None, length), visible(torch.zeros_like(starts)).long()
+    yield spans_of(documents.attention, length), visible(starts).long()
+    yield spans_of(None, length), visible(torch.zeros_like(starts)).long()
 
 
 @given(case=sequences())
@@ -91,7 +91,7 @@ def test_every_query_is_in_the_first_tiles_once(case: tuple[int, Tensor]) -> Non
     size, starts = case
     rows, length = starts.shape
     documents = Documents(starts, masks_attention=True, resets_positions=False, device=CPU)
-    spans = attention_spans(documents, length)
+    spans = spans_of(documents.attention, length)
     for rank in range(size):
         split = ContextSplit(rank, size)
         for tiles in (ring_tiles(split, rank, spans, length), diagonal_tiles(split, spans, length)):
@@ -107,7 +107,7 @@ def test_every_query_is_in_the_first_tiles_once(case: tuple[int, Tensor]) -> Non
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_every_rank_does_the_same_work_in_every_step(size: int) -> None:
     length = 8 * size
-    spans = attention_spans(None, length)
+    spans = spans_of(None, length)
     half = length // size // 2
     for step in range(size):
         for rank in range(size):

@@ -73,14 +73,14 @@ def kernel_of(name: str, device: torch.device, case: Case, documents: bool = Fal
 
 
 def compare_some_heads(
-    case: Case, inputs: AttentionInputs, grad: Tensor, found: tuple[Tensor, ...], dtype: torch.dtype
+    case: Case, inputs: AttentionInputs, documents: Documents | None, grad: Tensor, found: tuple[Tensor, ...]
 ) -> None:
     """Output and gradients of the first and the last row and group with the definition in fp64."""
+    dtype = dtype_of(case)
     exact, ratio = LocalAttention(ReferenceAttention()), case.heads_per_group
     for row, group in {(0, 0), (case.rows - 1, case.groups - 1)}:
         rows, one, where = slice(row, row + 1), slice(group, group + 1), f"of row {row}, group {group}"
-        documents = inputs.documents
-        own = None if documents is None else replace(documents, starts=documents.starts[rows])
+        own = None if documents is None else replace(documents, starts=documents.starts[rows]).attention
         key, value = inputs.key[rows, one].double(), inputs.value[rows, one].double()
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
         # One head at a time, because the definition holds all scores.
@@ -102,12 +102,13 @@ def compare_some_heads(
 def test_attention(device: torch.device, kernel_name: str, case: Case, in_documents: bool) -> None:
     attention = LocalAttention(kernel_of(kernel_name, device, case, in_documents))
     query, key, value, grad = case.tensors(device, dtype_of(case))
-    inputs = AttentionInputs(query, key, value, case.documents(device) if in_documents else None)
+    documents = case.documents(device) if in_documents else None
+    inputs = AttentionInputs(query, key, value, None if documents is None else documents.attention)
     attended = attention.forward(inputs)
     # As the backward pass gets it: the layer saves the joined output.
     joined = case.shape.query_heads_of(attended.output.permute(2, 0, 1, 3).flatten(2))
     grads = attention.backward(grad, inputs, replace(attended, output=joined))
-    compare_some_heads(case, inputs, grad, (attended.output, *grads), dtype_of(case))
+    compare_some_heads(case, inputs, documents, grad, (attended.output, *grads))
 
 
 @every_kernel
@@ -129,4 +130,4 @@ def test_tiles_with_other_keys_are_merged(device: torch.device, kernel_name: str
     grad_key, grad_value = (torch.zeros_like(one, dtype=gradients.dtype) for one in (key, value))
     gradients.add([*own, *before], key, value, grad_key, grad_value)
     found = attended.output, gradients.query, grad_key, grad_value
-    compare_some_heads(case, AttentionInputs(query, key, value), grad, found, dtype_of(case))
+    compare_some_heads(case, AttentionInputs(query, key, value), None, grad, found)

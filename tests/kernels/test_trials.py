@@ -24,7 +24,7 @@ from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
-from megatron.core.ops.documents import PackedDocuments
+from megatron.core.ops.documents import PackedSpans
 from megatron.core.ops.fp8 import E5M2, scaled_gemm_reference, widened_gemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
@@ -93,10 +93,10 @@ class DifferentiatesWithoutDocuments(ReferenceAttention):
         key: Tensor,
         value: Tensor,
         attended: AttentionOutput,
-        documents: PackedDocuments,
+        spans: PackedSpans,
         out: Gradients | None = None,
     ) -> Gradients:
-        whole = PackedDocuments(documents.cu_seqlens[[0, -1]], query.shape[0])
+        whole = PackedSpans(spans.cu_seqlens[[0, -1]], query.shape[0])
         return super().backward_varlen(grad, query, key, value, attended, whole, out)
 
 

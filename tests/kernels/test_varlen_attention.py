@@ -18,7 +18,7 @@ from megatron.core.models.parallelize import build_model
 from megatron.core.ops.attention import AttentionInputs, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, ReferenceAttention
-from megatron.core.ops.documents import Documents, PackedDocuments
+from megatron.core.ops.documents import Documents, PackedSpans
 from megatron.core.topology import single_process
 from megatron.torch_compat import FakeTensorMode
 from tests.parallel.layout_run import CPU, MODEL, Layout, context
@@ -36,7 +36,9 @@ def in_documents(starts: Sequence[Sequence[int]], length: int) -> Documents:
 
 @given(flags=st.integers(1, 4).flatmap(lambda s: st.lists(st.lists(st.booleans(), min_size=s, max_size=s), min_size=1)))
 def test_documents_are_packed_row_by_row(flags: list[list[bool]]) -> None:
-    packed = Documents(torch.tensor(flags), True, False, CPU).packed
+    attention = Documents(torch.tensor(flags), True, False, CPU).attention
+    assert attention is not None
+    packed = attention.packed
     length = len(flags[0])
     starts = [row * length + at for row, one in enumerate(flags) for at in range(length) if at == 0 or one[at]]
     bounds = [*starts, len(flags) * length]
@@ -48,16 +50,16 @@ class Recorder(ReferenceAttention):
     """Notes what it receives."""
 
     def __init__(self) -> None:
-        self.documents: list[PackedDocuments] = []
+        self.spans: list[PackedSpans] = []
         self.received: list[tuple[Tensor, ...]] = []
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
         raise AssertionError("documents are computed in one call")
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
-        self.documents.append(documents)
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
+        self.spans.append(spans)
         self.received.append((query, key, value))
-        return super().forward_varlen(query, key, value, documents)
+        return super().forward_varlen(query, key, value, spans)
 
     def backward_varlen(
         self,
@@ -66,18 +68,18 @@ class Recorder(ReferenceAttention):
         key: Tensor,
         value: Tensor,
         attended: AttentionOutput,
-        documents: PackedDocuments,
+        spans: PackedSpans,
         out: Gradients | None = None,
     ) -> Gradients:
-        self.documents.append(documents)
+        self.spans.append(spans)
         self.received.append((grad, query, key, value, attended.output))
-        return super().backward_varlen(grad, query, key, value, attended, documents, out)
+        return super().backward_varlen(grad, query, key, value, attended, spans, out)
 
 
 def test_one_row_is_packed_without_a_copy() -> None:
     shape, kernel = AttentionShape(4, 2, 8), Recorder()
     qkv = torch.randn(20, 1, 8 * 8, dtype=torch.float64, requires_grad=True)
-    output = fused_attention(qkv, shape, LocalAttention(kernel), in_documents([[7, 8]], 20))
+    output = fused_attention(qkv, shape, LocalAttention(kernel), in_documents([[7, 8]], 20).attention)
     grad = torch.randn_like(output)
     output.backward(grad)
     memory = {tensor.untyped_storage().data_ptr() for tensor in (qkv, output, grad)}
@@ -99,8 +101,9 @@ def test_lengths_are_computed_once_for_all_layers_and_passes(recompute: bool) ->
     documents = in_documents([[3, 9], [5]], 16)
     logits = model.transformer_chunks[0](torch.zeros(2, 16, dtype=torch.int64), documents)
     logits.sum().backward()
-    assert len(kernel.documents) == MODEL.num_layers * (3 if recompute else 2)
-    assert {id(one.cu_seqlens) for one in kernel.documents} == {id(documents.packed.cu_seqlens)}
+    assert len(kernel.spans) == MODEL.num_layers * (3 if recompute else 2)
+    assert documents.attention is not None
+    assert {id(one.cu_seqlens) for one in kernel.spans} == {id(documents.attention.packed.cu_seqlens)}
 
 
 @pytest.fixture
@@ -119,17 +122,17 @@ def flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttentio
 def test_flash_attention_3_writes_gradients_into_the_fused_gradient(
     flash_attention_3: FlashAttention3, starts: list[int] | None, rows: int
 ) -> None:
-    documents = None if starts is None else in_documents([starts] * rows, 24)
+    spans = None if starts is None else in_documents([starts] * rows, 24).attention
     shape, generator = AttentionShape(4, 2, 8), torch.Generator().manual_seed(0)
     qkv = torch.randn(24, rows, 64, generator=generator)
     grad = shape.query_heads_of(torch.randn(24, rows, 32, generator=generator))
-    inputs = AttentionInputs(*shape.split(qkv), documents)
+    inputs = AttentionInputs(*shape.split(qkv), spans)
     attention, reference = LocalAttention(flash_attention_3), LocalAttention(ReferenceAttention())
     views = shape.split(torch.full_like(qkv, torch.nan))
     found = attention.backward(grad, inputs, attention.forward(inputs), views)
     expected = reference.backward(grad, inputs, reference.forward(inputs), views)
     # Several rows of documents are packed into a copy.
-    assert (found is views) == (documents is None or rows == 1)
+    assert (found is views) == (spans is None or rows == 1)
     assert expected is not views
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -164,11 +167,11 @@ def test_gpu_kernels_attend_in_a_model_of_real_sizes(
     """On tensors without data: arguments, shapes and strides, not results. Builds of torch without CUDA have no
     autograd for fake CUDA tensors, so these are on the CPU. FlashAttention 3 is its stand-in."""
     kernel = flash_attention_3 if make is None else make()
-    documents = None if starts is None else in_documents([starts] * rows, LENGTH)
-    assert documents is None or documents.packed.max_seqlen == LENGTH - 1001
+    spans = None if starts is None else in_documents([starts] * rows, LENGTH).attention
+    assert spans is None or spans.packed.max_seqlen == LENGTH - 1001
     with FakeTensorMode(allow_non_fake_inputs=True):
         qkv = empty(LENGTH, rows, shape.rotated_size + shape.key_value_heads * shape.head_size).requires_grad_()
-        output = fused_attention(qkv, shape, LocalAttention(kernel), documents)
+        output = fused_attention(qkv, shape, LocalAttention(kernel), spans)
         assert output.shape == (LENGTH, rows, shape.query_heads * shape.head_size)
         assert output.is_contiguous(), "the GEMM after attention would copy it, forward and backward"
         output.backward(torch.empty_like(output))
@@ -205,9 +208,9 @@ def test_torchs_varlen_kernel_takes_fake_cuda_tensors_of_real_sizes(shape: Atten
         # As LocalAttention packs one row: views.
         query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in shape.split(qkv))
         assert query.stride() == (qkv.shape[2], shape.head_size, 1)
-        documents = PackedDocuments(torch.empty(10, dtype=torch.int32, device="cuda"), 5000)
-        attended = kernel.forward_varlen(query, key, value, documents)
+        spans = PackedSpans(torch.empty(10, dtype=torch.int32, device="cuda"), 5000)
+        attended = kernel.forward_varlen(query, key, value, spans)
         assert attended.output.shape == query.shape and attended.output.is_contiguous()
         assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == (shape.query_heads, LENGTH)
-        grads = kernel.backward_varlen(torch.empty_like(query), query, key, value, attended, documents)
+        grads = kernel.backward_varlen(torch.empty_like(query), query, key, value, attended, spans)
         assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]

@@ -197,13 +197,13 @@ def test_attention_is_the_definition(bench: Bench, in_documents: bool) -> None:
     shape, length = AttentionShape(4, 2, 32), 32
     starts = torch.zeros(BATCH, length, dtype=torch.bool)
     starts[0, 11] = starts[1, 19] = True
-    documents = Documents(starts, True, False, bench.device) if in_documents else None
+    spans = Documents(starts, True, False, bench.device).attention if in_documents else None
     table = rotary_table(rotary_frequencies(32, 10000.0), torch.arange(length), bench.dtype).to(bench.device)
     results = []
     for kernel in (TransformerEngineAttention(bench.engine), ReferenceAttention()):
         leaf = bench.numbers(length, BATCH, 8 * 32, seed=3).requires_grad_()
         output = fused_attention(
-            apply_rotary(leaf * 1.0, table, shape.rotated_size), shape, LocalAttention(kernel), documents
+            apply_rotary(leaf * 1.0, table, shape.rotated_size), shape, LocalAttention(kernel), spans
         )
         output.backward(bench.numbers(*output.shape, seed=4))
         assert leaf.grad is not None

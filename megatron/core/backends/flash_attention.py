@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.kernels.choice import load
 from megatron.core.ops.attention_interface import AttentionOutput, Gradients, HalfPrecisionGpuKernel
-from megatron.core.ops.documents import PackedDocuments
+from megatron.core.ops.documents import PackedSpans
 
 
 class FlashAttention3(HalfPrecisionGpuKernel):
@@ -41,8 +41,8 @@ class FlashAttention3(HalfPrecisionGpuKernel):
         self._backward(inputs, attended.log_sum_exp.contiguous(), by_position, is_causal)
         return grads
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
-        return self._forward(query, key, value, True, **_lengths(documents))
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
+        return self._forward(query, key, value, True, **_lengths(spans))
 
     def backward_varlen(
         self,
@@ -51,13 +51,13 @@ class FlashAttention3(HalfPrecisionGpuKernel):
         key: Tensor,
         value: Tensor,
         attended: AttentionOutput,
-        documents: PackedDocuments,
+        spans: PackedSpans,
         out: Gradients | None = None,
     ) -> Gradients:
         assert attended.log_sum_exp is not None
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)) if out is None else out
         inputs = [grad, query, key, value, attended.output]
-        self._backward(inputs, attended.log_sum_exp, grads, True, **_lengths(documents))
+        self._backward(inputs, attended.log_sum_exp, grads, True, **_lengths(spans))
         return grads
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **lengths: Any) -> AttentionOutput:
@@ -91,6 +91,6 @@ def _empty_like(heads: Tensor) -> Tensor:
     return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _lengths(documents: PackedDocuments) -> dict[str, Any]:
-    starts, longest = documents.cu_seqlens, documents.max_seqlen
+def _lengths(spans: PackedSpans) -> dict[str, Any]:
+    starts, longest = spans.cu_seqlens, spans.max_seqlen
     return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -20,7 +20,7 @@ from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention, TiledAttention, TiledGradients
 from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
-from megatron.core.ops.documents import Span
+from megatron.core.ops.documents import Span, spans_of
 
 
 class _AttentionOverRanks:
@@ -30,10 +30,10 @@ class _AttentionOverRanks:
         self._kernel, self._ranks = kernel, ranks
         self._split = ContextSplit(ranks.rank, ranks.size)
 
-    def _whole(self, inputs: AttentionInputs) -> tuple[list[Span], int]:
+    def _whole(self, inputs: AttentionInputs) -> tuple[Sequence[Span], int]:
         """The spans within which attention is causal, and the length of the whole sequence."""
         length = inputs.query.shape[2] * self._ranks.size
-        return inputs.spans(length), length
+        return spans_of(inputs.spans, length), length
 
 
 class RingAttention(_AttentionOverRanks):
@@ -149,7 +149,7 @@ class UlyssesAttention:
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         query, key, value = self._to_heads(inputs.query, inputs.key, inputs.value)
-        inner = self._inner.forward(AttentionInputs(query, key, value, inputs.documents))
+        inner = self._inner.forward(AttentionInputs(query, key, value, inputs.spans))
         kept = query, key, value, inner.output, inner.log_sum_exp, inner.kept
         return AttentionOutput(self._to_positions(inner.output)[0], None, kept)
 
@@ -158,7 +158,7 @@ class UlyssesAttention:
     ) -> Gradients:
         query, key, value, *inner = attended.kept
         (inner_grad,) = self._to_heads(grad)
-        inner_inputs = AttentionInputs(query, key, value, inputs.documents)
+        inner_inputs = AttentionInputs(query, key, value, inputs.spans)
         grads = self._inner.backward(inner_grad, inner_inputs, AttentionOutput(*inner))
         # An all-to-all sums nothing, so gradients need no wider dtype.
         grad_query, grad_key, grad_value = self._to_positions(*(part.to(grad.dtype) for part in grads))

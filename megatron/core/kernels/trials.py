@@ -17,7 +17,7 @@ from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_at
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
-from megatron.core.ops.documents import Documents
+from megatron.core.ops.documents import AttentionSpans, Documents
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
@@ -99,8 +99,8 @@ def try_attention(
     width = shape.rotated_size + shape.key_value_heads * shape.head_size
     qkv = random(LENGTH, sizes.rows, width, device=device, dtype=dtype)
     grad = random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
-    for documents in (None, _documents(sizes.rows, device))[: 2 if in_documents else 1]:
-        passes = (_attend(one, qkv, grad, shape, documents) for one in (kernel, ReferenceAttention()))
+    for spans in (None, _documents(sizes.rows, device).attention)[: 2 if in_documents else 1]:
+        passes = (_attend(one, qkv, grad, shape, spans) for one in (kernel, ReferenceAttention()))
         for found, expected in zip(*passes, strict=True):
             compare(found, expected)
     found, expected = (one.forward(*shape.split(qkv), is_causal=True) for one in (kernel, ReferenceAttention()))
@@ -118,12 +118,12 @@ def _documents(rows: int, device: torch.device) -> Documents:
 
 
 def _attend(
-    kernel: AttentionKernel, qkv: Tensor, grad: Tensor, shape: AttentionShape, documents: Documents | None
+    kernel: AttentionKernel, qkv: Tensor, grad: Tensor, shape: AttentionShape, spans: AttentionSpans | None
 ) -> tuple[Tensor, ...]:
     """The output, and the gradients of query, key and value."""
     leaf = qkv.clone().requires_grad_()
     with torch.enable_grad():
-        output = fused_attention(leaf, shape, LocalAttention(kernel), documents)
+        output = fused_attention(leaf, shape, LocalAttention(kernel), spans)
     (gradient,) = torch.autograd.grad(output, leaf, grad)
     return output.detach(), *shape.split(gradient)
 

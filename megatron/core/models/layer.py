@@ -19,10 +19,11 @@ from megatron.core.moe.experts import Experts
 from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
 from megatron.core.ops.attention_interface import AttentionKernel
-from megatron.core.ops.documents import Documents
+from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.ops.norm import linear_input_rms_norm
+from megatron.core.ops.norm import head_rms_norm, linear_input_rms_norm
 from megatron.core.ops.quantized import QuantizedActivation
+from megatron.core.ops.query_scale import scale_queries
 from megatron.core.ops.rope import apply_rotary
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -109,6 +110,20 @@ class HeadNorm(nn.Module):
         return torch.cat(normed, dim=2).flatten(2)  # [s/cp, b, (n + 2g) d / tp]
 
 
+class HeadL2Norm(nn.Module):
+    """RMSNorm without a gain of every query head and every key head (Llama 4). It does not change with a rotation, so
+    it may come before it."""
+
+    def __init__(self, shape: AttentionShape, config: TransformerConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.shape, self.epsilon, self.kernel = shape, config.norm_epsilon, context.kernels.rms_norm
+
+    def forward(self, qkv: Tensor) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
+        heads = qkv.unflatten(-1, (-1, self.shape.head_size))  # [s/cp, b, (n + 2g) / tp, d]
+        normed = self.shape.query_heads + self.shape.key_value_heads
+        return head_rms_norm(heads, normed, self.epsilon, self.kernel).flatten(2)
+
+
 class NormLinear(nn.Module):
     """RMSNorm and the column-parallel GEMM after it; under delayed FP8 scaling RMSNorm writes quantised numbers."""
 
@@ -137,6 +152,52 @@ class LocalProvider:
         return RowParallelLinear(name, input_size, config.hidden_size, context, config.residual_init_std)
 
 
+@dataclass(frozen=True)
+class SequencePositions:
+    """What attention needs to know about the positions of a microbatch."""
+
+    rotary: Tensor
+    """Rotations of this rank's positions, from :func:`megatron.core.ops.rope.rotary_table`."""
+    spans: AttentionSpans | None = None
+    """Where attention without chunks is causal; None: in the whole sequence."""
+    chunks: AttentionSpans | None = None
+    """Where attention with chunks is causal."""
+    query_scales: Tensor | None = None
+    """Scales of the queries of layers without rotary position embedding ``[s/cp, 1 or b, 1]``; None: 1."""
+
+
+class RotaryPositions(nn.Module):
+    """Rotary position embedding, and attention inside chunks if the model has them."""
+
+    def __init__(self, shape: AttentionShape, config: TransformerConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.rotated_size, self.rotate = shape.rotated_size, context.kernels.rotate
+        self.qk_l2_norm = HeadL2Norm(shape, config, context) if config.qk_l2_norm else nn.Identity()
+        self.has_chunks = config.attention_chunk_size is not None
+
+    def forward(self, qkv: Tensor, positions: SequencePositions) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
+        return apply_rotary(self.qk_l2_norm(qkv), positions.rotary, self.rotated_size, self.rotate)  # in place
+
+    def spans(self, positions: SequencePositions) -> AttentionSpans | None:
+        return positions.chunks if self.has_chunks else positions.spans
+
+
+class NoPositions(nn.Module):
+    """No position embedding (NoPE; Kazemnejad et al., arXiv 2305.19466): attention over whole sequences whose scores
+    depend on positions by the scales of queries alone."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__()
+        self.query_size = shape.query_heads * shape.head_size
+
+    def forward(self, qkv: Tensor, positions: SequencePositions) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
+        scales = positions.query_scales
+        return qkv if scales is None else scale_queries(qkv, scales, self.query_size)  # in place
+
+    def spans(self, positions: SequencePositions) -> AttentionSpans | None:
+        return positions.spans
+
+
 class SelfAttention(nn.Module):
     """Causal grouped-query attention; the heads are divided over the tensor-parallel ranks."""
 
@@ -146,23 +207,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         name, tp = f"layers.{layer}.self_attention", context.parallel.size
         self.shape = AttentionShape(config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels)
-        self.rotate = context.kernels.rotate
         sections = (config.query_size, config.key_value_size, config.key_value_size)
         self.norm_qkv = context.provider.norm_linear(
             f"layers.{layer}.input_layernorm", f"{name}.linear_qkv", sections, config, context
         )
         self.qkv_bias = Bias(f"{name}.linear_qkv", sections, context) if config.add_qkv_bias else nn.Identity()
         self.qk_norm = HeadNorm(name, self.shape, config, context) if config.qk_layernorm else nn.Identity()
+        has_rope = config.rope_layers()[layer]
+        self.embed_positions = RotaryPositions(self.shape, config, context) if has_rope else NoPositions(self.shape)
         self.attend_proj = AttentionProjection(
             self.shape,
             context.context_parallel.attention(layer, context.attention_kernel),
             context.provider.row_linear(f"{name}.linear_proj", config.query_size, config, context),
         )
 
-    def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]
+    def forward(self, x: Tensor, positions: SequencePositions) -> Tensor:  # [s/(cp tp), b, h]
         qkv = self.qk_norm(self.qkv_bias(self.norm_qkv(x)))  # [s/cp, b, (n + 2g) d / tp]
-        qkv = apply_rotary(qkv, rotary, self.shape.rotated_size, self.rotate)  # in place
-        output: Tensor = self.attend_proj(qkv, documents)  # [s/(cp tp), b, h]
+        qkv = self.embed_positions(qkv, positions)
+        output: Tensor = self.attend_proj(qkv, self.embed_positions.spans(positions))  # [s/(cp tp), b, h]
         return output
 
 
@@ -173,8 +235,8 @@ class AttentionProjection(nn.Module):
         super().__init__()
         self.shape, self.attention, self.last_linear = shape, attention, linear_proj
 
-    def forward(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
-        attended = fused_attention(qkv, self.shape, self.attention, documents)  # [s/cp, b, n d / tp]
+    def forward(self, qkv: Tensor, spans: AttentionSpans | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
+        attended = fused_attention(qkv, self.shape, self.attention, spans)  # [s/cp, b, n d / tp]
         output: Tensor = self.last_linear(attended)  # [s/(cp tp), b, h]
         return output
 
@@ -266,6 +328,6 @@ class TransformerLayer(nn.Module):
     def last_linear(self) -> nn.Module | None:
         return self.mlp.last_linear
 
-    def forward(self, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:  # [s/(cp tp), b, h]
-        x = x + self.self_attention(x, rotary, documents)
+    def forward(self, x: Tensor, positions: SequencePositions) -> Tensor:  # [s/(cp tp), b, h]
+        x = x + self.self_attention(x, positions)
         return x + self.mlp(x)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -9,10 +10,11 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
-from megatron.core.models.layer import BuildContext, RMSNorm, TransformerLayer
+from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
 from megatron.core.moe.balance import ExpertBalance
-from megatron.core.ops.documents import Documents
+from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
+from megatron.core.ops.query_scale import query_scales
 from megatron.core.ops.rope import rotary_frequencies, rotary_table
 from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
@@ -26,11 +28,11 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.schedules.stages import VirtualStage
 
 
-class RotaryTables:
-    """The rotations of this rank's positions; cached if they only depend on the length."""
+class PositionTables:
+    """What attention needs to know about this rank's positions; cached if it only depends on the microbatch's shape."""
 
     def __init__(self, config: TransformerConfig, context: BuildContext) -> None:
-        self._context = context
+        self._config, self._context = config, context
         frequencies = rotary_frequencies(
             config.kv_channels,
             config.rotary_base,
@@ -38,23 +40,39 @@ class RotaryTables:
             original_length=config.rope_scaling_original_length,
         )
         self._frequencies = frequencies.to(context.device)
-        self._table: Tensor | None = None
+        self._shape: tuple[int, int] | None = None
+        self._sequences: SequencePositions | None = None
 
-    def __call__(self, length: int, documents: Documents | None = None) -> Tensor:
-        """``[length, 1, 1, head size / 2]``, complex, for this rank's ``length`` positions of a sequence; if positions
-        restart at each document, ``[length, b, 1, head size / 2]``."""
+    def __call__(self, length: int, rows: int, documents: Documents | None = None) -> SequencePositions:
+        """For this rank's ``length`` positions of ``rows`` sequences: rotations ``[length, 1, 1, head size / 2]``,
+        complex; if positions restart at each document, ``[length, b, 1, head size / 2]``."""
         if documents is not None and documents.resets_positions:
-            return self._rotations(documents.positions()[self._positions(length)])
-        if self._table is None or self._table.shape[0] != length:
-            self._table = self._rotations(self._positions(length))
-        return self._table
+            positions = documents.positions()[self._context.context_parallel.split.positions(documents.starts.shape[1])]
+            return self._with_spans(self._tables(positions), rows, documents)
+        if self._sequences is None or self._shape != (length, rows):
+            split = self._context.context_parallel.split
+            self._shape = length, rows
+            self._sequences = self._with_spans(self._tables(split.positions(length * split.size)), rows, None)
+        return self._sequences if documents is None else self._with_spans(self._sequences, rows, documents)
 
-    def _positions(self, length: int) -> Tensor:
-        split = self._context.context_parallel.split
-        return split.positions(length * split.size)
+    def _tables(self, positions: Tensor) -> SequencePositions:
+        """The tables of ``positions`` ``[s/cp]`` or ``[s/cp, b]``."""
+        config, dtype = self._config, self._context.dtype
+        positions = copy_to_device(positions, self._context.device)
+        scales = None
+        if config.attention_temperature_tuning:
+            scales = query_scales(
+                positions, config.attention_temperature_floor, config.attention_temperature_scale, dtype
+            )
+        return SequencePositions(rotary_table(self._frequencies, positions, dtype), query_scales=scales)
 
-    def _rotations(self, positions: Tensor) -> Tensor:
-        return rotary_table(self._frequencies, copy_to_device(positions, self._context.device), self._context.dtype)
+    def _with_spans(self, tables: SequencePositions, rows: int, documents: Documents | None) -> SequencePositions:
+        size, spans = self._config.attention_chunk_size, None if documents is None else documents.attention
+        if size is None:
+            return replace(tables, spans=spans)
+        length = tables.rotary.shape[0] * self._context.context_parallel.split.size
+        chunks = chunked_attention(documents, size, rows, length, self._context.device)
+        return replace(tables, spans=spans, chunks=chunks)
 
 
 class OutputLayer(nn.Module):
@@ -118,13 +136,13 @@ class TransformerChunk(nn.Module):
     def __init__(
         self,
         layers: Sequence[TransformerLayer],
-        rotary: RotaryTables,
+        positions: PositionTables,
         context: BuildContext,
         embedding: VocabParallelEmbedding | None,
         output_layer: OutputLayer | None,
     ) -> None:
         super().__init__()
-        self.rotary, self.fp8 = rotary, context.fp8
+        self.positions, self.fp8 = positions, context.fp8
         self.sequence_parts = context.parallel.sequence_parts
         self.embedding, self.layers, self.output_layer = embedding, nn.ModuleList(layers), output_layer
         self.num_layers = len(layers)
@@ -141,12 +159,13 @@ class TransformerChunk(nn.Module):
         ``[b, s/cp]`` to the loss of every token."""
         with nullcontext() if self.fp8 is None else self.fp8.forward_pass():
             if self.embedding is None:
-                length, hidden = inputs.shape[0] * self.sequence_parts, inputs
+                length, rows, hidden = inputs.shape[0] * self.sequence_parts, inputs.shape[1], inputs
             else:
-                length, hidden = inputs.shape[1], self.embedding(inputs)
-            rotary = self.rotary(length, documents)
+                rows, length = inputs.shape
+                hidden = self.embedding(inputs)
+            positions = self.positions(length, rows, documents)
             for layer in self.layers:
-                hidden = layer(hidden, rotary, documents)
+                hidden = layer(hidden, positions)
             return hidden if self.output_layer is None else self.output_layer(hidden, labels)
 
 
@@ -176,14 +195,14 @@ class TransformerModel(nn.Module):
             else:
                 weight = VocabParallelWeight("output_layer", config, context)
             output_layer = OutputLayer(config, context, weight)
-        rotary = RotaryTables(config, context)
+        positions = PositionTables(config, context)
         self.chunks = nn.ModuleList(
             TransformerChunk(
                 [
                     TransformerLayer(number, config, context.of_layer(number, config.num_layers))
                     for number in virtual_stage.layers
                 ],
-                rotary,
+                positions,
                 context,
                 embedding if virtual_stage.has_embedding else None,
                 output_layer if virtual_stage.has_output_layer else None,

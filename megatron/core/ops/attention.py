@@ -3,7 +3,7 @@
 An :class:`Attention` divides the causal triangle into tiles and provides the keys of each: here all keys are on this
 rank (:class:`LocalAttention`), under context parallelism they are not. A kernel
 (:mod:`megatron.core.ops.attention_interface`) computes the tiles, which are merged by their log-sum-exp. A kernel for
-packed documents computes all documents of a batch in one call instead, if all keys are on this rank.
+packed spans computes all spans of a batch in one call instead, if all keys are on this rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients, VarlenKernel
-from megatron.core.ops.documents import Documents, Span, attention_spans
+from megatron.core.ops.documents import AttentionSpans
 from megatron.torch_compat import tree_flatten, tree_unflatten
 
 
@@ -107,12 +107,8 @@ class AttentionInputs:
     query: Tensor
     key: Tensor
     value: Tensor
-    documents: Documents | None = None
-    """The documents of the whole sequences."""
-
-    def spans(self, length: int) -> list[Span]:
-        """The ranges within which attention is causal, in sequences of ``length``."""
-        return attention_spans(self.documents, length)
+    spans: AttentionSpans | None = None
+    """The ranges of the whole sequences within which attention is causal; None: the sequences."""
 
 
 class Attention(Protocol):
@@ -128,40 +124,40 @@ class Attention(Protocol):
 
 
 class LocalAttention:
-    """Attention among positions that are all on this rank: one varlen call for all documents, or one tile for each."""
+    """Attention among positions that are all on this rank: one varlen call for all spans, or one tile for each."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.kernel = kernel
         self._varlen = kernel if isinstance(kernel, VarlenKernel) else None
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
-        query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
-        if documents is None or not documents.masks_attention:
+        query, key, value, spans = inputs.query, inputs.key, inputs.value, inputs.spans
+        if spans is None:
             return self.kernel.forward(query, key, value, is_causal=True)
         if self._varlen is not None:
-            attended = self._varlen.forward_varlen(_packed(query), _packed(key), _packed(value), documents.packed)
+            attended = self._varlen.forward_varlen(_packed(query), _packed(key), _packed(value), spans.packed)
             return replace(attended, output=_unpacked(attended.output, rows=query.shape[0]))
         tiled = TiledAttention(self.kernel, query)
-        tiled.add(_document_tiles(inputs), key, value, is_first=True)
+        tiled.add(_span_tiles(spans), key, value, is_first=True)
         return tiled.result()
 
     def backward(
         self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
-        if documents is None or not documents.masks_attention:
+        query, key, value, spans = inputs.query, inputs.key, inputs.value, inputs.spans
+        if spans is None:
             return self.kernel.backward(grad, query, key, value, attended, is_causal=True, out=out)
         if self._varlen is not None:
-            return self._backward_varlen(self._varlen, documents, grad, inputs, attended, out)
+            return self._backward_varlen(self._varlen, spans, grad, inputs, attended, out)
         gradients = TiledGradients(self.kernel, grad, query, attended)
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=gradients.dtype) for tensor in (key, value))
-        gradients.add(_document_tiles(inputs), key, value, grad_key, grad_value)
+        gradients.add(_span_tiles(spans), key, value, grad_key, grad_value)
         return gradients.query, grad_key, grad_value
 
     @staticmethod
     def _backward_varlen(
         kernel: VarlenKernel,
-        documents: Documents,
+        spans: AttentionSpans,
         grad: Tensor,
         inputs: AttentionInputs,
         attended: AttentionOutput,
@@ -176,7 +172,7 @@ class LocalAttention:
             _packed(inputs.key),
             _packed(inputs.value),
             replace(attended, output=_packed(attended.output)),
-            documents.packed,
+            spans.packed,
             packed_out,
         )
         if out is not None and parts is packed_out:
@@ -195,8 +191,8 @@ def _unpacked(packed: Tensor, rows: int) -> Tensor:
     return packed.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def _document_tiles(inputs: AttentionInputs) -> Iterable[Tile]:
-    for span in inputs.spans(inputs.query.shape[2]):
+def _span_tiles(spans: AttentionSpans) -> Iterable[Tile]:
+    for span in spans.spans:
         positions = slice(span.start, span.stop)
         yield Tile(span.rows, positions, positions, is_causal=True)
 
@@ -241,16 +237,16 @@ def _take_tensors(kept: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]],
 class _FusedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None
+        ctx: Any, qkv: Tensor, shape: AttentionShape, attention: Attention, spans: AttentionSpans | None
     ) -> Tensor:
         qkv = qkv.detach()
-        attended = attention.forward(AttentionInputs(*shape.split(qkv), documents))
+        attended = attention.forward(AttentionInputs(*shape.split(qkv), spans))
         # [s, b, n d]: a view, unless the output of the kernel has several rows one after the other in memory. The next
         # layer saves the same tensor.
         joined = attended.output.permute(2, 0, 1, 3).flatten(2).contiguous()
         tensors, ctx.restore = _take_tensors((attended.log_sum_exp, attended.kept))
         ctx.save_for_backward(qkv, joined, *tensors)
-        ctx.shape, ctx.attention, ctx.documents = shape, attention, documents
+        ctx.shape, ctx.attention, ctx.spans = shape, attention, spans
         return joined
 
     @staticmethod
@@ -258,7 +254,7 @@ class _FusedAttention(Function):
         qkv, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
-        inputs = AttentionInputs(*shape.split(qkv), ctx.documents)
+        inputs = AttentionInputs(*shape.split(qkv), ctx.spans)
         grad_qkv = torch.empty_like(qkv)  # [s, b, (n + 2 groups) d]
         views = shape.split(grad_qkv)
         parts = ctx.attention.backward(grad, inputs, AttentionOutput(output, *ctx.restore(tensors)), out=views)
@@ -269,8 +265,8 @@ class _FusedAttention(Function):
 
 
 def fused_attention(
-    qkv: Tensor, shape: AttentionShape, attention: Attention, documents: Documents | None = None
+    qkv: Tensor, shape: AttentionShape, attention: Attention, spans: AttentionSpans | None = None
 ) -> Tensor:
     """Causal attention on the fused output of the projection: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``."""
-    output: Tensor = _FusedAttention.apply(qkv, shape, attention, documents)
+    output: Tensor = _FusedAttention.apply(qkv, shape, attention, spans)
     return output

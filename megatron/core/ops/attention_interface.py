@@ -1,4 +1,4 @@
-"""What an attention kernel is: its forward and backward pass, over tiles and over packed documents.
+"""What an attention kernel is: its forward and backward pass, over tiles and over packed spans.
 
 A kernel returns the output and the log-sum-exp of the scores, by which outputs over different keys are merged. Its
 backward pass takes the log-sum-exp over all keys (FlashAttention, arXiv 2205.14135, appendix B.2).
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from megatron.core.ops.documents import PackedDocuments
+from megatron.core.ops.documents import PackedSpans
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of query, key and value."""
@@ -59,11 +59,11 @@ class AttentionKernel(Protocol):
 
 @runtime_checkable
 class VarlenKernel(AttentionKernel, Protocol):
-    """A kernel that also attends within all documents of a batch in one call, whatever their lengths. Tensors are
+    """A kernel that also attends within all spans of a batch in one call, whatever their lengths. Tensors are
     packed: ``[total, n, d]`` queries, ``[total, groups, d]`` keys and values."""
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
-        """Causal attention within each document."""
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
+        """Causal attention within each span."""
 
     def backward_varlen(
         self,
@@ -72,7 +72,7 @@ class VarlenKernel(AttentionKernel, Protocol):
         key: Tensor,
         value: Tensor,
         attended: AttentionOutput,
-        documents: PackedDocuments,
+        spans: PackedSpans,
         out: Gradients | None = None,
     ) -> Gradients:
         """Gradients of query, key and value; ``out`` as in ``backward``."""

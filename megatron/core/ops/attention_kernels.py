@@ -15,7 +15,7 @@ from megatron.core.ops.attention_interface import (
     Gradients,
     HalfPrecisionGpuKernel,
 )
-from megatron.core.ops.documents import PackedDocuments
+from megatron.core.ops.documents import PackedSpans
 
 
 class ReferenceAttention:
@@ -42,8 +42,8 @@ class ReferenceAttention:
     ) -> Gradients:
         return self._backward(grad, query, key, value, attended, _future(key) if is_causal else None)
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
-        hidden = _future_or_other_document(documents, query)
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
+        hidden = _future_or_other_span(spans, query)
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))  # [1, n, total, d]
         attended = self._forward(query, key, value, hidden)
         assert attended.log_sum_exp is not None
@@ -56,7 +56,7 @@ class ReferenceAttention:
         key: Tensor,
         value: Tensor,
         attended: AttentionOutput,
-        documents: PackedDocuments,
+        spans: PackedSpans,
         out: Gradients | None = None,
     ) -> Gradients:
         assert attended.log_sum_exp is not None
@@ -64,7 +64,7 @@ class ReferenceAttention:
             tensor.transpose(0, 1).unsqueeze(0) for tensor in (grad, query, key, value, attended.output)
         )  # [1, n, total, d]
         one_row = AttentionOutput(output, attended.log_sum_exp.unsqueeze(0))
-        hidden = _future_or_other_document(documents, attended.output)
+        hidden = _future_or_other_span(spans, attended.output)
         grads = self._backward(grad, query, key, value, one_row, hidden)
         grad_query, grad_key, grad_value = (part[0].transpose(0, 1) for part in grads)
         return grad_query, grad_key, grad_value
@@ -107,10 +107,10 @@ def _future(key: Tensor) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
 
 
-def _future_or_other_document(documents: PackedDocuments, packed: Tensor) -> Tensor:
-    """Whether a key is later than the query, or in another document: ``[total, total]`` for ``packed [total, ...]``."""
+def _future_or_other_span(spans: PackedSpans, packed: Tensor) -> Tensor:
+    """Whether a key is later than the query, or in another span: ``[total, total]`` for ``packed [total, ...]``."""
     positions = torch.arange(packed.shape[0], device=packed.device)
-    number = (positions.unsqueeze(1) >= documents.cu_seqlens).sum(dim=1)  # of the document, [total]
+    number = (positions.unsqueeze(1) >= spans.cu_seqlens).sum(dim=1)  # of the span, [total]
     return (positions > positions.unsqueeze(1)) | (number != number.unsqueeze(1))
 
 
@@ -219,9 +219,9 @@ class CudaFlashAttention(HalfPrecisionGpuKernel):
         grads: Gradients = torch_compat.flash_attention_backward(*tensors, *lengths, 0.0, is_causal, seed, offset)
         return grads
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> AttentionOutput:
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
         output, log_sum_exp, *kept = torch_compat.varlen_flash_attention(
-            query, key, value, *_lengths(documents), 0.0, True, False
+            query, key, value, *_lengths(spans), 0.0, True, False
         )
         return AttentionOutput(output, log_sum_exp, tuple(kept[:2]))
 
@@ -232,18 +232,18 @@ class CudaFlashAttention(HalfPrecisionGpuKernel):
         key: Tensor,
         value: Tensor,
         attended: AttentionOutput,
-        documents: PackedDocuments,
+        spans: PackedSpans,
         out: Gradients | None = None,
     ) -> Gradients:
         tensors = grad, query, key, value, attended.output, attended.log_sum_exp
         differentiate = torch_compat.varlen_flash_attention_backward
-        grads: Gradients = differentiate(*tensors, *_lengths(documents), 0.0, True, *attended.kept)
+        grads: Gradients = differentiate(*tensors, *_lengths(spans), 0.0, True, *attended.kept)
         return grads
 
 
-def _lengths(documents: PackedDocuments) -> tuple[Tensor, Tensor, int, int]:
+def _lengths(spans: PackedSpans) -> tuple[Tensor, Tensor, int, int]:
     """Starts of queries and keys, longest of queries and keys."""
-    return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
+    return spans.cu_seqlens, spans.cu_seqlens, spans.max_seqlen, spans.max_seqlen
 
 
 class CudnnAttention(HalfPrecisionGpuKernel):

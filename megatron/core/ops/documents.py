@@ -1,5 +1,6 @@
-"""Documents in packed sequences, for attention within documents and positions that restart."""
+"""Documents in packed sequences and chunks of positions: where attention is causal, and positions that restart."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,13 +20,36 @@ class Span:
 
 
 @dataclass(frozen=True)
-class PackedDocuments:
-    """The documents of a batch whose rows are packed one after the other, as varlen kernels take them."""
+class PackedSpans:
+    """The spans of a batch whose rows are packed one after the other, as varlen kernels take them."""
 
     cu_seqlens: Tensor
-    """The first token of every document, and the number of all tokens: ``[documents + 1]`` int32 on the device."""
+    """The first token of every span, and the number of all tokens: ``[spans + 1]`` int32 on the device."""
     max_seqlen: int
-    """Tokens of the longest document."""
+    """Tokens of the longest span."""
+
+
+@dataclass(frozen=True)
+class AttentionSpans:
+    """The spans of a microbatch of whole sequences, which cover every position once."""
+
+    spans: Sequence[Span]
+    rows: int
+    """Sequences of the microbatch."""
+    length: int
+    """Positions of a sequence."""
+    device: torch.device
+    """The device that computes attention."""
+
+    @cached_property
+    def packed(self) -> PackedSpans:
+        """The spans for varlen kernels: computed once for all layers, and copied without waiting for the device."""
+        firsts = sorted(
+            row * self.length + span.start for span in self.spans for row in range(*span.rows.indices(self.rows))
+        )
+        cu_seqlens = torch.tensor([*firsts, self.rows * self.length], dtype=torch.int32)
+        longest = max(span.stop - span.start for span in self.spans)
+        return PackedSpans(copy_to_device(cu_seqlens, self.device), longest)
 
 
 @dataclass(frozen=True)
@@ -53,13 +77,12 @@ class Documents:
         return spans
 
     @cached_property
-    def packed(self) -> PackedDocuments:
-        """The documents for varlen kernels: computed once for all layers, and copied without waiting for the device."""
-        length = self.starts.shape[1]
-        firsts = [span.rows.start * length + span.start for span in self.spans]
-        cu_seqlens = torch.tensor([*firsts, self.starts.numel()], dtype=torch.int32)
-        longest = max(span.stop - span.start for span in self.spans)
-        return PackedDocuments(copy_to_device(cu_seqlens, self.device), longest)
+    def attention(self) -> AttentionSpans | None:
+        """The documents, if attention stays inside them."""
+        if not self.masks_attention:
+            return None
+        rows, length = self.starts.shape
+        return AttentionSpans(self.spans, rows, length, self.device)
 
     def positions(self) -> Tensor:
         """The position of every token in its document, ``[s, b]``."""
@@ -68,8 +91,30 @@ class Documents:
         return (numbers - latest_start).t()
 
 
-def attention_spans(documents: Documents | None, length: int) -> list[Span]:
-    """The ranges within which attention is causal: documents, or whole rows of ``length``."""
-    if documents is None or not documents.masks_attention:
-        return [Span(slice(None), 0, length)]
-    return documents.spans
+def spans_of(attention: AttentionSpans | None, length: int) -> Sequence[Span]:
+    """The ranges within which attention is causal; without spans whole rows of ``length``."""
+    return [Span(slice(None), 0, length)] if attention is None else attention.spans
+
+
+def chunked_attention(
+    documents: Documents | None, size: int, rows: int, length: int, device: torch.device
+) -> AttentionSpans | None:
+    """The spans of chunked attention (Llama 4): a chunk begins at every position that is a multiple of ``size``.
+
+    Positions are those of ``rows`` sequences of ``length``, or of documents where they restart; documents that mask
+    attention end chunks, too. None if every sequence is one chunk.
+    """
+    if documents is None or not (documents.masks_attention or documents.resets_positions):
+        spans, restarts = [Span(slice(None), 0, length)], False
+    else:
+        spans, restarts = documents.spans, documents.resets_positions
+    chunks = [chunk for span in spans for chunk in _chunks(span, size, restarts)]
+    is_whole = all(chunk.stop - chunk.start == length for chunk in chunks)
+    return None if is_whole else AttentionSpans(chunks, rows, length, device)
+
+
+def _chunks(span: Span, size: int, restarts: bool) -> Iterator[Span]:
+    """The parts of ``span`` between multiples of ``size``, of positions that begin with it if it ``restarts`` them."""
+    origin = span.start if restarts else span.start - span.start % size
+    for start in range(origin, span.stop, size):
+        yield Span(span.rows, max(start, span.start), min(start + size, span.stop))
