@@ -137,6 +137,12 @@ class ModelConfig:
         require_positive(values_of(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"))
         require_positive(values_of(self, "attention_temperature_scale"))
         require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
+        low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
+        if low > high:
+            raise ConfigError(
+                f"--rope-scaling-low-freq-factor {low:g} is above --rope-scaling-high-freq-factor {high:g}: lower the "
+                "former or raise the latter."
+            )
 
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> TransformerConfig:
         """The architecture for a vocabulary of ``vocab_size`` ids.

@@ -122,6 +122,8 @@ NOT_NEGATIVE = [
 POSITIVE = [
     "--rotary-base",
     "--rope-scaling-factor",
+    "--rope-scaling-low-freq-factor",
+    "--rope-scaling-high-freq-factor",
     "--moe-router-topk-scaling-factor",
     "--dry-run-expert-load",
     "--moe-router-bias-update-rate",
@@ -248,6 +250,11 @@ BAD: list[Row] = [
     (f"{GOOD} --no-disable-bias-linear", 1, "--no-disable-bias-linear"),
     (f"{GOOD} --hidden-dropout 0.1", 1, "--hidden-dropout 0.1"),
     (f"{GOOD} --attention-dropout 0.1", 1, "--attention-dropout 0.1"),
+    (
+        f"{GOOD} --rope-scaling-low-freq-factor 5",
+        1,
+        "--rope-scaling-low-freq-factor 5, --rope-scaling-high-freq-factor 4",
+    ),
     (f"{GOOD} --rotary-percent 0.5", 1, "--rotary-percent 0.5"),
     (f"{GOOD} --no-cross-entropy-loss-fusion", 1, "--no-cross-entropy-loss-fusion"),
     (f"{GOOD} --no-use-flash-attn", 1, "--no-use-flash-attn, --attention-backend local"),
@@ -1017,6 +1024,7 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{UNSIZED} --num-layers 1 --hidden-size 9 --num-attention-heads 2 --kv-channels 4", 1),
         (f"{GOOD} --num-query-groups 8 --no-group-query-attention", 1),
         (f"{GOOD} --max-position-embeddings 64", 1),
+        (f"{GOOD} --use-rope-scaling --rope-scaling-low-freq-factor 4", 1),
         (f"{GOOD} --min-lr 1e-3 --clip-grad 0 --weight-decay 0 --adam-beta1 0", 1),
         (f"{GOOD} --lr-warmup-fraction 0", 1),
         (f"{GOOD} --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --lr-decay-iters 8", 1),

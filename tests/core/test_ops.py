@@ -159,9 +159,19 @@ def test_rotary_frequencies_without_scaling(base: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_size", "factor", "original_length"), [(128, 8.0, 8192), (64, 32.0, 8192), (16, 4.0, 64)]
+    ("head_size", "factor", "original_length", "low", "high"),
+    [
+        (128, 8.0, 8192, 1.0, 4.0),
+        (64, 32.0, 8192, 1.0, 4.0),
+        (16, 4.0, 64, 1.0, 4.0),
+        (64, 16.0, 1024, 0.5, 40.0),
+        (128, 8.0, 8192, 1.0, 1.0),
+        (64, 16.0, 8192, 3.0, 3.0),
+    ],
 )
-def test_llama_3_scaling_is_that_of_transformers(head_size: int, factor: float, original_length: int) -> None:
+def test_llama_3_scaling_is_that_of_transformers(
+    head_size: int, factor: float, original_length: int, low: float, high: float
+) -> None:
     rope_utils: Any = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import LlamaConfig
 
@@ -173,19 +183,36 @@ def test_llama_3_scaling_is_that_of_transformers(head_size: int, factor: float, 
             "rope_type": "llama3",
             "rope_theta": 500000.0,
             "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
             "original_max_position_embeddings": original_length,
         },
     )
     expected, attention_scale = rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    found = rotary_frequencies(head_size, 500000.0, scaling_factor=factor, original_length=original_length)
+    found = rotary_frequencies(
+        head_size,
+        500000.0,
+        scaling_factor=factor,
+        original_length=original_length,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
     assert attention_scale == 1.0
     torch.testing.assert_close(found.float(), expected, rtol=3e-6, atol=0.0)
     unscaled = rotary_frequencies(head_size, 500000.0)
     ratio = unscaled / found
     assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(factor), "short waves are kept, long ones stretched"
-    assert ((ratio > 1.001) & (ratio < factor - 0.001)).any(), "no wave in between was tested"
+    has_between = bool(((ratio > 1.001) & (ratio < factor - 0.001)).any())
+    assert has_between == (low < high), "waves between the bounds, which equal bounds do not have"
+
+
+def test_equal_bounds_of_llama_3_scaling_keep_a_wave_at_the_bound() -> None:
+    """transformers divides 0 by 0 there."""
+    one_turn = rotary_frequencies(4, 4.0)[1].item() * 8 / (2 * math.pi)
+    same = {"low_freq_factor": one_turn, "high_freq_factor": one_turn}
+    assert rotary_frequencies(4, 4.0, scaling_factor=2.0, original_length=8, **same).tolist() == [1.0, 0.5]
+    below = {"low_freq_factor": one_turn * 1.01, "high_freq_factor": one_turn * 1.01}
+    assert rotary_frequencies(4, 4.0, scaling_factor=2.0, original_length=8, **below).tolist() == [1.0, 0.25]
 
 
 @every_dtype

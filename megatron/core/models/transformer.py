@@ -38,6 +38,8 @@ class PositionTables:
             config.rotary_base,
             scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
             original_length=config.rope_scaling_original_length,
+            low_freq_factor=config.rope_scaling_low_freq_factor,
+            high_freq_factor=config.rope_scaling_high_freq_factor,
         )
         self._frequencies = frequencies.to(context.device)
         self._shape: tuple[int, int] | None = None

@@ -18,20 +18,29 @@ Rotation = Callable[[Tensor, Tensor], Tensor]
 
 
 def rotary_frequencies(
-    head_size: int, base: float, *, scaling_factor: float | None = None, original_length: int = 8192
+    head_size: int,
+    base: float,
+    *,
+    scaling_factor: float | None = None,
+    original_length: int = 8192,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
 ) -> Tensor:
     """Angles per position, ``[head_size / 2]`` in fp64; ``scaling_factor`` enables Llama 3.1's scaling.
 
-    It keeps wavelengths below ``original_length / 4``, multiplies wavelengths above ``original_length`` by the factor,
-    and interpolates between (the constants 1 and 4 of Llama 3.1's released model code).
+    A frequency that turns at most ``low_freq_factor`` times in ``original_length`` positions is divided by the factor,
+    one that turns at least ``high_freq_factor`` times is kept, and between the two the kept share grows linearly with
+    the turns. With equal bounds there is nothing between, and a frequency at the bound is kept.
     """
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     frequencies = 1.0 / base**exponents
     if scaling_factor is None:
         return frequencies
-    low, high = 1.0, 4.0
     turns = original_length * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if low_freq_factor == high_freq_factor:
+        keep = (turns >= low_freq_factor).double()
+    else:
+        keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
     return frequencies * (keep + (1 - keep) / scaling_factor)
 
 
