@@ -52,9 +52,14 @@ def inputs(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def definition(
-    shape: Shape, starts: Tensor | None, dtype: torch.dtype = torch.float64, seed: int = 0
+    shape: Shape,
+    starts: Tensor | None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Gradients]:
-    """Output and gradients by autograd on the whole matrix of scores, of inputs that are rounded to ``dtype``."""
+    """Output and gradients by autograd on the whole matrix of scores, of inputs that are rounded to ``dtype``;
+    ``visible`` ``[b, query, key]`` replaces the mask of the documents that begin at ``starts``."""
     query, key, value, grad = (tensor.to(dtype).double() for tensor in inputs(shape, seed))
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     repeats = shape[1] // shape[2]
@@ -63,6 +68,8 @@ def definition(
     if starts is not None:
         number = starts.long().cumsum(dim=1)
         mask = mask & (number[:, None, :, None] == number[:, None, None, :])
+    if visible is not None:
+        mask = visible[:, None]
     scores = (query @ keys.transpose(-1, -2) / math.sqrt(shape[4])).masked_fill(~mask, -math.inf)
     output = scores.softmax(dim=-1) @ values
     output.backward(grad)

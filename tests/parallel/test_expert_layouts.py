@@ -76,6 +76,13 @@ L4 = Task(
         moe_router_score_function="sigmoid",
         moe_apply_probs_on_input=True,
         moe_shared_expert_intermediate_size=40,
+        qk_l2_norm=True,
+        no_rope_freq="4",
+        # In a sequence of 16, borders lie inside a rank's part, between two parts, and the last chunk is shorter.
+        attention_chunk_size=6,
+        attention_temperature_tuning=True,
+        attention_temperature_floor=3,
+        attention_temperature_scale=0.5,
     ),
     steps=3,
     moe=MIX_LOSSES,

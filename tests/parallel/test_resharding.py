@@ -27,6 +27,7 @@ from tests.parallel.layout_run import (
     train,
 )
 from tests.parallel.test_expert_layouts import DSV
+from tests.parallel.test_llama4_layouts import RESTARTED
 from tests.rank_pool import RankPool
 
 SAVED, STEPS = 4, 8
@@ -37,7 +38,8 @@ TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)
 MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
 MUON = Task(MUON_FLAGS, model=DEEP_TIED_MODEL, steps=STEPS)
 MOE = replace(DSV, steps=STEPS, moe=replace(DSV.moe, moe_z_loss_coeff=1e-3))
-TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon", MOE: ", experts"}
+LLAMA4 = replace(RESTARTED, optimizer=ADAM, steps=STEPS)
+TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon", MOE: ", experts", LLAMA4: ", llama 4"}
 
 LAYOUTS = {
     "one": Layout(),
@@ -77,6 +79,7 @@ PAIRS += [
 ]
 EXPERT_NAMES = ["one", *EXPERT_LAYOUTS]
 PAIRS += [(MOE, one, EXPERT_NAMES[(place + 3) % len(EXPERT_NAMES)]) for place, one in enumerate(EXPERT_NAMES)]
+PAIRS += [(LLAMA4, "cp2-ep4", "tp2-ep2-pp2-zero1"), (LLAMA4, "etp2-ep2-fsdp", "cp2-ep4")]
 LAYOUTS |= EXPERT_LAYOUTS
 
 

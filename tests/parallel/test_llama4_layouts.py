@@ -1,0 +1,235 @@
+"""Llama 4: every layout computes the same training run as one process, and one process what the definition says.
+
+Chunks and positions are those of the sequence, or of each document, wherever a rank's part of the sequence lies; which
+layers rotate is read with global layer numbers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from random import Random
+from typing import Any, get_args
+
+import pytest
+
+from megatron.config.activations import ActivationConfig
+from megatron.config.context_parallel import ContextParallelType
+from megatron.config.moe import MoEConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ShardingStrategy
+from megatron.schedules.registry import SCHEDULES
+from tests.llama4_definition import token_losses
+from tests.parallel.covering import covering
+from tests.parallel.layout_run import Layout, Task, assemble, microbatches, train
+from tests.parallel.test_expert_layouts import L4, compare_balance
+from tests.parallel.test_layouts import (
+    TOLERANCE,
+    Case,
+    compare_with_one_process,
+    factors_of,
+    full,
+    is_late_by_default,
+    one_process,
+    ranks_of,
+    rows_of,
+    selective,
+)
+from tests.rank_pool import RankPool
+
+CHUNKS = replace(L4, steps=2)
+UNEVEN = replace(CHUNKS, model=replace(L4.model, attention_chunk_size=5, qk_l2_norm=False))
+MASKED = replace(UNEVEN, masks_documents=True)
+RESTARTED = replace(
+    CHUNKS, model=replace(L4.model, attention_chunk_size=3), masks_documents=True, resets_positions=True
+)
+POSITIONS = replace(RESTARTED, masks_documents=False)
+TASKS = {"chunks": CHUNKS, "uneven": UNEVEN, "masked": MASKED, "restarted": RESTARTED, "positions": POSITIONS}
+# Dense layers and layers with experts without a rotation, unevenly over the stages.
+DEEP = replace(
+    RESTARTED, model=replace(RESTARTED.model, num_layers=8, moe_layer_freq="[0,1]*4", no_rope_freq="[0,0,1]*2+[1,0]")
+)
+ADAM = replace(CHUNKS, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
+
+MIXED: tuple[ContextParallelType, ...] = ("p2p", "a2a", "allgather", "p2p")
+NOT_KEPT: tuple[ActivationConfig, ...] = (
+    ActivationConfig(),
+    full("uniform", 1),
+    selective("core_attn"),
+    selective("moe"),
+    selective("core_attn", "layernorm", "moe_act", "shared_experts"),
+)
+
+
+SAMPLES = 600
+"""Rows of the product, drawn once for all runs."""
+
+
+def llama4_product() -> list[Case]:
+    """Some of all layouts of up to eight ranks."""
+    every = product(
+        (MASKED, RESTARTED, POSITIONS),
+        (1, 2),
+        _exchanges(),
+        [(1, "1f1b"), *((2, schedule) for schedule in SCHEDULES)],
+        _data_parallel(),
+        ((1, 1), (2, 1), (1, 2), (4, 1)),
+        NOT_KEPT,
+    )
+    return [_case(*factors) for factors in Random(0).sample([one for one in every if _fits(*one[1:-1])], SAMPLES)]
+
+
+def _fits(tp: int, exchange: Any, pipeline: Any, data_parallel: Any, experts: Any) -> bool:
+    (cp, kinds, _), (pp, _), (dp, _, instances), (ep, etp) = exchange, pipeline, data_parallel, experts
+    divides_heads = "a2a" in kinds and L4.model.num_query_groups % (tp * cp)
+    edp, rest = divmod(tp * cp * dp, etp * ep)
+    return 1 < tp * cp * pp * dp <= 8 and not (divides_heads or rest or edp % instances)
+
+
+def _case(
+    task: Task, tp: int, exchange: Any, pipeline: Any, data_parallel: Any, experts: Any, activations: ActivationConfig
+) -> Case:
+    (cp, kinds, sizes), (pp, schedule), (dp, strategy, instances), (ep, etp) = (
+        exchange,
+        pipeline,
+        data_parallel,
+        experts,
+    )
+    return task, Layout(
+        tp,
+        dp,
+        sequence_parallel=tp > 1,
+        strategy=strategy,
+        instances=instances,
+        microbatches=4 if pp > 1 else 2,
+        pp=pp,
+        schedule=schedule,
+        cp=cp,
+        cp_comm_type=kinds,
+        cp_sizes=sizes,
+        ep=ep,
+        etp=etp,
+        activations=activations,
+    )
+
+
+def _exchanges() -> Iterator[tuple[int, tuple[ContextParallelType, ...], tuple[int, ...]]]:
+    """Context-parallel sizes with every way to attend, one way for all layers or one for each."""
+    yield 1, ("p2p",), ()
+    kinds: tuple[ContextParallelType, ...] = ("p2p", "allgather", "a2a")
+    for cp in (2, 4):
+        for kind in kinds:
+            yield cp, (kind,), ()
+        yield cp, MIXED, ()
+    yield 4, ("a2a+p2p",), (2, 2)
+
+
+def _data_parallel() -> Iterator[tuple[int, ShardingStrategy, int]]:
+    for strategy in get_args(ShardingStrategy):
+        yield 1, strategy, 1
+        yield 2, strategy, 1
+    yield 2, "optim", 2
+    yield 2, "optim_grads_params", 2
+    yield 4, "optim_grads_params", 2
+
+
+def llama4_matrix() -> Iterator[Case]:
+    """What chunks, positions and layers without a rotation can get wrong, each with the division that shows it."""
+    cp2, cp4 = Layout(cp=2, microbatches=2), Layout(cp=4)
+    yield CHUNKS, cp2
+    yield UNEVEN, cp4
+    yield MASKED, replace(cp2, cp_comm_type=("allgather",))
+    yield RESTARTED, replace(cp2, cp_comm_type=("a2a",), tp=2, sequence_parallel=True)
+    yield RESTARTED, replace(cp4, cp_comm_type=("allgather",), strategy="optim")
+    yield POSITIONS, replace(cp4, cp_comm_type=MIXED, ep=2)
+    yield POSITIONS, replace(cp4, cp_comm_type=("a2a+p2p",), cp_sizes=(2, 2), etp=2)
+    # Layer kinds by global number, in stages that have one kind, several, or no layers.
+    for schedule in SCHEDULES:
+        yield CHUNKS, Layout(pp=2, schedule=schedule, microbatches=4)
+    yield DEEP, Layout(pp=2, schedule="interleaved", chunks=4, microbatches=4, activations=selective("core_attn"))
+    yield DEEP, Layout(dp=2, pp=2, ep=2, schedule="zb-v", microbatches=4, strategy="optim_grads")
+    yield DEEP, Layout(pp=4, split="E|tttt|ttt|tL", microbatches=4)
+    # Sums over other ranks, and what runs again.
+    yield ADAM, Layout(2, 2, True, "optim_grads_params", ep=2, etp=2, overlap_param_gather=True)
+    yield ADAM, Layout(dp=4, ep=2, strategy="optim_grads_params", instances=2, microbatches=2)
+    for activations in NOT_KEPT[1:]:
+        yield RESTARTED, Layout(2, 1, True, ep=2, cp=2, microbatches=2, activations=activations)
+    # One varlen call for the chunks and documents of all sequences.
+    yield RESTARTED, Layout(2, 1, True, attention="unfused", microbatches=2)
+    yield UNEVEN, Layout(cp=2, cp_comm_type=("a2a",), attention="unfused")
+
+
+@cache
+def default_places() -> frozenset[int]:
+    """Rows of the product that show every task with every value of each factor, as far as four ranks can."""
+    cases = llama4_product()
+    small = [place for place, case in enumerate(cases) if ranks_of(case) <= 4]
+    with_task = [
+        {name: (row["task"], value) for name, value in row.items()}
+        for row in factors_of([cases[place] for place in small])
+    ]
+    chosen = covering(with_task, [ranks_of(cases[place]) for place in small], strength=1)
+    return frozenset(small[place] for place in chosen)
+
+
+def rows() -> list[Any]:
+    covered = [(case, place in default_places()) for place, case in enumerate(llama4_product())]
+    return [
+        *rows_of(llama4_matrix()),
+        *(
+            pytest.param(
+                task,
+                replace(layout, late=is_late_by_default(task, layout)),
+                marks=[pytest.mark.whole_matrix] * (not is_default),
+            )
+            for (task, layout), is_default in sorted(covered, key=lambda row: (ranks_of(row[0]), row[1]))
+        ),
+    ]
+
+
+def identifier(value: object) -> str:
+    if isinstance(value, Task):
+        return next((name for name, task in (TASKS | {"deep": DEEP, "adam": ADAM}).items() if task == value))
+    assert isinstance(value, Layout)
+    sizes = {"tp": value.tp, "cp": value.cp, "pp": value.pp, "dp": value.dp, "etp": value.etp, "ep": value.ep}
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    parts += [*value.cp_comm_type] * (value.cp > 1) + [value.schedule] * (value.pp > 1)
+    parts += [value.strategy] * (value.strategy != "no_shard") + [*sorted(value.activations.modules)]
+    return "-".join(parts)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows(), ids=identifier)
+def test_llama4_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    traces = compare_with_one_process(sixteen_ranks, task, layout)
+    compare_balance(traces, one_process(task))
+
+
+@pytest.mark.parametrize("task", [*TASKS.values(), DEEP], ids=identifier)
+def test_one_process_computes_what_the_definition_says(task: Task) -> None:
+    compare_with_definition(task)
+
+
+def compare_with_definition(task: Task) -> None:
+    """The loss and all gradients of the first step. Without balancing losses, and without an update, so that the
+    recorded weights are the initial ones."""
+    task = replace(task, steps=1, learning_rate=0.0, moe=MoEConfig())
+    trace = train(task, Layout())
+    weights = assemble(trace.weights[0])
+    (batch,) = microbatches(0, Layout(), 0)
+    leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
+    losses = token_losses(
+        leaves,
+        task.model,
+        batch["tokens"],
+        batch["labels"],
+        batch["document_starts"],
+        task.masks_documents,
+        task.resets_positions,
+    )
+    mean = losses[batch["loss_mask"] > 0].mean()
+    mean.backward()
+    assert trace.losses[0] == pytest.approx(mean.item(), rel=TOLERANCE)
+    for name, gradient in assemble(trace.gradients[0]).items():
+        wanted = leaves[name].grad
+        assert wanted is not None
+        assert (gradient - wanted).abs().max() < TOLERANCE * wanted.abs().max(), name
