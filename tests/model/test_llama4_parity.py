@@ -1,0 +1,105 @@
+"""Llama 4 is that of transformers: logits, losses and every gradient. What transformers does not have, packed documents
+whose positions restart, is compared with a slow model, which is first compared with transformers."""
+
+import pytest
+import torch
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.moe import MoEConfig
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_experts, build_model
+from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttention, choose_attention_kernel
+from megatron.core.ops.documents import Documents
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import RankGrid, Topology, single_process
+from tests.model.llama4 import (
+    CASES,
+    PACKED,
+    Results,
+    config_of,
+    llama4_batch,
+    random_llama4,
+    results_of_transformers,
+    rows_of,
+    slow_results,
+    to_global,
+)
+from tests.model.test_transformers_parity import CPU, gradient_errors, load, relative_error
+from tests.rank_pool import RankPool
+
+TOLERANCE = 1e-11
+DOCUMENT_MODES = pytest.mark.parametrize(
+    ("masks_attention", "resets_positions"),
+    [(True, False), (True, True), (False, True), (False, False)],
+    ids=["masked", "masked and reset", "reset", "neither"],
+)
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def compare_on_rank(
+    config: TransformerConfig,
+    wanted: Results,
+    tp: int = 1,
+    ep: int = 1,
+    kernel: AttentionKernel | None = None,
+    documents: Documents | None = None,
+) -> float:
+    """Build this rank's part of our model, and return the largest error of what it computes."""
+    grid, dtype = RankGrid(tp=tp, ep=ep, etp=tp // ep), wanted.logits.dtype
+    topology = Topology(grid, torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
+    parallel = TensorParallel(topology.tensor_parallel, tp > 1)
+    kernel = kernel or choose_attention_kernel("auto", CPU, dtype)
+    experts = build_experts(config, MoEConfig(), topology)
+    model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
+    load(model, wanted.weights)
+    (chunk,), output_layer = model.transformer_chunks, model.output_layer
+    assert output_layer is not None
+    tokens, labels = llama4_batch(config, len(wanted.logits))
+    logits = chunk(tokens, documents)  # [s, b, v/tp]
+    losses = output_layer.token_losses(logits, labels)
+    found, first = logits.detach().transpose(0, 1), output_layer.vocab_weight.first_id
+    expected = wanted.logits[..., first : first + found.shape[-1]]
+    errors = [
+        relative_error(found[..., : expected.shape[-1]], expected),
+        relative_error(losses.detach(), wanted.losses),
+    ]
+    losses.sum().backward()
+    return max(*errors, *gradient_errors(model, topology, wanted.gradients))
+
+
+@every_case
+def test_logits_losses_and_gradients_equal_transformers(case: str) -> None:
+    config = config_of(case)
+    assert compare_on_rank(config, results_of_transformers(config)) < TOLERANCE
+
+
+@every_case
+def test_in_fp32_they_equal_transformers_to_its_precision(case: str) -> None:
+    config = config_of(case)
+    assert compare_on_rank(config, results_of_transformers(config, torch.float32)) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", [ReferenceAttention(), TorchAttention()], ids=["reference", "torch"])
+def test_they_equal_transformers_with_other_attention_kernels(kernel: AttentionKernel) -> None:
+    config = config_of("scout")
+    assert compare_on_rank(config, results_of_transformers(config), kernel=kernel) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["scout", "maverick with scaling", "a list of layers"])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (4, 2)])
+def test_they_equal_transformers_on_several_ranks(four_ranks: RankPool, case: str, tp: int, ep: int) -> None:
+    config = config_of(case)
+    wanted = results_of_transformers(config)
+    assert max(four_ranks.run(compare_on_rank, config, wanted, tp, ep, world_size=tp)) < TOLERANCE
+
+
+@DOCUMENT_MODES
+@pytest.mark.parametrize("case", ["scout", "maverick with scaling", "a list of layers", "no chunks"])
+def test_packed_documents_equal_the_slow_model(case: str, masks_attention: bool, resets_positions: bool) -> None:
+    config = config_of(case)
+    weights = to_global({name: tensor.detach() for name, tensor in random_llama4(config).named_parameters()}, config)
+    wanted = slow_results(config, weights, rows_of(masks_attention, resets_positions))
+    starts = torch.tensor([[place == 0 for length in lengths for place in range(length)] for lengths in PACKED])
+    documents = Documents(starts, masks_attention, resets_positions, CPU)
+    assert compare_on_rank(config, wanted, documents=documents) < TOLERANCE
