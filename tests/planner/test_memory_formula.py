@@ -25,6 +25,15 @@ SMALL = (
     "--seq-length 2048 --global-batch-size 64 --untie-embeddings-and-output-weights"
 )
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 704 --moe-router-topk 2 --moe-token-dispatcher-type"
+LLAMA_4 = (
+    "--bf16 --no-rope-freq 4 --attention-chunk-size 512 --qk-l2-norm --attention-temperature-tuning "
+    "--attention-temperature-floor 512"
+)
+SCOUT = (
+    f"{LLAMA_4} --num-experts 8 --moe-ffn-hidden-size 704 --moe-router-topk 1 --moe-router-score-function sigmoid "
+    "--moe-apply-probs-on-input --moe-shared-expert-intermediate-size 704 --moe-token-dispatcher-type"
+)
+MAVERICK = SCOUT.replace("--qk-l2-norm", "--moe-layer-freq [0,1]*4")
 STATE = ("weights", "gradients", "master weights", "moments")
 
 
@@ -111,6 +120,19 @@ CASES = {
     "experts, all-gather": experts("allgather", {"dp": 4, "ep": 2}),
     "experts, divided": experts("alltoall", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}),
     "experts, recompute": experts("alltoall", {"pp": 2, "dp": 2, "ep": 2, "recompute": "moe"}, stages=(0, 1)),
+    "Llama 4's attention": Case({"dp": 2, "micro_batch_size": 2}, LLAMA_4, layers=4),
+    "Llama 4's attention, ring": Case({"cp": 4}, LLAMA_4, layers=4),
+    "Llama 4's attention, exchanged": Case({"cp": 4}, f"{LLAMA_4} --cp-comm-type a2a", layers=4),
+    "Llama 4's attention, full recompute": Case({"dp": 2, "recompute": "uniform", "recompute_layers": 4}, LLAMA_4, 4),
+    "Scout": Case({"dp": 4, "ep": 4}, f"{SCOUT} alltoall", layers=4, given=("moe_token_dispatcher_type",)),
+    "Scout, all-gather": Case({"dp": 4, "ep": 2}, f"{SCOUT} allgather", layers=4, given=("moe_token_dispatcher_type",)),
+    "Maverick": Case(
+        {"tp": 2, "pp": 2, "dp": 4, "ep": 4},
+        f"{MAVERICK} alltoall",
+        layers=8,
+        stages=(0, 1),
+        given=("moe_token_dispatcher_type",),
+    ),
     "experts, FSDP": experts("alltoall", {"dp": 32, "ep": 2, "sharding": "optim_grads_params"}),
 }
 

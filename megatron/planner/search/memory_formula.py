@@ -183,7 +183,7 @@ class _LayoutMemory:
             first += len(units)
             receives = not virtual_stage.has_output_layer
             chunks.append(self.chunk(units, buffers, held=self.rules.shard if receives else 0))
-        lasting = state.lasting + self.rules.rotary_table
+        lasting = state.lasting + self.rules.position_tables
         lasting += self.rules.fp8_copies(sum(len(one.layers) for one in virtual_stages))
         lasting += state.split_backward if self.splits_backward else 0
         return _Content(

@@ -30,6 +30,8 @@ class MoESizes:
     """Bytes of fp32 over bytes of the model's dtype."""
     is_summed: bool
     """Whether a token has several choices."""
+    weighs_input: bool
+    """Whether the weights multiply the tokens before the experts, not the experts' outputs."""
     dispatcher: str
     """``"local"``, ``"alltoall"`` or ``"allgather"``."""
     etp: int
@@ -101,9 +103,13 @@ class MoEPart:
         ledger.add(s.shard, s.statistics)
         ledger.pulse(e.wide * s.shard)  # tokens in fp32, for the router
         ledger.add(self._routing)
+        if e.weighs_input:
+            ledger.pulse(e.wide * s.shard, s.shard)  # tokens times weights in fp32, and their cast
         self._dispatch(ledger)
         ledger.add(2 * e.activated, e.activated)
         self._combine(ledger)  # leaves the experts' outputs and their sums
+        if e.weighs_input:
+            ledger.drop(self._returned)  # nothing reads them again
         if self.shared is not None:
             ledger.add(self.shared.s.gathered, 2 * self.shared.s.activated)
             ledger.drop(self.shared.s.gathered)
@@ -119,20 +125,23 @@ class MoEPart:
     def _kept(self) -> int:
         e = self.e
         activated = 0 if self.recomputes_activation else e.activated
-        experts = e.received + 2 * e.activated + activated + self._returned
+        returned = 0 if e.weighs_input else self._returned
+        experts = e.received + 2 * e.activated + activated + returned
         return self.s.shard + self.s.statistics + self._routing + experts + self._shared_kept
 
     def _dispatch(self, ledger: Ledger) -> None:
         """Leaves the rows of this rank's experts."""
-        e = self.e
+        e, weighted = self.e, self.s.shard if self.e.weighs_input else 0
         if e.dispatcher == "alltoall":
             arrived = e.received // e.etp
-            ledger.pulse(e.sent, arrived)
+            ledger.pulse(weighted, e.sent, arrived)
             if e.etp > 1:
                 ledger.pulse(arrived, e.received)
             ledger.pulse(e.received if e.sorts_again else 0, e.received)
         elif e.dispatcher == "allgather":
-            ledger.pulse(e.all_tokens * e.hidden, e.received)
+            ledger.pulse(weighted, e.all_tokens * e.hidden, e.received)
+        else:
+            ledger.pulse(weighted, e.received)
         ledger.add(e.received)
 
     def _combine(self, ledger: Ledger) -> None:
@@ -145,20 +154,23 @@ class MoEPart:
             if e.etp > 1:
                 ledger.pulse(e.received // e.etp * 2)
             ledger.add(e.sent)
-            self._sum(ledger, s.shard, is_weighted=True)
+            self._sum(ledger, s.shard, is_weighted=not e.weighs_input)
             ledger.drop(again, e.received)
         elif e.dispatcher == "allgather":
             whole = e.all_tokens * e.hidden
             ledger.add(e.received)  # with a row of zeros
-            self._sum(ledger, whole, is_weighted=True)
+            self._sum(ledger, whole, is_weighted=not e.weighs_input)
             ledger.drop(e.received)
             ledger.pulse(whole, s.shard)
         else:
-            self._sum(ledger, s.shard, is_weighted=True)
+            self._sum(ledger, s.shard, is_weighted=not e.weighs_input)
         ledger.add(s.shard)
 
     def _sum(self, ledger: Ledger, result: int, is_weighted: bool) -> None:
         """Sum the rows of each token; ``result`` is the sums' size."""
+        if not (is_weighted or self.e.is_summed):
+            ledger.pulse(result)  # one row for each token
+            return
         wide = self.e.wide * result if is_weighted or (self.e.is_summed and self.e.wide > 1) else 0
         ledger.pulse(result, wide)
         ledger.pulse(wide, result, result)
@@ -179,8 +191,10 @@ class MoEPart:
             self._shared_backward(ledger)
         whole = e.all_tokens * e.hidden if e.dispatcher == "allgather" else 0
         ledger.add(whole, self._returned)
-        ledger.pulse(self._returned)  # gradient times row, for the weights
-        ledger.drop(whole, self._returned)  # what was summed
+        if not e.weighs_input:
+            ledger.pulse(self._returned)  # gradient times row, for the weights
+            ledger.drop(self._returned)  # what was summed
+        ledger.drop(whole)
         self._gradient_of_outputs(ledger)  # leaves the gradient of the experts' outputs instead
         if self.recomputes_activation:
             ledger.add(e.activated)
@@ -234,6 +248,9 @@ class MoEPart:
 
     def _router_backward(self, ledger: Ledger) -> None:
         s, e = self.s, self.e
+        if e.weighs_input:
+            # In fp32: the gradient of the weighted tokens, of the tokens, and its product with them for the weights.
+            ledger.pulse(3 * e.wide * s.shard)
         ledger.drop(self._routing)
         ledger.pulse(e.wide * s.shard, s.shard)
         ledger.add(s.shard)

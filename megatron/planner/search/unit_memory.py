@@ -56,10 +56,11 @@ class UnitRules:
         return block(self.tokens * self.model.hidden_size * self.formats.weight)
 
     @property
-    def rotary_table(self) -> int:
-        """Bytes of the rotations, complex numbers."""
+    def position_tables(self) -> int:
+        """Bytes of the rotations, complex numbers, and of the scales of queries."""
         length = self.config.seq_length // self.config.parallel.context_parallel_size
-        return block(length * self.model.kv_channels // 2 * 2 * _WIDE)
+        scales = block(length * _WIDE) if self.model.attention_temperature_tuning else 0
+        return block(length * self.model.kv_channels // 2 * 2 * _WIDE) + scales
 
     # Memory
 
@@ -138,30 +139,41 @@ class UnitRules:
         return UnitMemory(kept, forward, ledger.peak, end=3 * shard)
 
     def _layer(self, kind: LayerKind) -> Layer:
-        modules, sizes = self.config.activations.modules, self._sizes(self.model.ffn_hidden_size)
+        modules = self.config.activations.modules
+        sizes = self._sizes(self.model.ffn_hidden_size, kind.has_rope)
         second = DensePart(sizes, modules, self.splits_backward)
         if not kind.is_moe:
             return Layer(AttentionPart(sizes, modules, self.splits_backward), second)
         with_experts = MoEPart(sizes, self._expert_sizes(), modules, self.splits_backward)
         return Layer(AttentionPart(sizes, modules, self.splits_backward), with_experts)
 
-    def _sizes(self, width: int) -> LayerSizes:
+    def _sizes(self, width: int, has_rope: bool = True) -> LayerSizes:
+        """Of a layer with an MLP of this ``width``."""
         model, tokens, itemsize = self.model, self.tokens, self.formats.weight
         heads = (model.num_attention_heads + model.num_query_groups) // self._tp
-        query_and_key = block(tokens * heads * model.kv_channels * itemsize) if model.qk_layernorm else 0
+        has_norm = model.qk_layernorm or (model.qk_l2_norm and has_rope)
         return LayerSizes(
             shard=self.shard,
             whole=self._whole,
             statistics=block(self._own_tokens * _WIDE),
             fused=block(tokens * model.qkv_size // self._tp * itemsize),
-            attention=self._attention,
+            attention=self._attention if has_rope else self._attention_without_rope,
             activated=block(tokens * width // self._tp * itemsize),
-            head_norm=block(tokens * heads * _WIDE) if model.qk_layernorm else 0,
-            query_and_key=query_and_key,
+            head_norm=block(tokens * heads * _WIDE) if has_norm else 0,
+            query_and_key=block(tokens * heads * model.kv_channels * itemsize) if has_norm else 0,
         )
 
     @cached_property
     def _attention(self) -> AttentionMemory:
+        """Of layers with rotary position embedding, inside chunks if the model has them."""
+        chunk = self.model.attention_chunk_size
+        return self._build_attention(chunk is not None and chunk < self.config.seq_length)
+
+    @cached_property
+    def _attention_without_rope(self) -> AttentionMemory:
+        return self._build_attention(has_chunks=False)
+
+    def _build_attention(self, has_chunks: bool) -> AttentionMemory:
         model, config, itemsize = self.model, self.config, self.formats.weight
         parallel = config.parallel
         sizes = AttentionSizes(
@@ -170,7 +182,7 @@ class UnitRules:
             log_sum_exp=block(self.tokens * model.num_attention_heads // self._tp * _WIDE),
             wide=_WIDE // itemsize or 1,
         )
-        packs = config.data.masks_documents and config.micro_batch_size > 1
+        packs = (config.data.masks_documents or has_chunks) and config.micro_batch_size > 1
         repeats = itemsize >= _WIDE and model.num_query_groups < model.num_attention_heads
         whole = WholeAttention(sizes, packs, repeats)
         if parallel.context_parallel_size == 1:
@@ -196,6 +208,7 @@ class UnitRules:
             width=model.moe_ffn_hidden_size // etp * itemsize,
             wide=_WIDE // itemsize or 1,
             is_summed=model.moe_router_topk > 1,
+            weighs_input=model.moe_apply_probs_on_input,
             dispatcher=self.config.moe.moe_token_dispatcher_type if ep * etp > 1 else "local",
             etp=etp,
             ranks=ep * etp,
