@@ -28,6 +28,7 @@ NAMES_NO_PLACE = {
     "inject_fault",
     "pipeline_model_parallel_layout",
     "moe_layer_freq",
+    "no_rope_freq",
     "new_data_stage",
     "rank_order",
     "save_interval",
