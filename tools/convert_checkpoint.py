@@ -55,6 +55,8 @@ class FromHuggingFace:
     """Iteration under which the checkpoint is saved."""
     apply_layernorm_1p: bool = False
     """Store the weights of norms for training with --apply-layernorm-1p: the gain minus one, in fp32."""
+    text_only: bool = False
+    """Accept a multimodal model, and convert only its text model."""
 
     def check(self) -> None:
         require_at_least(0, {"--iteration": self.iteration})
@@ -189,7 +191,9 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
 
     source, root = Path(config.hf), Path(config.save)
     check_unused(root)
-    model = HuggingFaceImport(source, torch_dtype(config.dtype), progress.advance, config.apply_layernorm_1p)
+    model = HuggingFaceImport(
+        source, torch_dtype(config.dtype), progress.advance, config.apply_layernorm_1p, config.text_only
+    )
     tokenizer = tokenizer_flags(source, iteration_directory(root, config.iteration).resolve() / TOKENIZER)
     progress.expect(model.nbytes)
     save_streaming(
@@ -201,9 +205,11 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
         furnish=lambda saving: copy_tokenizer(source, saving / TOKENIZER),
     )
     flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *given_flags(tokenizer)]
+    left_out = model.model.describe_left_out()
     return (
         f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
-        f"train on with: pretrain_llama.py {shlex.join(flags)}"
+        + (left_out and f"{left_out}\n")
+        + f"train on with: pretrain_llama.py {shlex.join(flags)}"
     )
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.architectures.catalog import llama, mixtral, qwen2, qwen3, qwen3_moe
+from megatron.architectures.catalog import llama, llama4, mixtral, qwen2, qwen3, qwen3_moe
 from megatron.architectures.spec import ArchitectureSpec
 from megatron.architectures.transformer_config import TransformerConfig
 
-ARCHITECTURES = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in (llama, qwen2, qwen3, mixtral, qwen3_moe)}
+_MODULES = (llama, qwen2, qwen3, mixtral, qwen3_moe, llama4)
+ARCHITECTURES = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in _MODULES}
 PRESETS: dict[str, Mapping[str, Any]] = {}
 PRESET_VOCABULARIES: dict[str, int] = {}
 for _architecture in ARCHITECTURES.values():

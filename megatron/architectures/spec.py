@@ -17,6 +17,8 @@ class HFTensor:
     rows: int
     is_rotary: bool = False
     """Whether its rows are heads in rotary order, which differs between the two (docs/architecture.md)."""
+    experts: int | None = None
+    """Set for the stacked transposed weights of this many experts, stored as ``[experts, columns, rows / experts]``."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,21 @@ LayerWeights = Callable[[TransformerConfig, int], tuple[WeightMapping, ...]]
 
 
 @dataclass(frozen=True)
+class MultimodalModel:
+    """A multimodal model at Hugging Face that contains a text model of a family."""
+
+    name: str
+    """``model_type`` at Hugging Face."""
+    hugging_face_class: str
+    other_prefixes: tuple[str, ...]
+    """Prefixes of the names of the tensors beside the text model."""
+    text_prefix: str = "language_model."
+    """Prefix of the names of the text model's tensors."""
+    text_fields: str = "text_config"
+    """Field of ``config.json`` with the text model's fields."""
+
+
+@dataclass(frozen=True)
 class ArchitectureSpec:
     """A family of models: its features, its presets, and its files at Hugging Face."""
 
@@ -46,8 +63,14 @@ class ArchitectureSpec:
     layer_weights: LayerWeights
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`TransformerConfig` in which the family differs from the default."""
+    variable_features: frozenset[str] = frozenset()
+    """Fields among ``FEATURES`` in which models of the family differ from one another."""
     moe_layers: Callable[[tuple[bool, ...]], bool] = lambda is_moe: not any(is_moe)
     """Whether a model of the family can have these MoE layers; ``is_moe`` has an element for each layer."""
+    accepts: Callable[[TransformerConfig], bool] = lambda config: True
+    """Whether a model of the family can have the other fields of the configuration."""
+    multimodal: MultimodalModel | None = None
+    """The multimodal model that contains a text model of the family."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Flags that ``--model NAME`` stands for."""
     vocab_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -61,6 +84,8 @@ class ArchitectureSpec:
     """Defaults of transformers for absent fields of ``config.json``, where they are not Llama's."""
     required_fields: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Required values of fields of ``config.json`` (absent is correct without a default), and the reason."""
+    layer_types: frozenset[str] = frozenset({"full_attention"})
+    """Values in ``layer_types`` of ``config.json`` that are read."""
 
     @property
     def hugging_face_class(self) -> str:
@@ -68,9 +93,10 @@ class ArchitectureSpec:
 
     def describes(self, config: TransformerConfig) -> bool:
         """Whether ``config`` has the features of this family and no others."""
-        features = {name: getattr(TransformerConfig, name) for name in FEATURES} | dict(self.features)
+        fixed = [name for name in FEATURES if name not in self.variable_features]
+        features = {name: getattr(TransformerConfig, name) for name in fixed} | dict(self.features)
         has_features = all(getattr(config, name) == value for name, value in features.items())
-        return has_features and self.moe_layers(config.moe_layers())
+        return has_features and self.moe_layers(config.moe_layers()) and self.accepts(config)
 
 
 FEATURES = (
@@ -97,16 +123,17 @@ def dense_layer(config: TransformerConfig, number: int) -> tuple[WeightMapping, 
     return (*attention(config), *swiglu_mlp(config))
 
 
-def attention(config: TransformerConfig) -> tuple[WeightMapping, ...]:
-    """The weights of attention and of the two norms, which every layer has."""
+def attention(config: TransformerConfig, *, rotates_halves: bool = True) -> tuple[WeightMapping, ...]:
+    """The weights of attention and of the two norms, which every layer has. ``rotates_halves`` says whether the rotary
+    pairs of transformers are half a head apart, not neighbours as here."""
     hidden, key_value = config.hidden_size, config.key_value_size
     return (
         WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),), is_gain=True),
         WeightMapping(
             "self_attention.linear_qkv.weight",
             (
-                HFTensor("self_attn.q_proj.weight", config.query_size, is_rotary=True),
-                HFTensor("self_attn.k_proj.weight", key_value, is_rotary=True),
+                HFTensor("self_attn.q_proj.weight", config.query_size, is_rotary=rotates_halves),
+                HFTensor("self_attn.k_proj.weight", key_value, is_rotary=rotates_halves),
                 HFTensor("self_attn.v_proj.weight", key_value),
             ),
             hidden,
@@ -130,14 +157,16 @@ def qk_norm(config: TransformerConfig) -> tuple[WeightMapping, ...]:
 
 def swiglu_mlp(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     """The weights of the MLP of a dense layer."""
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    return swiglu(config, config.ffn_hidden_size, "mlp")
+
+
+def swiglu(config: TransformerConfig, ffn: int, block: str, ours: str = "mlp") -> tuple[WeightMapping, ...]:
+    """The weights of an MLP of width ``ffn``, whose name is ``ours`` here and ``block`` at Hugging Face."""
+    hidden = config.hidden_size
+    gate_up = HFTensor(f"{block}.gate_proj.weight", ffn), HFTensor(f"{block}.up_proj.weight", ffn)
     return (
-        WeightMapping(
-            "mlp.linear_fc1.weight",
-            (HFTensor("mlp.gate_proj.weight", ffn), HFTensor("mlp.up_proj.weight", ffn)),
-            hidden,
-        ),
-        WeightMapping("mlp.linear_fc2.weight", (HFTensor("mlp.down_proj.weight", hidden),), ffn),
+        WeightMapping(f"{ours}.linear_fc1.weight", gate_up, hidden),
+        WeightMapping(f"{ours}.linear_fc2.weight", (HFTensor(f"{block}.down_proj.weight", hidden),), ffn),
     )
 
 

@@ -12,13 +12,14 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face import (
     EMBEDDING,
     HEAD,
+    Copy,
     GlobalTensor,
     HuggingFaceMapping,
     Section,
     copies_of_section,
 )
-from megatron.checkpoint.hugging_face_config import transformer_config_of
-from megatron.checkpoint.hugging_face_files import CONFIG, HuggingFaceWeights, read_json_object
+from megatron.checkpoint.hugging_face_files import CONFIG, HuggingFaceWeights
+from megatron.checkpoint.hugging_face_model import HuggingFaceModel
 from megatron.checkpoint.names import MASTER, MODEL
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.schema import upgrade
@@ -40,15 +41,21 @@ class HuggingFaceImport:
 
     ``dtype`` None keeps the dtype of each tensor. With ``apply_layernorm_1p`` the weights of norms, gains minus one,
     are at least fp32: in bf16 a gain below 0.5 would lose bits. Raises :class:`CheckpointError` for a model that is not
-    a complete model of an architecture in the registry.
+    a complete model of an architecture in the registry, and without ``text_only`` for a multimodal model.
     """
 
     def __init__(
-        self, source: Path, dtype: torch.dtype | None, advance: Advance, apply_layernorm_1p: bool = False
+        self,
+        source: Path,
+        dtype: torch.dtype | None,
+        advance: Advance,
+        apply_layernorm_1p: bool = False,
+        text_only: bool = False,
     ) -> None:
         self._source = source
-        self._weights = HuggingFaceWeights(source)
-        self.architecture = replace(hugging_face_architecture(source), apply_layernorm_1p=apply_layernorm_1p)
+        self.model = HuggingFaceModel(source, text_only)
+        self._weights = self.model.weights
+        self.architecture = replace(self.model.architecture, apply_layernorm_1p=apply_layernorm_1p)
         mapping = HuggingFaceMapping.of(self.architecture)
         mapping.check(self._weights.shapes, str(source))
         self._check_tied_head()
@@ -72,7 +79,7 @@ class HuggingFaceImport:
         dtype, tensor = self.tensors[name].properties.dtype, self._tensors[name]
         block = torch.empty(chunk.sizes, dtype=dtype)
         for copy in tensor.copies(tuple(chunk.offsets), tuple(chunk.sizes)):
-            block[copy.place].copy_(_weights_of(self._weights.read(copy.source, copy.source_place), tensor))
+            block[copy.place].copy_(_weights_of(_part(self._weights, copy), tensor))
             check_range(block[copy.place], self._formats[copy.source], copy.source)
         self._advance(block.nbytes)
         return block
@@ -145,7 +152,7 @@ class HuggingFaceExport:
     def _block(self, section: Section, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         block = torch.empty(shape, dtype=torch.float64 if section.is_gain_minus_one else dtype)
         for copy in copies_of_section(section, offset, shape):
-            self._saved.read_into(block[copy.place], self.source + copy.source, copy.source_place)
+            self._saved.read_into(copy.across(block[copy.place]), self.source + copy.source, copy.source_place)
         if section.is_gain_minus_one:
             block = (block + 1.0).to(dtype)
         check_range(block, self._stored(self.source, section), section.name)
@@ -179,11 +186,13 @@ class HuggingFaceExport:
 
 @torch.no_grad()
 def fill_from_hugging_face(
-    source: Path, architecture: TransformerConfig, targets: Iterable[tuple[ParameterInfo, int, Tensor]]
+    source: Path,
+    weights: HuggingFaceWeights,
+    architecture: TransformerConfig,
+    targets: Iterable[tuple[ParameterInfo, int, Tensor]],
 ) -> None:
-    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, of a model of ``architecture`` from a
-    Hugging Face model. Only the required parts are read; numbers are converted to the target dtypes."""
-    weights = HuggingFaceWeights(source)
+    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, of a model of ``architecture`` from the
+    ``weights`` in ``source``. Only the required parts are read; numbers are converted to the target dtypes."""
     mapping = HuggingFaceMapping.of(architecture)
     mapping.check(weights.shapes, str(source))
     for info, start, flat in targets:
@@ -191,16 +200,17 @@ def fill_from_hugging_face(
             block = flat[begin - start : end - start].view(box.shape)
             tensor = mapping.ours[info.name]
             for copy in tensor.copies(box.global_offset, box.shape):
-                block[copy.place].copy_(_weights_of(weights.read(copy.source, copy.source_place), tensor))
+                block[copy.place].copy_(_weights_of(_part(weights, copy), tensor))
+
+
+def _part(weights: HuggingFaceWeights, copy: Copy) -> Tensor:
+    """The source of ``copy``, with the dims of this code's tensor."""
+    return copy.across(weights.read(copy.source, copy.source_place))
 
 
 def _weights_of(numbers: Tensor, tensor: GlobalTensor) -> Tensor:
     """The weights of ``tensor`` from Hugging Face's ``numbers``, for norms with ``is_gain_minus_one`` in fp64."""
     return numbers.double() - 1.0 if tensor.is_gain_minus_one else numbers
-
-
-def hugging_face_architecture(source: Path) -> TransformerConfig:
-    return transformer_config_of(read_json_object(source / CONFIG), str(source / CONFIG))
 
 
 def blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:

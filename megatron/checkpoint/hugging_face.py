@@ -1,8 +1,9 @@
 """Mapping between the tensors of this code and Hugging Face's: pure functions of names and coordinates.
 
 This code fuses query-key-value and gate-up along dim 0, and its rotary pairs are neighbouring rows ``(2i, 2i+1)`` of a
-head; Hugging Face's are ``(i, head_size/2 + i)``. A box of one side is a few strided parts of tensors of the other. The
-numbers are equal, but with ``apply_layernorm_1p`` the weight of a norm is Hugging Face's gain minus one.
+head; Hugging Face's are ``(i, head_size/2 + i)``, except for Llama 4. A box of one side is a few strided parts of
+tensors of the other. Llama 4's experts are stacked and transposed there, ``[experts, columns, rows]``. The numbers are
+equal, but with ``apply_layernorm_1p`` the weight of a norm is Hugging Face's gain minus one.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+from torch import Tensor
 
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
 from megatron.architectures.spec import FEATURES, ArchitectureSpec, HFTensor, WeightMapping
@@ -37,6 +40,7 @@ class Section:
     name: str
     """Hugging Face's name."""
     shape: tuple[int, ...]
+    """Hugging Face's shape; three dims are transposed weights of experts, ``[experts, columns, rows]``."""
     ours: str
     """This code's name."""
     first_row: int = 0
@@ -46,8 +50,13 @@ class Section:
     is_gain_minus_one: bool = False
     """Whether this code stores the weight of a norm as the gain minus one; Hugging Face stores the gain."""
 
+    @property
+    def is_transposed(self) -> bool:
+        return len(self.shape) == 3
+
     def runs(self) -> Iterator[_Run]:
         """All rows; rows of this code's tensor are counted in the whole tensor."""
+        assert not self.is_transposed
         if self.head_size is None:
             yield _Run(0, self.first_row, 1, self.shape[0])
             return
@@ -64,6 +73,14 @@ class Copy(NamedTuple):
     source_place: Place
     place: Place
     """Part of the box, relative to its corner."""
+    is_transposed: bool = False
+    """Whether the part is ``[rows, columns]`` on this code's side and ``[1, columns, rows]`` on Hugging Face's."""
+
+    def across(self, part: Tensor) -> Tensor:
+        """``part`` of one side as a view with the dims of the other side."""
+        if not self.is_transposed:
+            return part
+        return part.squeeze(0).T if part.dim() == 3 else part.T.unsqueeze(0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,9 @@ class GlobalTensor:
         first_rows = self._first_rows
         reached = slice(bisect_right(first_rows, offset[0]) - 1, bisect_left(first_rows, offset[0] + shape[0]))
         for section in self.sections[reached]:
+            if section.is_transposed:
+                yield from _transposed_copies(section, offset, shape)
+                continue
             for run in section.runs():
                 taken, rows = overlap(strided(run.ours, run.length, run.step), offset[0], shape[0])
                 if taken.start < taken.stop:
@@ -99,12 +119,34 @@ class GlobalTensor:
 
 def copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
     """Sources of the box of Hugging Face's tensor with ``shape`` at ``offset``, in this code's tensors."""
+    if section.is_transposed:
+        yield from _transposed_copies_of_section(section, offset, shape)
+        return
     there, here = _columns(offset, shape)
     for run in section.runs():
         taken, rows = overlap(slice(run.theirs, run.theirs + run.length), offset[0], shape[0])
         if taken.start < taken.stop:
             source = strided(run.ours + taken.start * run.step, taken.stop - taken.start, run.step)
             yield Copy(section.ours, (source, *there), (rows, *here))
+
+
+def _transposed_copies(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
+    """The copies from a transposed section into the box of this code's tensor."""
+    experts, _, rows = section.shape
+    (columns, here), first = _columns(offset, shape), offset[0] - section.first_row
+    for expert in range(max(0, first // rows), min(experts, -(-(first + shape[0]) // rows))):
+        begin = section.first_row + expert * rows
+        taken, inside = overlap(slice(begin, begin + rows), offset[0], shape[0])
+        yield Copy(section.name, (slice(expert, expert + 1), *columns, taken), (inside, *here), is_transposed=True)
+
+
+def _transposed_copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
+    """The copies from this code's tensor into the box of a transposed section."""
+    columns = slice(offset[1], offset[1] + shape[1])
+    for number in range(shape[0]):
+        first = section.first_row + (offset[0] + number) * section.shape[2] + offset[2]
+        place = slice(number, number + 1), slice(0, shape[1]), slice(0, shape[2])
+        yield Copy(section.ours, (slice(first, first + shape[2]), columns), place, is_transposed=True)
 
 
 def _columns(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Place, Place]:
@@ -185,6 +227,8 @@ class HuggingFaceMapping:
         sections, first_row = [], 0
         for part in weight.sections:
             shape, head_size = (part.rows, *other), self.config.kv_channels if part.is_rotary else None
+            if part.experts is not None:
+                shape = (part.experts, *other, part.rows // part.experts)
             sections.append(
                 Section(theirs + part.name, shape, ours + weight.name, first_row, head_size, is_gain_minus_one)
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.architectures.config_json import Fields, flag, number, size
 from megatron.architectures.registry import ARCHITECTURES
-from megatron.architectures.spec import ArchitectureSpec
+from megatron.architectures.spec import ArchitectureSpec, MultimodalModel
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face import HuggingFaceMapping
 from megatron.errors import CheckpointError
@@ -24,8 +24,6 @@ _FIXED: dict[str, tuple[object, str]] = {
 }
 """Required values of fields that cannot be converted (also the value of an absent field), and the reason."""
 
-_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
 
 def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
     """The model that ``config.json`` describes; ``where`` names the file in a :class:`CheckpointError`.
@@ -34,7 +32,8 @@ def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
     """
     try:
         architecture = _architecture(fields)
-        fields = {**architecture.field_defaults, **{name: value for name, value in fields.items() if value is not None}}
+        given = {name: value for name, value in fields.items() if value is not None}
+        fields = {**fields, **architecture.field_defaults, **given}
         hidden, heads = size(fields, "hidden_size"), size(fields, "num_attention_heads")
         groups = size(fields, "num_key_value_heads", heads)
         head_size = size(fields, "head_dim", hidden // heads)
@@ -45,25 +44,49 @@ def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
         if head_size % 2:
             raise ValueError(f"head_dim {head_size} is odd, but rotary embeddings need an even size: correct the file")
         vocab_size = size(fields, "vocab_size")
-        return TransformerConfig(
-            num_layers=size(fields, "num_hidden_layers"),
-            hidden_size=hidden,
-            ffn_hidden_size=size(fields, "intermediate_size"),
-            num_attention_heads=heads,
-            num_query_groups=groups,
-            kv_channels=head_size,
-            vocab_size=vocab_size,
-            padded_vocab_size=vocab_size,
-            max_position_embeddings=size(fields, "max_position_embeddings", 2048),
+        common = {
+            "num_layers": size(fields, "num_hidden_layers"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": size(fields, "intermediate_size"),
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "kv_channels": head_size,
+            "vocab_size": vocab_size,
+            "padded_vocab_size": vocab_size,
+            "max_position_embeddings": size(fields, "max_position_embeddings", 2048),
             **_rotary(fields),
-            norm_epsilon=number(fields, "rms_norm_eps", 1e-6),
-            untie_embeddings_and_output_weights=not flag(fields, "tie_word_embeddings", False),
-            init_method_std=number(fields, "initializer_range", 0.02),
-            **architecture.read_fields(fields),
-            **architecture.features,
-        )
+            "norm_epsilon": number(fields, "rms_norm_eps", 1e-6),
+            "untie_embeddings_and_output_weights": not flag(fields, "tie_word_embeddings", False),
+            "init_method_std": number(fields, "initializer_range", 0.02),
+        }
+        return TransformerConfig(**common | dict(architecture.read_fields(fields)) | dict(architecture.features))
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}.") from error
+
+
+def multimodal_model(fields: Fields) -> MultimodalModel | None:
+    """The multimodal model that ``config.json`` describes; None for any other model."""
+    known = (architecture.multimodal for architecture in ARCHITECTURES.values())
+    return next((model for model in known if model is not None and model.name == fields.get("model_type")), None)
+
+
+def text_model_fields(fields: Fields, where: str) -> Fields:
+    """The fields of the text model in those of a multimodal model; ``where`` names the file in a
+    :class:`CheckpointError`."""
+    architecture = next(one for one in ARCHITECTURES.values() if one.multimodal == multimodal_model(fields))
+    multimodal = architecture.multimodal
+    assert multimodal is not None
+    classes = fields.get("architectures")
+    if classes and multimodal.hugging_face_class not in classes:
+        raise CheckpointError(
+            f"{where}: architectures is {classes!r}, but only {multimodal.hugging_face_class} can be converted."
+        )
+    text = fields.get(multimodal.text_fields) or {}
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"{where}: {multimodal.text_fields} is {text!r}, not an object: correct the file.")
+    # A quantization, for example, is described beside the text model's fields.
+    outer = {name: fields[name] for name in _FIXED if fields.get(name) is not None}
+    return {"model_type": architecture.name, **outer, **text, "architectures": None}
 
 
 def _architecture(fields: Fields) -> ArchitectureSpec:
@@ -79,8 +102,9 @@ def _architecture(fields: Fields) -> ArchitectureSpec:
         value = architecture.field_defaults.get(name) if fields.get(name) is None else fields[name]
         if value is not None and value != wanted:
             raise ValueError(f"{name} is {value!r}, not {wanted!r}: {reason}; convert another model")
-    if set(fields.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError("layer_types has other layers than 'full_attention': convert another model")
+    if set(fields.get("layer_types") or ()) - architecture.layer_types:
+        known = " and ".join(map(repr, sorted(architecture.layer_types)))
+        raise ValueError(f"layer_types has other layers than {known}: convert another model")
     return architecture
 
 
@@ -99,15 +123,24 @@ def _rotary(fields: Fields) -> dict[str, Any]:
         raise ValueError(
             f"rope_type is {kind!r}, but only 'default' and 'llama3' are implemented; convert another model"
         )
-    for name, constant in _LLAMA3_CONSTANTS.items():
-        if number(rope, name) != constant:
-            raise ValueError(f"{name} is {rope[name]}, but Llama 3.1's {constant} is built in; convert another model")
+    factor, low, high = (_positive(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high < low:
+        raise ValueError(f"high_freq_factor {high} is below low_freq_factor {low}: correct the file")
     return {
         "rotary_base": base,
         "use_rope_scaling": True,
-        "rope_scaling_factor": number(rope, "factor"),
+        "rope_scaling_factor": factor,
         "rope_scaling_original_length": size(rope, "original_max_position_embeddings"),
+        "rope_scaling_low_freq_factor": low,
+        "rope_scaling_high_freq_factor": high,
     }
+
+
+def _positive(fields: Fields, name: str) -> float:
+    value = number(fields, name)
+    if value == 0:
+        raise ValueError(f"{name} is 0, not a positive number: correct the file")
+    return value
 
 
 def config_fields(
@@ -155,6 +188,7 @@ def _rope_scaling(config: TransformerConfig) -> dict[str, Any] | None:
     return {
         "rope_type": "llama3",
         "factor": config.rope_scaling_factor,
-        **_LLAMA3_CONSTANTS,
+        "low_freq_factor": config.rope_scaling_low_freq_factor,
+        "high_freq_factor": config.rope_scaling_high_freq_factor,
         "original_max_position_embeddings": config.rope_scaling_original_length,
     }

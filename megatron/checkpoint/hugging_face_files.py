@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.architectures.spec import MultimodalModel
 from megatron.checkpoint.directory import hidden_path
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
 from megatron.checkpoint.places import Place
@@ -63,7 +64,22 @@ class HuggingFaceWeights:
         # A few files stay open and mapped: neighbouring layers share one.
         self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
         self._file_of = self._find_files()
+        self._prefix = ""
         self.shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
+
+    def keep_text_model(self, multimodal: MultimodalModel) -> list[str]:
+        """Leave out the tensors beside the text model, whose tensors lose their prefix; returns the names left out."""
+        text = [name for name in self._file_of if name.startswith(multimodal.text_prefix)]
+        left_out = [name for name in self._file_of if name.startswith(multimodal.other_prefixes)]
+        unknown = self._file_of.keys() - {*text, *left_out}
+        if unknown:
+            raise CheckpointError(
+                f"{self._directory} has {min(unknown)}, which a {multimodal.hugging_face_class} does not have: it is "
+                "another model, or is quantized or adapted; merge or dequantize it first."
+            )
+        self._prefix = multimodal.text_prefix
+        self.shapes = {name.removeprefix(self._prefix): self.shapes[name] for name in text}
+        return left_out
 
     def entry(self, name: str) -> Entry:
         """Dtype and shape of a tensor, which must be floating point with at least 16 bits."""
@@ -99,6 +115,7 @@ class HuggingFaceWeights:
         return weight_map
 
     def _slice(self, name: str) -> Any:
+        name = self._prefix + name
         path = self._directory / self._file_of[name]
         try:
             return self._open(path.name).get_slice(name)

@@ -39,6 +39,8 @@ class CheckpointConfig:
     load_hf: str | None = None
     """Directory of a Hugging Face model (docs/checkpoints.md) to start from if --load has no checkpoint; each rank
     reads only its shards."""
+    load_hf_text_only: bool = False
+    """Accept a multimodal model in --load-hf, and load only its text model."""
     pretrained_checkpoint: str | None = None
     """Directory or URL with the checkpoints of another run: start at iteration 0 from its latest weights if --load has
     no checkpoint."""
@@ -105,6 +107,8 @@ class CheckpointConfig:
         self._check_paths()
         loads = ("ckpt_step", "finetune", "use_checkpoint_args", "exit_on_missing_checkpoint", "checkpoint_fallback")
         require_flag("--load with a directory", self.load is not None, changed_flags(self, *loads))
+        text_only = changed_flags(self, "load_hf_text_only")
+        require_flag("--load-hf with a directory", self.load_hf is not None, text_only)
         for flag in changed_flags(self, "load_hf", "exit_on_missing_checkpoint"):
             if self.pretrained_checkpoint is not None:
                 raise ConfigError(f"--pretrained-checkpoint and {flag} exclude each other: remove one of them.")

@@ -59,7 +59,7 @@ def assembled(copies: Iterable[Copy], sources: Mapping[str, Tensor], shape: tupl
     rectangle = torch.full(shape, -1)
     for copy in copies:
         assert bool((rectangle[copy.place] == -1).all())
-        rectangle[copy.place] = sources[copy.source][copy.source_place]
+        rectangle[copy.place] = copy.across(sources[copy.source][copy.source_place])
     return rectangle
 
 
@@ -211,6 +211,13 @@ def test_both_spellings_of_rotary_embeddings(spelling: dict[str, Any], base: flo
         assert (config.rope_scaling_factor, config.rope_scaling_original_length) == (factor, 512)
 
 
+def test_the_factors_between_which_frequencies_are_interpolated_are_read_and_written() -> None:
+    scaling = {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 1.5, "high_freq_factor": 1.5}
+    config = transformer_config_of(fields_with(rope_scaling=scaling), "config.json")
+    assert (config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor) == (1.5, 1.5)
+    assert config_fields(config, "float32")["rope_scaling"] == scaling
+
+
 def test_absent_fields_have_the_defaults_of_transformers() -> None:
     given = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     config = transformer_config_of({**given, "num_attention_heads": 4, "vocab_size": 9}, "config.json")
@@ -231,7 +238,8 @@ def test_absent_fields_have_the_defaults_of_transformers() -> None:
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 2.0}}, "low_freq_factor is 2.0"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5}}, "high_freq_factor 4.0 is below"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": [1]}, "rope_parameters is"),

@@ -842,6 +842,7 @@ BAD: list[Row] = [
     (f"{GOOD} --profile --use-pytorch-profiler", 1, "--use-pytorch-profiler, --tensorboard-dir, --save"),
     (f"{GOOD} --exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint, --load"),
     (f"{GOOD} --load run --pretrained-checkpoint base --load-hf hf", 1, "--pretrained-checkpoint, --load-hf"),
+    (f"{GOOD} --load-hf-text-only", 1, "--load-hf-text-only, --load-hf"),
     (
         f"{GOOD} --load run --pretrained-checkpoint base --exit-on-missing-checkpoint",
         1,

@@ -57,8 +57,8 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
     if config.load is not None:
         run_on_rank0(context.control, lambda: report_nothing_to_load(config, origin, log_rank0))
     if config.load_hf is not None:
-        state.load_hugging_face(Path(config.load_hf), context.control)
-        log_rank0(f"loaded {origin}")
+        left_out = state.load_hugging_face(Path(config.load_hf), config.load_hf_text_only, context.control)
+        log_rank0(f"loaded {origin}" + (left_out and f"; {left_out}"))
 
 
 def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: LogRank0) -> None:

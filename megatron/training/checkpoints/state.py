@@ -7,7 +7,8 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.conversion import fill_from_hugging_face, hugging_face_architecture
+from megatron.checkpoint.conversion import fill_from_hugging_face
+from megatron.checkpoint.hugging_face_model import HuggingFaceModel
 from megatron.checkpoint.names import FP8, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.checkpoint.sharded_tensor import BoxedTensor
@@ -154,21 +155,25 @@ class RunState:
             self.module.optimizer.publish()
             self.module.data_parallel.finish_param_all_gather()
 
-    def load_hugging_face(self, source: Path, control: ControlGroup) -> None:
-        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards."""
+    def load_hugging_face(self, source: Path, text_only: bool, control: ControlGroup) -> str:
+        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards. Returns which
+        tensors of a multimodal model were left out, with ``text_only``."""
 
-        def fill() -> None:
+        def fill() -> str:
+            model = HuggingFaceModel(source, text_only, "--load-hf-text-only")
             # Hugging Face stores gains, from which the weights of norms follow in both forms.
             is_zero_centered = self.architecture.apply_layernorm_1p
-            theirs = replace(hugging_face_architecture(source), apply_layernorm_1p=is_zero_centered)
+            theirs = replace(model.architecture, apply_layernorm_1p=is_zero_centered)
             check_architecture(asdict(self.architecture), asdict(theirs), f"The model in {source}")
             masters = [state for state in self.module.optimizer.state() if state.kind == "master"]
             owned: list[LocalParam | OptimizerState] = [*self.module.data_parallel.local_params, *masters]
-            fill_from_hugging_face(source, theirs, [(one.info, one.start, one.tensor) for one in owned])
+            fill_from_hugging_face(source, model.weights, theirs, [(one.info, one.start, one.tensor) for one in owned])
+            return model.describe_left_out()
 
-        run_on_all_ranks(control, fill)
+        left_out = run_on_all_ranks(control, fill)
         self.module.optimizer.publish()
         self.module.data_parallel.finish_param_all_gather()
+        return left_out
 
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
