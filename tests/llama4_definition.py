@@ -14,6 +14,8 @@ from torch.nn import functional
 from megatron.architectures.transformer_config import TransformerConfig
 
 Weights = Mapping[str, Tensor]
+SMALLEST_MARGIN = 1e-7
+"""Between a token's highest and next score, so that rounding chooses no other expert."""
 
 
 def token_positions(starts: Tensor, resets_positions: bool) -> Tensor:
@@ -44,16 +46,15 @@ def visible_pairs(
     return torch.tensor(visible)
 
 
-def token_losses(
+def token_logits(
     weights: Weights,
     config: TransformerConfig,
     tokens: Tensor,
-    labels: Tensor,
     starts: Tensor,
     masks_documents: bool = False,
     resets_positions: bool = False,
 ) -> Tensor:
-    """The loss of every token ``[b, s]`` of a model with these ``weights`` by global name."""
+    """The logits ``[b, s, v]`` of a model with these ``weights`` by global name."""
     positions = token_positions(starts, resets_positions)
     hidden = weights["embedding.word_embeddings.weight"][tokens]  # [b, s, h]
     for layer, (is_rotated, has_experts) in enumerate(zip(config.rope_layers(), config.moe_layers())):
@@ -63,9 +64,13 @@ def token_losses(
         hidden = hidden + of_layer.attention(hidden, positions, visible, is_rotated)
         normed = rms_norm(hidden, config.norm_epsilon, of_layer["pre_mlp_layernorm"])
         hidden = hidden + (of_layer.experts(normed) if has_experts else of_layer.mlp(normed, "mlp"))
-    logits = (
-        rms_norm(hidden, config.norm_epsilon, weights["final_layernorm.weight"]) @ weights["output_layer.weight"].t()
-    )
+    output = "output_layer" if config.untie_embeddings_and_output_weights else "embedding.word_embeddings"
+    normed = rms_norm(hidden, config.norm_epsilon, weights["final_layernorm.weight"])
+    return normed @ weights[f"{output}.weight"].t()
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of every token ``[b, s]``."""
     return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
@@ -113,7 +118,10 @@ class _Layer:
         multiplies the expert's input."""
         count = self._config.num_experts
         assert count is not None
-        scores, best = (x @ self["mlp.router"].t()).max(dim=-1)
+        logits = x @ self["mlp.router"].t()
+        scores, best = logits.max(dim=-1)
+        highest = logits.detach().topk(2).values
+        assert (highest[..., 0] - highest[..., 1] > SMALLEST_MARGIN).all(), "rounding may choose other experts"
         weighted = x * scores.sigmoid()[..., None]
         first, second = self["mlp.experts.linear_fc1"].chunk(count), self["mlp.experts.linear_fc2"].chunk(count)
         output = self.mlp(x, "mlp.shared_experts")

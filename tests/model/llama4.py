@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from tests.model.slow_llama4 import Row, SlowLlama4
+from tests.llama4_definition import token_logits, token_losses
 from tests.model.test_transformers_parity import fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 
 LENGTH, CHUNK = 32, 8
 """Four chunks."""
-SMALLEST_MARGIN = 1e-7
-"""Between the scores of the chosen and another expert; rounding changes no choice."""
-
 PACKED = (
     [13, 11, 1, 7],  # starts inside a chunk, a document of one token
     [CHUNK, 2 * CHUNK, CHUNK],  # starts at chunks
@@ -27,6 +24,8 @@ PACKED = (
     [1, 30, 1],
 )
 """The lengths of the documents of every row."""
+STARTS = torch.tensor([[place == 0 for length in lengths for place in range(length)] for lengths in PACKED])
+"""Where the documents begin, ``[b, s]``."""
 
 
 def llama4_config(**changes: Any) -> TransformerConfig:
@@ -135,6 +134,11 @@ def hugging_face_llama4(config: TransformerConfig) -> Any:
     return transformers.Llama4ForCausalLM(settings)
 
 
+def random_weights(config: TransformerConfig) -> dict[str, Tensor]:
+    """The weights of :func:`random_llama4` in fp64 under our names."""
+    return to_global({name: weight.detach() for name, weight in random_llama4(config).named_parameters()}, config)
+
+
 def random_llama4(config: TransformerConfig, dtype: torch.dtype = torch.float64) -> Any:
     """``Llama4ForCausalLM`` with random weights, the same for every dtype and every feature without weights."""
     generator = torch.Generator().manual_seed(7)
@@ -209,11 +213,6 @@ class Results:
         yield from self.gradients.items()
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of every token, ``[b, s]``."""
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-
-
 def results_of_transformers(
     config: TransformerConfig, dtype: torch.dtype = torch.float64, *, patched: bool = True, **arguments: Any
 ) -> Results:
@@ -231,18 +230,14 @@ def results_of_transformers(
     return Results(weights, logits.detach(), losses.detach(), gradients)
 
 
-def rows_of(masks_attention: bool = False, resets_positions: bool = False, sequences: int = len(PACKED)) -> list[Row]:
-    """Rows of :data:`PACKED`."""
-    return [Row.of_documents(lengths, masks_attention, resets_positions) for lengths in PACKED[:sequences]]
-
-
-def slow_results(config: TransformerConfig, weights: dict[str, Tensor], rows: list[Row]) -> Results:
-    """What the slow model computes for as many sequences of the batch as there are ``rows``."""
+def results_of_definition(
+    config: TransformerConfig, weights: dict[str, Tensor], starts: Tensor, *modes: bool
+) -> Results:
+    """What the definition computes for as many sequences of the batch as ``starts`` has; ``modes`` says whether
+    documents mask attention and reset positions."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    model = SlowLlama4(config, leaves)
-    tokens, labels = llama4_batch(config, len(rows))
-    logits = model.logits(tokens, rows)
-    assert model.smallest_margin > SMALLEST_MARGIN, "choices of experts are ambiguous: take another seed"
+    tokens, labels = llama4_batch(config, len(starts))
+    logits = token_logits(leaves, config, tokens, starts, *modes)
     losses = token_losses(logits, labels)
     gradients = torch.autograd.grad(losses.sum(), list(leaves.values()))
     return Results(weights, logits.detach(), losses.detach(), dict(zip(leaves, gradients)))

@@ -1,5 +1,6 @@
 """Llama 4 is that of transformers: logits, losses and every gradient. What transformers does not have, packed documents
-whose positions restart, is compared with a slow model, which is first compared with transformers."""
+whose positions restart, is compared with the definition, which ``test_llama4_definition.py`` compares with
+transformers."""
 
 import pytest
 import torch
@@ -15,15 +16,13 @@ from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
 from tests.model.llama4 import (
     CASES,
-    PACKED,
+    STARTS,
     Results,
     config_of,
     llama4_batch,
-    random_llama4,
+    random_weights,
+    results_of_definition,
     results_of_transformers,
-    rows_of,
-    slow_results,
-    to_global,
 )
 from tests.model.test_transformers_parity import CPU, gradient_errors, load, relative_error
 from tests.rank_pool import RankPool
@@ -96,10 +95,8 @@ def test_they_equal_transformers_on_several_ranks(four_ranks: RankPool, case: st
 
 @DOCUMENT_MODES
 @pytest.mark.parametrize("case", ["scout", "maverick with scaling", "a list of layers", "no chunks"])
-def test_packed_documents_equal_the_slow_model(case: str, masks_attention: bool, resets_positions: bool) -> None:
+def test_packed_documents_equal_the_definition(case: str, masks_attention: bool, resets_positions: bool) -> None:
     config = config_of(case)
-    weights = to_global({name: tensor.detach() for name, tensor in random_llama4(config).named_parameters()}, config)
-    wanted = slow_results(config, weights, rows_of(masks_attention, resets_positions))
-    starts = torch.tensor([[place == 0 for length in lengths for place in range(length)] for lengths in PACKED])
-    documents = Documents(starts, masks_attention, resets_positions, CPU)
+    wanted = results_of_definition(config, random_weights(config), STARTS, masks_attention, resets_positions)
+    documents = Documents(STARTS, masks_attention, resets_positions, CPU)
     assert compare_on_rank(config, wanted, documents=documents) < TOLERANCE

@@ -19,7 +19,7 @@ from megatron.config.moe import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ShardingStrategy
 from megatron.schedules.registry import SCHEDULES
-from tests.llama4_definition import token_losses
+from tests.llama4_definition import token_logits, token_losses
 from tests.parallel.covering import covering
 from tests.parallel.layout_run import Layout, Task, assemble, microbatches, train
 from tests.parallel.test_expert_layouts import L4, compare_balance
@@ -217,15 +217,9 @@ def compare_with_definition(task: Task) -> None:
     weights = assemble(trace.weights[0])
     (batch,) = microbatches(0, Layout(), 0)
     leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
-    losses = token_losses(
-        leaves,
-        task.model,
-        batch["tokens"],
-        batch["labels"],
-        batch["document_starts"],
-        task.masks_documents,
-        task.resets_positions,
-    )
+    starts = batch["document_starts"]
+    logits = token_logits(leaves, task.model, batch["tokens"], starts, task.masks_documents, task.resets_positions)
+    losses = token_losses(logits, batch["labels"])
     mean = losses[batch["loss_mask"] > 0].mean()
     mean.backward()
     assert trace.losses[0] == pytest.approx(mean.item(), rel=TOLERANCE)

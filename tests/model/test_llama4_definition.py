@@ -1,4 +1,4 @@
-"""The references of Llama 4: transformers, and a slow model that also has packed documents whose positions restart."""
+"""The definition of Llama 4, with which our model is compared, is that of transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,23 +6,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.llama4_definition import token_logits
 from tests.model.llama4 import (
     CASES,
     CHUNK,
     LENGTH,
     PACKED,
+    STARTS,
     Results,
     config_of,
     llama4_batch,
     random_llama4,
+    random_weights,
+    results_of_definition,
     results_of_transformers,
-    rows_of,
-    slow_results,
     to_global,
 )
-from tests.model.slow_llama4 import SlowLlama4
 from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
 
+TOLERANCE = 1e-12
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -34,10 +36,10 @@ def largest_difference(found: Results, wanted: Results) -> float:
 
 
 @every_case
-def test_the_slow_model_is_that_of_transformers(case: str) -> None:
+def test_the_definition_is_that_of_transformers(case: str) -> None:
     config = config_of(case)
     wanted = results_of_transformers(config)
-    assert largest_difference(slow_results(config, wanted.weights, rows_of(sequences=2)), wanted) < 1e-12
+    assert largest_difference(results_of_definition(config, wanted.weights, STARTS[:2]), wanted) < TOLERANCE
 
 
 def test_only_the_patched_model_of_transformers_is_in_fp64() -> None:
@@ -47,33 +49,31 @@ def test_only_the_patched_model_of_transformers_is_in_fp64() -> None:
     assert relative_error(unpatched.logits, wanted.logits) > 1e-9
 
 
-def test_the_slow_model_masks_documents_as_transformers_does_with_given_masks() -> None:
-    config, rows = config_of("scout"), rows_of(masks_attention=True, sequences=2)
-    same_document = torch.tensor([[[a == b for b in row.documents] for a in row.documents] for row in rows])
-    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    chunks = torch.arange(LENGTH) // CHUNK
-    full = (same_document & causal)[:, None]  # [b, 1, s, s]
-    allowed = {"full_attention": full, "chunked_attention": full & (chunks[:, None] == chunks)}
+def test_it_masks_documents_as_transformers_does_with_given_masks() -> None:
+    config, starts = config_of("scout"), STARTS[:2]
+    documents, chunks = starts.cumsum(dim=1), torch.arange(LENGTH) // CHUNK
+    full = (documents[:, :, None] == documents[:, None]).tril()[:, None]  # [b, 1, s, s]
+    visible = {"full_attention": full, "chunked_attention": full & (chunks[:, None] == chunks)}
     hidden = torch.finfo(torch.float64).min
-    masks = {kind: torch.zeros(mask.shape).double().masked_fill(~mask, hidden) for kind, mask in allowed.items()}
+    masks = {kind: torch.zeros(mask.shape).double().masked_fill(~mask, hidden) for kind, mask in visible.items()}
     wanted = results_of_transformers(config, attention_mask=masks)
     assert relative_error(wanted.logits, results_of_transformers(config).logits) > 1e-3
-    assert largest_difference(slow_results(config, wanted.weights, rows), wanted) < 1e-12
+    assert largest_difference(results_of_definition(config, wanted.weights, starts, True, False), wanted) < TOLERANCE
 
 
-def test_a_document_that_is_masked_and_reset_is_alone_in_the_slow_model() -> None:
+def test_a_document_that_is_masked_and_reset_is_alone_in_the_model() -> None:
     """So every document of a packed row is compared with transformers, its temperature and its chunks included."""
     config = config_of("scout")
+    tokens, _ = llama4_batch(config, len(PACKED))
     with fp32_means_fp64(), torch.no_grad():
         theirs = random_llama4(config)
-        tokens, _ = llama4_batch(config, len(PACKED))
         alone = [
             torch.cat([theirs(part[None]).logits[0] for part in ids.split(lengths)])
             for ids, lengths in zip(tokens, PACKED)
         ]
         weights = to_global(dict(theirs.named_parameters()), config)
-        found = SlowLlama4(config, weights).logits(tokens, rows_of(True, True))
-    assert relative_error(found, torch.stack(alone)) < 1e-12
+        found = token_logits(weights, config, tokens, STARTS, masks_documents=True, resets_positions=True)
+    assert relative_error(found, torch.stack(alone)) < TOLERANCE
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -104,12 +104,9 @@ def test_a_feature_changes_the_model(feature: str) -> None:
 
 
 @pytest.mark.parametrize(("masks_attention", "resets_positions"), [(True, False), (True, True), (False, True)])
-def test_documents_change_the_slow_model(masks_attention: bool, resets_positions: bool) -> None:
+def test_documents_change_the_model(masks_attention: bool, resets_positions: bool) -> None:
     config = config_of("scout")
-    weights = to_global(dict(random_llama4(config).named_parameters()), config)
-    tokens, _ = llama4_batch(config, 1)
-    with torch.no_grad():
-        model = SlowLlama4(config, weights)
-        plain = model.logits(tokens, rows_of(sequences=1))
-        packed = model.logits(tokens, rows_of(masks_attention, resets_positions, sequences=1))
+    weights, (tokens, _) = random_weights(config), llama4_batch(config, len(STARTS))
+    plain = token_logits(weights, config, tokens, STARTS)
+    packed = token_logits(weights, config, tokens, STARTS, masks_attention, resets_positions)
     assert relative_error(packed, plain) > 1e-3
