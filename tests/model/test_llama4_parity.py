@@ -2,10 +2,15 @@
 whose positions restart, is compared with the definition, which ``test_llama4_definition.py`` compares with
 transformers."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face_config import transformer_config_of
 from megatron.config.moe import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
@@ -14,12 +19,14 @@ from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttenti
 from megatron.core.ops.documents import Documents
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
+from tests.checkpoint.test_expert_conversion import import_of
 from tests.model.llama4 import (
     CASES,
     STARTS,
     Results,
     config_of,
     llama4_batch,
+    random_llama4,
     random_weights,
     results_of_definition,
     results_of_transformers,
@@ -77,6 +84,16 @@ def test_logits_losses_and_gradients_equal_transformers(case: str) -> None:
 def test_in_fp32_they_equal_transformers_to_its_precision(case: str) -> None:
     config = config_of(case)
     assert compare_on_rank(config, results_of_transformers(config, torch.float32)) < 1e-5
+
+
+@every_case
+def test_a_model_that_is_read_from_their_files_equals_transformers(case: str, tmp_path: Path) -> None:
+    """Its configuration, too."""
+    theirs = config_of(case)
+    random_llama4(theirs).save_pretrained(tmp_path)
+    ours = transformer_config_of(json.loads((tmp_path / "config.json").read_text()), "config.json")
+    weights = {name.removeprefix("model/"): tensor for name, tensor in import_of(tmp_path).items()}
+    assert compare_on_rank(ours, replace(results_of_transformers(theirs), weights=weights)) < TOLERANCE
 
 
 @pytest.mark.parametrize("kernel", [ReferenceAttention(), TorchAttention()], ids=["reference", "torch"])
