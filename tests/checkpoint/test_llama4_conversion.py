@@ -24,6 +24,7 @@ from megatron.core.parameter import Box, ParameterInfo
 from megatron.errors import CheckpointError
 from tests.checkpoint.test_expert_conversion import import_of
 from tests.checkpoint.test_hugging_face import assembled, numbered, part
+from tests.model.llama4 import to_global
 from tools.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert, model_flags
 
 transformers: Any = pytest.importorskip("transformers")
@@ -303,40 +304,11 @@ def test_what_would_be_another_model_is_refused_by_name(changes: dict[str, Any],
 # --- tensors -------------------------------------------------------------------------------------------------
 
 
-def ours_of(theirs: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Whole tensors of this code by plain tensor operations; queries and keys have the same order on both sides."""
-    tensors = {
-        "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
-        "final_layernorm.weight": theirs["model.norm.weight"],
-        "output_layer.weight": theirs["lm_head.weight"],
-    }
-    for number, is_moe in enumerate(config.moe_layers()):
-        here, there = f"layers.{number}", f"model.layers.{number}"
-        attention, mlp = f"{there}.self_attn", f"{there}.feed_forward"
-        query_key_value = [theirs[f"{attention}.{kind}_proj.weight"] for kind in "qkv"]
-        tensors |= {
-            f"{here}.self_attention.linear_qkv.weight": torch.cat(query_key_value),
-            f"{here}.self_attention.linear_proj.weight": theirs[f"{attention}.o_proj.weight"],
-            f"{here}.input_layernorm.weight": theirs[f"{there}.input_layernorm.weight"],
-            f"{here}.pre_mlp_layernorm.weight": theirs[f"{there}.post_attention_layernorm.weight"],
-        }
-        name, block = (f"{here}.mlp.shared_experts", f"{mlp}.shared_expert") if is_moe else (f"{here}.mlp", mlp)
-        gate_up = [theirs[f"{block}.{kind}_proj.weight"] for kind in ("gate", "up")]
-        tensors[f"{name}.linear_fc1.weight"] = torch.cat(gate_up)
-        tensors[f"{name}.linear_fc2.weight"] = theirs[f"{block}.down_proj.weight"]
-        if is_moe:
-            tensors[f"{here}.mlp.router.weight"] = theirs[f"{mlp}.router.weight"]
-            for kind, projection in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
-                experts = theirs[f"{mlp}.experts.{projection}"]
-                tensors[f"{here}.mlp.experts.linear_{kind}.weight"] = torch.cat([expert.T for expert in experts])
-    return tensors
-
-
 @BOTH
 def test_tensors_are_where_the_model_has_them(config: TransformerConfig, tmp_path: Path) -> None:
     model = text_model(config)
     model.save_pretrained(tmp_path)
-    wanted = {f"model/{name}": tensor for name, tensor in ours_of(model.state_dict(), config).items()}
+    wanted = {f"model/{name}": tensor for name, tensor in to_global(model.state_dict(), config).items()}
     assert_equal(import_of(tmp_path), wanted)
 
 
@@ -352,7 +324,7 @@ def test_names_and_shapes_are_those_of_the_files_of_transformers(config: Transfo
 def test_any_part_of_the_experts_comes_from_the_other_side(data: st.DataObject) -> None:
     mapping = HuggingFaceMapping.of(MAVERICK)
     theirs = numbered({name: section.shape for name, section in mapping.theirs.items()})
-    ours = ours_of(theirs, MAVERICK)
+    ours = to_global(theirs, MAVERICK)
     to_ours = data.draw(st.booleans())
     shapes = mapping.ours if to_ours else mapping.theirs
     name = data.draw(st.sampled_from([name for name in shapes if ".experts." in name]))
@@ -398,7 +370,7 @@ def test_a_rank_reads_its_part_of_the_experts_and_no_more(
     range that a data-parallel rank owns, which begins and ends inside a row."""
     model = text_model(SCOUT)
     model.save_pretrained(tmp_path)
-    ours = ours_of(model.state_dict(), SCOUT)
+    ours = to_global(model.state_dict(), SCOUT)
     hidden, ffn, name = SCOUT.hidden_size, 6, "layers.1.mlp.experts"
     width = ffn // tp
     last = (tp - 1) * width
