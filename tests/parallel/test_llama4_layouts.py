@@ -21,7 +21,7 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.schedules.registry import SCHEDULES
 from tests.llama4_definition import token_logits, token_losses
 from tests.parallel.covering import covering
-from tests.parallel.layout_run import Layout, Task, assemble, microbatches, train
+from tests.parallel.layout_run import Layout, Task, Trace, assemble, microbatches, train
 from tests.parallel.test_expert_layouts import L4, compare_balance
 from tests.parallel.test_layouts import (
     TOLERANCE,
@@ -206,14 +206,16 @@ def test_llama4_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: 
 
 @pytest.mark.parametrize("task", [*TASKS.values(), DEEP], ids=identifier)
 def test_one_process_computes_what_the_definition_says(task: Task) -> None:
-    compare_with_definition(task)
+    compare_with_definition(task, first_step(task))
 
 
-def compare_with_definition(task: Task) -> None:
-    """The loss and all gradients of the first step. Without balancing losses, and without an update, so that the
-    recorded weights are the initial ones."""
-    task = replace(task, steps=1, learning_rate=0.0, moe=MoEConfig())
-    trace = train(task, Layout())
+def first_step(task: Task) -> Trace:
+    """Without balancing losses, and without an update, so that the recorded weights are the initial ones."""
+    return train(replace(task, steps=1, learning_rate=0.0, moe=MoEConfig()), Layout())
+
+
+def compare_with_definition(task: Task, trace: Trace) -> None:
+    """Compare the loss and all gradients of :func:`first_step`."""
     weights = assemble(trace.weights[0])
     (batch,) = microbatches(0, Layout(), 0)
     leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
