@@ -137,11 +137,12 @@ class Watchdog:
         is_same_span = before is not None and before.entered_ns == snapshot.entered_ns
         # A microbatch or a collective within a span is seen only now.
         rank.progress_ns = now_ns if is_same_span else snapshot.entered_ns
+        # Also at the first sample: a rank may attach, train and hang between two of them.
+        first = snapshot.first_iteration
+        rank.iterations = 0 if first is None else max(0, snapshot.iteration - 1 - first)
         if before is None or snapshot.section in (Section.START, Section.LOAD):
             rank.spans.clear()
             return
-        first = snapshot.first_iteration
-        rank.iterations = 0 if first is None else max(0, snapshot.iteration - 1 - first)
         if rank.iterations >= FIRST_ITERATIONS:
             for section, time_ns in snapshot.section_ns.items():
                 if (span_ns := time_ns - before.section_ns[section]) > 0:

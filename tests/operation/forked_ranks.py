@@ -9,7 +9,9 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.operation import launch
@@ -42,6 +44,21 @@ class ForkedRank:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def run_launcher(words: Sequence[str], environment: Mapping[str, str], log: Path, forks: bool = True) -> None:
+    """The launcher in a forked process, which has imported torch already; with ``forks`` it forks its ranks."""
+    if forks:
+        fork_ranks()
+    os.setsid()
+    with log.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    sys.exit(launch.main(words))
 
 
 def fork_ranks() -> None:

@@ -8,12 +8,12 @@ line for every fault and a summary; the exit code is 1 if a report is wrong.
 
 import argparse
 import json
+import math
 import os
 import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,14 +27,22 @@ from typing import Any
 from megatron.operation.causes import Cause
 from megatron.operation.process_states import child_processes
 from tests.end_to_end.run_process import REPOSITORY, TINY_RUN, descendants, environment, wait_until, words_of
+from tests.forked import fork_context
+from tests.operation.forked_ranks import run_launcher
+from tests.operation.process_stacks import describe_processes
 
 KINDS = ("stop", "sleep", "gil", "fifo", "loader")
 SECTIONS = ("step", "data", "forward-backward", "grads-reduce", "optimizer")
 LIMIT = 2.0
 PATIENCE = 240.0
+START_LIMIT = 180.0
+"""Limit of the watchdog for a start and the first iterations: shorter than the patience, so that it reports first."""
+STACKS_AFTER = 100.0
+"""Seconds of waiting after which the campaign prints what all processes do."""
 _QUIET_ITERATIONS = 20
 """Iterations of an attempt before a fault: the first ones have the limit of the start."""
-_QUIET_SECONDS = 2.5
+_QUIET_SECONDS = 1.0
+"""The launcher samples the heartbeats every 0.2 s, and must have seen some of these iterations."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +92,10 @@ class Report:
 class Campaign:
     """A launcher whose ranks train until they are told to break."""
 
-    def __init__(self, directory: Path, faults: int, ranks: int = 2) -> None:
+    def __init__(self, directory: Path, faults: int, ranks: int = 2, forks: bool = True) -> None:
         self._directory, self._ranks = directory, ranks
         self.log, self._run = directory / "log", directory / "run"
-        launcher = ["-m", "megatron.operation.launch", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(faults)]
         script = [str(REPOSITORY / "tests" / "operation" / "faulty_training.py"), str(directory)]
         flags = {
             **TINY_RUN,
@@ -98,27 +106,29 @@ class Campaign:
             "global_batch_size": 4 * ranks,
             "run_dir": self._run,
             "hang_limit_s": LIMIT,
+            "hang_limit_start_s": START_LIMIT,
         }
+        self.log.touch()
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *launcher, "--max-restarts", str(faults), *script, *words_of(flags)],
-                cwd=REPOSITORY,
-                env={**environment(), "PYTHONPATH": path},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        variables = {**environment(), "PYTHONPATH": path}
+        arguments = ([*launcher, *script, *words_of(flags)], variables, self.log, forks)
+        self.process = fork_context().Process(target=run_launcher, args=arguments)
+        self.process.start()
         self._read = 0
 
     def __enter__(self) -> "Campaign":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
+        for pid in [self._pid, *descendants(self._pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.join()
+
+    @property
+    def _pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def wait_until_quiet(self) -> None:
         """Wait until all ranks of an attempt have trained for a while."""
@@ -130,11 +140,20 @@ class Campaign:
 
     def _iterations(self) -> int:
         """Iterations logged since the last report."""
-        return self.log.read_bytes()[self._read :].count(b"] iteration ")
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            return log.read().count(b"] iteration ")
 
     def _wait(self, condition: Any) -> None:
+        stacks_at = time.monotonic() + STACKS_AFTER
+
         def holds() -> bool:
-            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            nonlocal stacks_at
+            assert self.process.is_alive(), self.log.read_text()[-5000:]
+            if time.monotonic() > stacks_at:
+                stacks_at = math.inf
+                waiting = [self.log.read_text()[-2000:], describe_processes(self._pid)]
+                print(f"Waiting for {STACKS_AFTER:.0f} s:", *waiting, sep="\n", file=sys.stderr, flush=True)
             return bool(condition())
 
         wait_until(holds, PATIENCE)
@@ -146,7 +165,7 @@ class Campaign:
         began.unlink(missing_ok=True)
         if fault.kind == "loader":
             pid = int((self._directory / f"pid.{fault.rank}").read_text())
-            loader = next(child for child in child_processes(pid) if child.role == "loader process")
+            (loader,) = child_processes(pid)
             began.write_text(repr(time.time()))
             os.kill(loader.pid, signal.SIGSTOP)
         else:
@@ -163,13 +182,19 @@ class Campaign:
         """Reports so far; there must be none that a fault has not caused."""
         return len(self._reports())
 
+    def newest_report(self) -> str:
+        """Of an alarm without a fault."""
+        return self._reports()[-1].read_text()
+
     def _reports(self) -> list[Path]:
         return sorted((self._run / "failures").glob("[0-9]*.json"))
 
 
-def run_campaign(directory: Path, faults: Sequence[Fault], ranks: int, quiet_seconds: float = 0.0) -> list[Report]:
+def run_campaign(
+    directory: Path, faults: Sequence[Fault], ranks: int, quiet_seconds: float = 0.0, forks: bool = True
+) -> list[Report]:
     """Inject the faults in one job; with ``quiet_seconds`` of training before, in which nothing may be reported."""
-    with Campaign(directory, len(faults), ranks) as campaign:
+    with Campaign(directory, len(faults), ranks, forks) as campaign:
         if quiet_seconds:
             campaign.wait_until_quiet()
             time.sleep(quiet_seconds)
@@ -177,7 +202,7 @@ def run_campaign(directory: Path, faults: Sequence[Fault], ranks: int, quiet_sec
         reports: list[Report] = []
         for fault in faults:
             campaign.wait_until_quiet()
-            assert campaign.false_alarms() == len(reports), "an alarm without a fault"
+            assert campaign.false_alarms() == len(reports), campaign.newest_report()
             reports.append(campaign.inject(fault))
             print(reports[-1], flush=True)
         return reports
@@ -189,11 +214,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet-seconds", type=float, default=0.0)
+    parser.add_argument("--no-fork", action="store_true", help="start the ranks as usual: 3 s of CPU each")
     options = parser.parse_args()
     chance = random.Random(options.seed)
     faults = [Fault.draw(chance, options.ranks) for _ in range(options.faults)]
     with tempfile.TemporaryDirectory() as directory:
-        reports = run_campaign(Path(directory), faults, options.ranks, options.quiet_seconds)
+        reports = run_campaign(Path(directory), faults, options.ranks, options.quiet_seconds, not options.no_fork)
     right = Counter(report.fault.kind for report in reports if report.is_right)
     drawn = Counter(fault.kind for fault in faults)
     print(f"right: {right.total()} of {len(reports)}", {kind: f"{right[kind]} of {drawn[kind]}" for kind in drawn})

@@ -158,6 +158,18 @@ def test_a_hang_after_a_few_fast_iterations_is_decided_by_the_limit_of_iteration
     assert run.alarms and run.alarms[0][0] - began <= 4.0
 
 
+def test_a_rank_that_hangs_before_the_first_sample_has_the_limit_of_iterations() -> None:
+    """It attaches, trains and hangs within the second between two samples."""
+    watchdog = Watchdog(1, 0, Limits(step=2.0, start=1800.0))
+    watchdog.sample(0, [None])
+    iteration = 2 * FIRST_ITERATIONS + 2
+    hung = replace(SimulatedRank().snapshot, section=Section.STEP, first_iteration=0, iteration=iteration)
+    alarms: list[Overrun] = []
+    for second in range(1, 6):
+        alarms += watchdog.sample(second * SECOND, [hung])
+    assert alarms and alarms[0].limit == 2.0
+
+
 def test_a_rank_that_never_attaches_has_the_limit_of_the_start() -> None:
     watchdog = Watchdog(2, 0, Limits(start=10.0))
     running = SimulatedRank().snapshot

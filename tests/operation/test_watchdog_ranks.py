@@ -3,8 +3,6 @@
 import random
 from pathlib import Path
 
-import pytest
-
 from megatron.operation.causes import Cause
 from tests.operation.hang_campaign import LIMIT, SECTIONS, Campaign, Fault, run_campaign
 
@@ -23,7 +21,6 @@ def test_a_rank_that_hangs_is_named_and_all_are_restarted(tmp_path: Path, chance
         assert campaign.false_alarms() == 2
 
 
-@pytest.mark.slow(reason="restarts two ranks 20 times")
 def test_a_campaign_of_hangs(tmp_path: Path, chance: random.Random) -> None:
     reports = run_campaign(tmp_path, [Fault.draw(chance, 2) for _ in range(20)], ranks=2)
     assert all(report.is_right for report in reports)
