@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from megatron.data.gpt_dataset import (
     SampleSettings,
 )
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
-from megatron.data.loader_processes import POLL, UNLIMITED, LoaderProcesses, Patience
+from megatron.data.loader_processes import POLL, UNLIMITED, Patience, Starts, started
 from megatron.data.order_cache import Description
 from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
 from megatron.data.sources import Sources, read_sources
@@ -264,20 +264,26 @@ def build_loader(
     ``seed`` is for the cyclic order. Raises :class:`DataError` after the last sample.
     """
     place = (len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
-    cyclic = dataloader_type == "cyclic"
-    sampler = cyclic_microbatches(*place, seed) if cyclic else single_pass_microbatches(*place)
-    loader: DataLoader[Any] = DataLoader(
-        cast(Any, _CheckedSamples(dataset, vocab_size, positions)),
-        batch_sampler=cast(Any, sampler),
-        collate_fn=_stack,
-        num_workers=num_workers,
-        worker_init_fn=_prepare_worker,
-        pin_memory=pin_memory,
-        timeout=POLL if num_workers else 0,
-        # Its own generator, so that torch's global generator is not used.
-        generator=torch.Generator(),
+
+    def start(starts: Starts | None = None) -> Iterator[Any]:
+        cyclic = dataloader_type == "cyclic"
+        sampler = cyclic_microbatches(*place, seed) if cyclic else single_pass_microbatches(*place)
+        loader: DataLoader[Any] = DataLoader(
+            cast(Any, _CheckedSamples(dataset, vocab_size, positions)),
+            batch_sampler=cast(Any, sampler),
+            collate_fn=partial(_stack, starts=starts),
+            num_workers=num_workers,
+            worker_init_fn=partial(_prepare_worker, starts=starts),
+            pin_memory=pin_memory,
+            timeout=POLL if num_workers else 0,
+            # Its own generator, so that torch's global generator is not used.
+            generator=torch.Generator(),
+        )
+        return iter(loader)
+
+    return _raise_when_exhausted(
+        (lambda: started(start, num_workers, patience)) if num_workers else start, len(dataset)
     )
-    return _raise_when_exhausted(loader, len(dataset), patience)
 
 
 class _CheckedSamples:
@@ -308,10 +314,8 @@ class _CheckedSamples:
         return {name: array if name == "document_starts" else array[self._positions] for name, array in sample.items()}
 
 
-def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int, patience: Patience) -> Iterator[Microbatch]:
-    batches: Iterator[Any] = iter(loader)
-    if loader.num_workers:
-        batches = LoaderProcesses(batches, patience)
+def _raise_when_exhausted(start: Callable[[], Iterator[Any]], num_samples: int) -> Iterator[Microbatch]:
+    batches = start()
     try:
         for batch in batches:
             if isinstance(batch, DataError):
@@ -322,7 +326,7 @@ def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int, patience:
             raise
         raise LoaderError(f"A loader process ended ({error}): use fewer --num-workers if memory ran out.") from error
     finally:
-        if isinstance(batches, LoaderProcesses):
+        if isinstance(batches, Generator):
             batches.close()
     raise DataError(
         f"All {num_samples} samples of the dataset have been consumed: train for fewer iterations, or let "
@@ -330,8 +334,10 @@ def _raise_when_exhausted(loader: "DataLoader[Any]", num_samples: int, patience:
     )
 
 
-def _stack(samples: list[Sample | DataError]) -> Microbatch | DataError:
+def _stack(samples: list[Sample | DataError], starts: Starts | None = None) -> Microbatch | DataError:
     """Samples [s] to a microbatch [mbs, s], or the first error among them."""
+    if starts is not None:
+        starts.end_to_read()
     good: list[Sample] = []
     for sample in samples:
         if isinstance(sample, DataError):
@@ -340,10 +346,12 @@ def _stack(samples: list[Sample | DataError]) -> Microbatch | DataError:
     return {key: torch.from_numpy(np.stack([sample[key] for sample in good])) for key in good[0]}
 
 
-def _prepare_worker(worker: int) -> None:
+def _prepare_worker(worker: int, starts: Starts | None = None) -> None:
     torch.set_num_threads(1)
     die_with_parent()
     # Ctrl-C and schedulers signal all processes of a run, but a graceful stop still needs microbatches. Loader
     # processes end when the loader is closed, or with the training process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    if starts is not None:
+        starts.begin_to_read()

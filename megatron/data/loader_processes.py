@@ -5,6 +5,7 @@ the loader process, and a stopped process blocks its reader forever. Therefore a
 the thread.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -13,20 +14,55 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+from torch.utils.data import get_worker_info
+
 from megatron.errors import LoaderError
 from megatron.torch_compat import forget_workers
 
 T = TypeVar("T")
 
+_logger = logging.getLogger(__name__)
+
 POLL = 1.0
 """Seconds between two polls; also the ``timeout`` of the ``DataLoader``."""
 GRACE = 10.0
 """Seconds to wait for a microbatch after a stop request; launchers kill a run about 30 s after it."""
+START_WAIT = 60.0
+"""Seconds after which loader processes are started again that have delivered nothing and are not reading."""
 _JOIN = 5.0  # seconds to wait for a killed process
 
 
 class LoaderStalledError(LoaderError):
     """A loader process delivers no data."""
+
+
+class LoaderNotStartedError(LoaderStalledError):
+    """A loader process has delivered nothing since its start, and it is not its reading that takes so long."""
+
+
+class Starts:
+    """How far each of the loader processes has come, in memory that they share with the rank."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._stages = torch.zeros(num_workers, dtype=torch.uint8).share_memory_()
+
+    def begin_to_read(self) -> None:
+        """In a loader process, before its first sample."""
+        self._set(1)
+
+    def end_to_read(self) -> None:
+        """In a loader process, when it has a microbatch."""
+        self._set(2)
+
+    def _set(self, stage: int) -> None:
+        info = get_worker_info()
+        if info is not None:
+            self._stages[info.id] = stage
+
+    def is_reading(self, worker: int) -> bool:
+        """Whether a process reads its first microbatch: storage may be slow for as long as ``Patience`` allows."""
+        return int(self._stages[worker]) == 1
 
 
 @dataclass(frozen=True)
@@ -48,10 +84,15 @@ class Wait:
         self._began = clock()
         self._stop_requested_at: float | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Since the wait began."""
+        return self._clock() - self._began
+
     def check(self, process: int | None) -> None:
         """Raise :class:`LoaderStalledError` when the wait for ``process`` has exceeded its limit."""
         now, stop_signal = self._clock(), self._patience.stop_signal()
-        seconds = now - self._began
+        seconds = self.seconds
         if stop_signal is not None:
             self._stop_requested_at = now if self._stop_requested_at is None else self._stop_requested_at
             if now - self._stop_requested_at >= GRACE:
@@ -70,11 +111,12 @@ class Wait:
 class LoaderProcesses(Iterator[T]):
     """Iterates over ``batches``, the iterator of a ``DataLoader`` with processes and ``timeout`` :data:`POLL`.
 
-    Raises :class:`LoaderStalledError` when a process delivers nothing for longer than ``patience`` allows.
+    Raises :class:`LoaderStalledError` when a process delivers nothing for longer than ``patience`` allows; with
+    ``starts``, :class:`LoaderNotStartedError` when the first one does not come and no process reads it.
     """
 
-    def __init__(self, batches: Any, patience: Patience) -> None:
-        self._batches, self._patience = batches, patience
+    def __init__(self, batches: Any, patience: Patience, starts: Starts | None = None) -> None:
+        self._batches, self._patience, self._starts = batches, patience, starts
         self._requests = threading.Semaphore(0)
         self._replies: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
         self._is_closed = False
@@ -109,13 +151,29 @@ class LoaderProcesses(Iterator[T]):
                 reply = self._replies.get(timeout=POLL)
                 if isinstance(reply, BaseException):
                     raise reply
+                self._starts = None
                 return reply
-            wait.check(self._awaited_process())
+            process = self._awaited_process()
+            wait.check(process)
+            self._check_start(wait.seconds, process)
+
+    def _check_start(self, seconds: float, process: int | None) -> None:
+        worker = self._awaited_worker()
+        if self._starts is None or worker is None or seconds < START_WAIT or self._starts.is_reading(worker):
+            return
+        raise LoaderNotStartedError(
+            f"Loader process {process} was started {seconds:.0f} s ago, and neither reads nor delivers a microbatch."
+        )
+
+    def _awaited_worker(self) -> int | None:
+        """Index of the process that delivers the next batch."""
+        task = self._batches._task_info.get(self._batches._rcvd_idx)
+        return None if task is None else int(task[0])
 
     def _awaited_process(self) -> int | None:
-        """Number of the process that delivers the next batch."""
-        task = self._batches._task_info.get(self._batches._rcvd_idx)
-        return None if task is None else self._batches._workers[task[0]].pid
+        """Number of that process."""
+        worker = self._awaited_worker()
+        return None if worker is None else self._batches._workers[worker].pid
 
     def close(self) -> None:
         self._is_closed = True
@@ -142,3 +200,28 @@ class LoaderProcesses(Iterator[T]):
             batches._worker_pids_set = False
         for indices in batches._index_queues:
             indices.cancel_join_thread()
+
+
+def started(start: Callable[[Starts], Any], num_workers: int, patience: Patience) -> Iterator[Any]:
+    """The batches of loader processes. ``start`` returns the iterator of a new ``DataLoader``, whose processes report
+    to the :class:`Starts`.
+
+    A process that is forked beside other threads may wait for ever for a lock that one of them had; so may the thread
+    with which it delivers. Therefore the processes are started a second time if the first microbatch does not come.
+    """
+    starts = Starts(num_workers)
+    batches = LoaderProcesses[Any](start(starts), patience, starts)
+    try:
+        try:
+            first = next(batches, None)
+        except LoaderNotStartedError as error:
+            _logger.warning("%s The loader processes are started again.", error)
+            batches.close()
+            starts = Starts(num_workers)
+            batches = LoaderProcesses(start(starts), patience)
+            first = next(batches, None)
+        if first is not None:
+            yield first
+            yield from batches
+    finally:
+        batches.close()

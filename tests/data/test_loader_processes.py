@@ -5,13 +5,17 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.data import loader as loader_module
+from megatron.data import loader_processes
 from megatron.data.gpt_dataset import Sample
 from megatron.data.loader import build_loader
 from megatron.data.loader_processes import GRACE, POLL, LoaderStalledError, Patience, Wait
@@ -77,9 +81,9 @@ class Numbers:
         return {"tokens": tokens, "labels": tokens, "loss_mask": np.ones(4, dtype=np.float32)}
 
 
-def loader(num_workers: int, patience: Patience) -> Any:
+def loader(num_workers: int, patience: Patience, dataset: Any = None) -> Any:
     place = {"consumed_samples": 0, "micro_batch_size": 2, "data_parallel_rank": 0, "data_parallel_size": 1}
-    return build_loader(Numbers(), vocab_size=1000, num_workers=num_workers, patience=patience, **place)  # type: ignore[arg-type]
+    return build_loader(dataset or Numbers(), vocab_size=1000, num_workers=num_workers, patience=patience, **place)  # type: ignore[arg-type]
 
 
 def loader_pids() -> list[int]:
@@ -112,3 +116,58 @@ def test_a_process_that_comes_back_delivers_what_it_owes() -> None:
     found += [next(batches)["tokens"][0, 0].item() for _ in range(15)]
     assert found == expected
     batches.close()
+
+
+class SlowNumbers(Numbers):
+    """The first sample takes long to read."""
+
+    def __getitem__(self, index: int) -> Sample:
+        time.sleep(2.5 * POLL if index == 0 else 0.0)
+        return super().__getitem__(index)
+
+
+def first_samples(batches: Any) -> list[int]:
+    return [int(batch["tokens"][0, 0]) for batch, _ in zip(batches, range(20))]
+
+
+@pytest.mark.parametrize("where", ["_prepare_worker", "_stack"])
+def test_a_process_that_never_delivers_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """Before it reads (a lock that was held at the fork), or when it has read: once, and with the same samples."""
+    expected = first_samples(loader(0, Patience()))
+    original = getattr(loader_module, where)
+
+    def hang_once(*arguments: Any, **keywords: Any) -> Any:
+        result = original(*arguments, **keywords) if where == "_stack" else None
+        with suppress(FileExistsError):
+            (tmp_path / "hung").mkdir()
+            time.sleep(3600)
+        return original(*arguments, **keywords) if result is None else result
+
+    monkeypatch.setattr(loader_module, where, hang_once)
+    monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
+    before = set(loader_pids())
+    batches = loader(2, Patience(600.0))
+    assert first_samples(batches) == expected
+    assert caplog.text.count("The loader processes are started again.") == 1
+    assert len(set(loader_pids()) - before) == 2
+    batches.close()
+    assert set(loader_pids()) <= before
+
+
+def test_a_process_that_reads_slowly_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
+    batches = loader(1, Patience(), SlowNumbers())
+    assert first_samples(batches) == first_samples(loader(0, Patience()))
+    assert not caplog.text
+    batches.close()
+
+
+def test_a_process_that_never_delivers_is_not_started_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_prepare_worker", lambda worker, starts: time.sleep(3600))
+    monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
+    with pytest.raises(DataError, match=r"has delivered no microbatch for 3 s \(--dataloader-timeout 3\)"):
+        next(loader(1, Patience(3.0)))
