@@ -37,6 +37,8 @@ def describe_run(
         f"layout: {grid.world_size} ranks on {device_name(topology.device) or 'CPU'} = tensor {grid.tp}{sequence} x "
         f"{context_parallel}pipeline {grid.pp} x data {grid.dp} ({strategy}), {config.precision.name}"
     )
+    if attention := describe_attention(model.config):
+        log_rank0(f"attention: {attention}")
     if model.has_experts:
         log_rank0(f"experts: {describe_experts(model.config, config.moe, grid)}")
     if config.moe.moe_router_force_load_balancing:
@@ -63,6 +65,21 @@ def describe_run(
     log_rank0(
         f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}"
     )
+
+
+def describe_attention(model: TransformerConfig) -> str:
+    """How attention differs between layers, and from whole causal attention with rotary position embedding."""
+    with_rope, without = sum(model.rope_layers()), model.num_layers - sum(model.rope_layers())
+    rope = [f"in chunks of {model.attention_chunk_size}"] if model.attention_chunk_size is not None else []
+    rope += ["with normed queries and keys"] if model.qk_l2_norm else []
+    if not without and not rope:
+        return ""
+    words = [", ".join([f"{with_rope} of {model.num_layers} layers with rotary position embedding", *rope])]
+    if without:
+        floor = model.attention_temperature_floor
+        tuned = [f"with a temperature from position {floor - 1} on"] if model.attention_temperature_tuning else []
+        words.append(", ".join([f"{without} without", *tuned]))
+    return "; ".join(words)
 
 
 def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -> str:
