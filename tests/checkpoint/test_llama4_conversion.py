@@ -24,6 +24,7 @@ from megatron.core.parameter import Box, ParameterInfo
 from megatron.errors import CheckpointError
 from tests.checkpoint.test_expert_conversion import import_of
 from tests.checkpoint.test_hugging_face import assembled, numbered, part
+from tests.end_to_end.run_process import call_training
 from tests.model.llama4 import to_global
 from tools.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert, model_flags
 
@@ -461,6 +462,24 @@ def test_the_text_model_of_a_multimodal_model_is_taken_out_on_request(
     tokens = torch.arange(34).remainder(config.vocab_size).view(2, 17)
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, text(tokens).logits)
+
+
+def test_a_run_starts_from_the_text_model_of_a_multimodal_model_on_request(tmp_path: Path) -> None:
+    """In bf16, with master weights, and in a step that changes no weight."""
+    model = multimodal_model(MAVERICK)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    step = (
+        "--mock-data --vocab-size 17 --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --num-workers 0 "
+        "--device cpu --lr 0 --train-iters 1 --bf16"
+    )
+    flags = [*model_flags(MAVERICK), *step.split(), "--load-hf", str(tmp_path / "hf")]
+    (sentence,) = call_training(flags).errors
+    assert sentence.endswith("add --load-hf-text-only to leave out vision_model.* and multi_modal_projector.*.")
+    outcome = call_training([*flags, "--load-hf-text-only", "--save", str(tmp_path / "run")])
+    outcome.succeeded()
+    assert "tensors that are not of the text model: 1 of multi_modal_projector.*" in outcome.stdout
+    convert(ToHuggingFace(str(tmp_path / "run"), str(tmp_path / "back"), dtype="fp32"))
+    assert_equal(weights_under(tmp_path / "back"), dict(model.language_model.state_dict()))
 
 
 def test_a_text_model_can_be_asked_for_its_text_model(tmp_path: Path) -> None:
