@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron.architectures.layer_pattern import NO_LAYER, parse_layer_pattern, parse_nope_pattern
 
 RouterScoreFunction = Literal["softmax", "sigmoid"]
+PositionEmbeddingType = Literal["rope", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,24 @@ class TransformerConfig:
     padded_vocab_size: int
     """Vocabulary padded to a multiple of the tensor-parallel size; no result depends on the padding."""
     max_position_embeddings: int
+    position_embedding_type: PositionEmbeddingType = "rope"
+    """yarn: rotary position embedding for sequences longer than the model was trained on (arXiv 2309.00071)."""
     rotary_base: float = 500000.0
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     rope_scaling_original_length: int = 8192
     rope_scaling_low_freq_factor: float = 1.0
     rope_scaling_high_freq_factor: float = 4.0
+    yarn_rotary_scaling_factor: float | None = None
+    """YaRN: the new length over the old one; None only without YaRN."""
+    yarn_original_max_position_embeddings: int | None = None
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_attention_factor: float | None = None
+    """Factor of rotated queries and keys; None: from the scaling factor and the two fields before."""
+    yarn_correction_range_round_to_int: bool = True
     norm_epsilon: float = 1e-5
     untie_embeddings_and_output_weights: bool = True
     init_method_std: float = 0.02
@@ -73,6 +86,20 @@ class TransformerConfig:
     """Hidden size of the expert of all tokens; None for none."""
     moe_apply_probs_on_input: bool = False
     """The weight of a chosen expert multiplies its input, not its output."""
+
+    @property
+    def rotary_magnitude(self) -> float:
+        """Factor of rotated queries and keys: YaRN's attention factor (arXiv 2309.00071, section 3.4)."""
+        factor, mscale, all_dim = self.yarn_rotary_scaling_factor, self.yarn_mscale, self.yarn_mscale_all_dim
+        # Llama 4 normalises rotated heads, which removes the factor (here the norm comes before the rotation).
+        if self.position_embedding_type != "yarn" or self.qk_l2_norm:
+            return 1.0
+        if self.yarn_attention_factor is not None:
+            return self.yarn_attention_factor
+        assert factor is not None
+        if mscale is None or all_dim is None:
+            return 1.0 + 0.1 * math.log(factor)
+        return (1.0 + 0.1 * mscale * math.log(factor)) / (1.0 + 0.1 * all_dim * math.log(factor))
 
     @property
     def query_size(self) -> int:
@@ -173,3 +200,7 @@ class TransformerConfig:
             gemm_parameters += self.hidden_size * self.vocab_size
         lengths = sum(self.attention_length(has_rope[number], seq_length) for number in numbers)
         return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths
+
+
+YARN_FIELDS = tuple(field.name for field in fields(TransformerConfig) if field.name.startswith("yarn_"))
+"""Fields that only matter with YaRN."""

@@ -24,6 +24,11 @@ _FIXED: dict[str, tuple[object, str]] = {
 }
 """Required values of fields that cannot be converted (also the value of an absent field), and the reason."""
 
+_YARN_NAMES = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+
 
 def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
     """The model that ``config.json`` describes; ``where`` names the file in a :class:`CheckpointError`.
@@ -119,9 +124,11 @@ def _rotary(fields: Fields) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return {"rotary_base": base}
+    if kind == "yarn":
+        return {"rotary_base": base, **_yarn(rope, fields)}
     if kind != "llama3":
         raise ValueError(
-            f"rope_type is {kind!r}, but only 'default' and 'llama3' are implemented; convert another model"
+            f"rope_type is {kind!r}, but only 'default', 'llama3' and 'yarn' are implemented; convert another model"
         )
     factor, low, high = (_positive(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     if high < low:
@@ -141,6 +148,31 @@ def _positive(fields: Fields, name: str) -> float:
     if value == 0:
         raise ValueError(f"{name} is 0, not a positive number: correct the file")
     return value
+
+
+def _yarn(rope: Fields, fields: Fields) -> dict[str, Any]:
+    """The fields of YaRN, with the defaults of transformers, which takes 0 for an absent number, ``mscale`` only
+    together with ``mscale_all_dim``, and ``attention_factor`` before both."""
+    unknown = sorted(rope.keys() - _YARN_NAMES)
+    if unknown:
+        raise ValueError(f"rope_type 'yarn' with {unknown[0]!r} is not implemented; convert another model")
+    positions = size(fields, "max_position_embeddings", 2048)
+    original = size(rope, "original_max_position_embeddings", positions)
+    factor = number(rope, "factor", positions / original)
+    if factor < 1:
+        raise ValueError(f"factor is {factor}, but YaRN needs at least 1: correct the file")
+    optional = {name: number(rope, name, 0.0) or None for name in ("mscale", "mscale_all_dim", "attention_factor")}
+    if optional["attention_factor"] is not None or None in (optional["mscale"], optional["mscale_all_dim"]):
+        optional |= {"mscale": None, "mscale_all_dim": None}
+    return {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": number(rope, "beta_fast", 0.0) or 32.0,
+        "yarn_beta_slow": number(rope, "beta_slow", 0.0) or 1.0,
+        "yarn_correction_range_round_to_int": flag(rope, "truncate", True),
+        **{f"yarn_{name}": value for name, value in optional.items()},
+    }
 
 
 def config_fields(
@@ -183,6 +215,21 @@ def config_fields(
 
 
 def _rope_scaling(config: TransformerConfig) -> dict[str, Any] | None:
+    if config.position_embedding_type == "yarn":
+        optional = {
+            "mscale": config.yarn_mscale,
+            "mscale_all_dim": config.yarn_mscale_all_dim,
+            "attention_factor": config.yarn_attention_factor,
+        }
+        return {
+            "rope_type": "yarn",
+            "factor": config.yarn_rotary_scaling_factor,
+            "original_max_position_embeddings": config.yarn_original_max_position_embeddings,
+            "beta_fast": config.yarn_beta_fast,
+            "beta_slow": config.yarn_beta_slow,
+            "truncate": config.yarn_correction_range_round_to_int,
+            **{name: value for name, value in optional.items() if value is not None},
+        }
     if not config.use_rope_scaling:
         return None
     return {

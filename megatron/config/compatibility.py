@@ -37,8 +37,6 @@ REFUSALS = {
 class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. They state what this code always does."""
 
-    position_embedding_type: Literal["rope"] = "rope"
-    """Accepted for Megatron-LM compatibility; no effect."""
     use_rotary_position_embeddings: bool = True
     """Accepted for Megatron-LM compatibility; no effect."""
     position_embedding: bool = False

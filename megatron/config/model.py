@@ -1,5 +1,6 @@
 """Flags for the architecture, and the concrete architecture they resolve to."""
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -12,9 +13,14 @@ from megatron.architectures.layer_pattern import (
     parse_nope_pattern,
 )
 from megatron.architectures.registry import PRESET_VOCABULARIES, PRESETS, ModelName
-from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
+from megatron.architectures.transformer_config import (
+    YARN_FIELDS,
+    PositionEmbeddingType,
+    RouterScoreFunction,
+    TransformerConfig,
+)
 from megatron.errors import ConfigError
-from megatron.flags import values_of
+from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_positive
 
 
@@ -40,7 +46,11 @@ class ModelConfig:
     kv_channels: int | None = None
     """Size of a head (default: --hidden-size / --num-attention-heads)."""
     max_position_embeddings: int | None = None
-    """Longest sequence that the model supports; at least --seq-length (default: --seq-length)."""
+    """Longest sequence that the model supports; at least --seq-length (default: --seq-length, with YaRN the original
+    length times the factor)."""
+    position_embedding_type: PositionEmbeddingType = "rope"
+    """Position embedding: rope is rotary, yarn is rotary with frequencies and attention for sequences longer than the
+    model was trained on (arXiv 2309.00071; docs/recipes.md)."""
     rotary_base: float = 500000.0
     """Base of the rotary position embedding (Llama 2: 10000, Qwen3: 1000000)."""
     use_rope_scaling: bool = False
@@ -55,6 +65,23 @@ class ModelConfig:
     rope_scaling_high_freq_factor: float = 4.0
     """... keeps those that turn more often than this, and interpolates between (Llama 3.1: 1 and 4, Llama 4 Scout: 1
     and 1)."""
+    yarn_rotary_scaling_factor: float | None = None
+    """Factor of --position-embedding-type yarn, which needs it: the new length over the old one."""
+    yarn_original_max_position_embeddings: int | None = None
+    """Longest sequence before --position-embedding-type yarn, which needs it."""
+    yarn_beta_fast: float = 32.0
+    """YaRN keeps the frequencies that turn at least this often in --yarn-original-max-position-embeddings ..."""
+    yarn_beta_slow: float = 1.0
+    """... divides by the factor those that turn at most this often, and interpolates between."""
+    yarn_mscale: float | None = None
+    """With --yarn-mscale-all-dim: YaRN multiplies queries and keys by (0.1 * mscale * ln(factor) + 1) / (0.1 *
+    mscale_all_dim * ln(factor) + 1) (default: by 0.1 * ln(factor) + 1)."""
+    yarn_mscale_all_dim: float | None = None
+    """See --yarn-mscale."""
+    yarn_attention_factor: float | None = None
+    """YaRN multiplies queries and keys by this (default: see --yarn-mscale)."""
+    yarn_correction_range_round_to_int: bool = True
+    """Widen the range in which YaRN interpolates to whole numbers of pairs."""
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     qk_layernorm: bool = False
@@ -136,6 +163,9 @@ class ModelConfig:
         require_positive(values_of(self, "rotary_base", "rope_scaling_factor", "moe_router_topk_scaling_factor"))
         require_positive(values_of(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"))
         require_positive(values_of(self, "attention_temperature_scale"))
+        require_at_least(1, values_of(self, "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"))
+        require_positive(values_of(self, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"))
+        require_positive(values_of(self, "yarn_attention_factor"))
         require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if low > high:
@@ -174,7 +204,8 @@ class ModelConfig:
             raise ConfigError(
                 f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: change one of them."
             )
-        positions = self.max_position_embeddings or seq_length
+        self._check_yarn()
+        positions = self.max_position_embeddings or self._yarn_length or seq_length
         if positions < seq_length:
             raise ConfigError(
                 f"--max-position-embeddings {positions} is below --seq-length {seq_length}: raise the former or lower "
@@ -199,6 +230,43 @@ class ModelConfig:
             }
         known = {field.name for field in fields(TransformerConfig)}
         return TransformerConfig(**{name: value for name, value in vars(self).items() if name in known} | resolved)
+
+    def _check_yarn(self) -> None:
+        yarn = "--position-embedding-type yarn"
+        if self.position_embedding_type != "yarn":
+            return require_flag(yarn, False, changed_flags(self, *YARN_FIELDS))
+        needed = values_of(self, "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
+        for flag, value in needed.items():
+            if value is None:
+                raise ConfigError(f"{yarn} needs {flag}: add it.")
+        if self.use_rope_scaling:
+            raise ConfigError(f"--use-rope-scaling and {yarn} exclude each other: add --no-use-rope-scaling.")
+        if (self.yarn_mscale is None) != (self.yarn_mscale_all_dim is None):
+            raise ConfigError("--yarn-mscale and --yarn-mscale-all-dim need each other: add the other, or remove both.")
+        if self.yarn_mscale is not None and self.yarn_attention_factor is not None:
+            raise ConfigError("--yarn-attention-factor and --yarn-mscale exclude each other: remove one of them.")
+        if self.yarn_beta_fast < self.yarn_beta_slow:
+            raise ConfigError(
+                f"--yarn-beta-fast {self.yarn_beta_fast:g} is below --yarn-beta-slow {self.yarn_beta_slow:g}: raise "
+                "the former or lower the latter."
+            )
+        if self.rotary_base <= 1:
+            raise ConfigError(f"--rotary-base {self.rotary_base:g} has no falling frequencies for {yarn}: raise it.")
+        length = self.yarn_original_max_position_embeddings
+        assert length is not None
+        if length <= 2 * math.pi * self.yarn_beta_slow:
+            raise ConfigError(
+                f"No frequency turns --yarn-beta-slow {self.yarn_beta_slow:g} times in "
+                f"--yarn-original-max-position-embeddings {length}: lower the former or raise the latter."
+            )
+        return None
+
+    @property
+    def _yarn_length(self) -> int | None:
+        """The longest sequence for which YaRN is meant; None without YaRN."""
+        if self.yarn_rotary_scaling_factor is None or self.yarn_original_max_position_embeddings is None:
+            return None
+        return int(self.yarn_rotary_scaling_factor * self.yarn_original_max_position_embeddings)
 
     @property
     def canonical_layer_pattern(self) -> str:

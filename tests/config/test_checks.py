@@ -25,6 +25,9 @@ UNIFORM = f"{FULL} --recompute-method uniform --recompute-num-layers"
 UNSIZED = GOOD.replace("--model tiny ", "")
 UNKNOWN = f"{UNSIZED} --load run --use-checkpoint-args"
 MUON = f"{GOOD} --optimizer muon"
+YARN = (
+    f"{GOOD} --position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64"
+)
 SAVES = "--save run --save-interval 10"
 ENGINE = f"{GOOD} --transformer-impl transformer_engine"
 OVERLAP = f"{ENGINE} --tp-comm-overlap --sequence-parallel"
@@ -41,6 +44,8 @@ AT_LEAST_ONE = [
     "--kv-channels",
     "--max-position-embeddings",
     "--rope-scaling-original-length",
+    "--yarn-rotary-scaling-factor",
+    "--yarn-original-max-position-embeddings",
     "--make-vocab-size-divisible-by",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -122,6 +127,11 @@ NOT_NEGATIVE = [
 POSITIVE = [
     "--rotary-base",
     "--rope-scaling-factor",
+    "--yarn-beta-fast",
+    "--yarn-beta-slow",
+    "--yarn-mscale",
+    "--yarn-mscale-all-dim",
+    "--yarn-attention-factor",
     "--rope-scaling-low-freq-factor",
     "--rope-scaling-high-freq-factor",
     "--moe-router-topk-scaling-factor",
@@ -254,6 +264,26 @@ BAD: list[Row] = [
         f"{GOOD} --rope-scaling-low-freq-factor 5",
         1,
         "--rope-scaling-low-freq-factor 5, --rope-scaling-high-freq-factor 4",
+    ),
+    (f"{GOOD} --yarn-beta-fast 9", 1, "--yarn-beta-fast, --position-embedding-type yarn"),
+    (
+        f"{GOOD} --position-embedding-type yarn --yarn-rotary-scaling-factor 4",
+        1,
+        "--position-embedding-type yarn, --yarn-original-max-position-embeddings",
+    ),
+    (f"{YARN} --use-rope-scaling", 1, "--use-rope-scaling, --position-embedding-type yarn, --no-use-rope-scaling"),
+    (f"{YARN} --yarn-mscale 0.7", 1, "--yarn-mscale, --yarn-mscale-all-dim"),
+    (
+        f"{YARN} --yarn-mscale 0.7 --yarn-mscale-all-dim 1 --yarn-attention-factor 1.1",
+        1,
+        "--yarn-attention-factor, --yarn-mscale",
+    ),
+    (f"{YARN} --yarn-beta-fast 0.5", 1, "--yarn-beta-fast 0.5, --yarn-beta-slow 1"),
+    (f"{YARN} --rotary-base 1", 1, "--rotary-base 1, --position-embedding-type yarn"),
+    (
+        f"{YARN} --yarn-original-max-position-embeddings 6",
+        1,
+        "--yarn-beta-slow 1, --yarn-original-max-position-embeddings 6",
     ),
     (f"{GOOD} --rotary-percent 0.5", 1, "--rotary-percent 0.5"),
     (f"{GOOD} --no-cross-entropy-loss-fusion", 1, "--no-cross-entropy-loss-fusion"),
@@ -1025,6 +1055,8 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{UNSIZED} --num-layers 1 --hidden-size 9 --num-attention-heads 2 --kv-channels 4", 1),
         (f"{GOOD} --num-query-groups 8 --no-group-query-attention", 1),
         (f"{GOOD} --max-position-embeddings 64", 1),
+        (YARN, 1),
+        (f"{YARN} --yarn-mscale 0.7 --yarn-mscale-all-dim 1 --no-yarn-correction-range-round-to-int", 1),
         (f"{GOOD} --use-rope-scaling --rope-scaling-low-freq-factor 4", 1),
         (f"{GOOD} --min-lr 1e-3 --clip-grad 0 --weight-decay 0 --adam-beta1 0", 1),
         (f"{GOOD} --lr-warmup-fraction 0", 1),

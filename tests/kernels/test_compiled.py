@@ -105,7 +105,7 @@ def test_the_functions_to_be_compiled(dtype: torch.dtype) -> None:
     for sign in (1, -1):
         for length, batch, heads in SHAPES:
             activations = made(length, batch, heads % 5 * 8 + 8, dtype=dtype)
-            table = rotary_table(rotary_frequencies(8, 100.0), torch.arange(length) + 3, dtype)
+            table = rotary_table(rotary_frequencies(8, 100.0), torch.arange(length) + 3, dtype, 1.25)
             expected = rotate_(activations.clone(), table if sign == 1 else table.conj())
             assert_close(rotated(activations, torch.view_as_real(table), sign), expected, dtype)
 
@@ -131,12 +131,13 @@ def test_compiled_cross_entropy() -> None:
 def test_compiled_rotation_of_a_part_of_the_fused_projection_in_place_and_back() -> None:
     kernel = CompiledRotation()
     # Positions of one row, and of each: as where documents reset them.
-    for positions in (torch.arange(6), torch.arange(12).view(6, 2)):
-        table = rotary_table(rotary_frequencies(4, 100.0), positions, torch.float32)
+    for positions, magnitude in ((torch.arange(6), 1.0), (torch.arange(12).view(6, 2), 1.25)):
+        table = rotary_table(rotary_frequencies(4, 100.0), positions, torch.float32, magnitude)
         fused = made(6, 2, 20)
         before, expected = fused.clone(), rotate_(fused[..., :12].clone(), table)
         kernel(fused[..., :12], table)
         assert_close(fused[..., :12], expected, torch.float32)
         assert torch.equal(fused[..., 12:], before[..., 12:])
         kernel(fused[..., :12], table.conj())
+        before[..., :12] *= magnitude**2
         assert_close(fused, before, torch.float32)

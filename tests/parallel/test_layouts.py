@@ -62,6 +62,19 @@ DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
 DEEP_TIED_SHORT = replace(DEEP_TIED, steps=2)
 CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
 CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
+YARN = replace(
+    CONTEXT_IN_DOCUMENTS,
+    model=replace(
+        CONTEXT.model,
+        use_rope_scaling=False,
+        position_embedding_type="yarn",
+        rotary_base=100.0,
+        yarn_rotary_scaling_factor=2.0,
+        yarn_original_max_position_embeddings=8,
+        yarn_beta_fast=2.0,
+        yarn_beta_slow=0.5,
+    ),
+)
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
 TIED_SHORT = replace(TIED, steps=2)
 DELAYED = replace(
@@ -286,6 +299,8 @@ def context_parallel_matrix() -> Iterator[Case]:
         only_one = replace(CONTEXT, masks_documents=masks, resets_positions=positions)
         yield only_one, Layout(2, 2, True, microbatches=2)
         yield only_one, Layout(cp=4, microbatches=2)
+    yield YARN, Layout(2, 1, True, cp=2, pp=2, microbatches=2)
+    yield YARN, Layout(cp=2, cp_comm_type=("a2a",), activations=full("uniform", 1), microbatches=2)
     # Two levels, beside everything that divides heads, sequences and weights.
     levels = Layout(cp=4, cp_comm_type=("a2a+p2p",), cp_sizes=(2, 2), microbatches=2)
     for task in (CONTEXT, CONTEXT_IN_DOCUMENTS):

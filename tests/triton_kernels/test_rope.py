@@ -15,11 +15,12 @@ pytestmark = pytest.mark.processes
 
 
 def table_of(length: int, batch: int, head_size: int, dtype: torch.dtype) -> Tensor:
-    """With ``batch`` above 1 each sequence has positions of its own, as documents have."""
+    """With ``batch`` above 1 each sequence has positions of its own, as documents have, and the magnitude is YaRN's."""
     positions = torch.arange(length) + 1000
     if batch > 1:
         positions = torch.stack([positions // (number + 1) for number in range(batch)], dim=1)
-    return rotary_table(rotary_frequencies(head_size, 500000.0, scaling_factor=8.0), positions, dtype)
+    frequencies = rotary_frequencies(head_size, 500000.0, scaling_factor=8.0)
+    return rotary_table(frequencies, positions, dtype, 1.25 if batch > 1 else 1.0)
 
 
 def check_rotation(length: int, batch: int, heads: int, head_size: int, dtype: torch.dtype, resets: bool) -> None:

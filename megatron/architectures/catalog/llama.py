@@ -1,5 +1,5 @@
 """Llama 2 (arXiv 2307.09288) and Llama 3 (The Llama 3 Herd of Models, arXiv 2407.21783, table 3), and the published
-configurations of Llama 3.2. ``tiny`` is for tests and first runs."""
+configurations of Llama 3.2 and 3.3. ``tiny`` is for tests and first runs."""
 
 from typing import Any
 
@@ -30,6 +30,7 @@ _PRESETS = {
     "llama3.1-405b": _scaled(126, 16384, 53248, 128),
     "llama3.2-1b": _scaled(16, 2048, 8192, 32, factor=32.0, untie_embeddings_and_output_weights=False),
     "llama3.2-3b": _scaled(28, 3072, 8192, 24, factor=32.0, untie_embeddings_and_output_weights=False),
+    "llama3.3-70b": _scaled(80, 8192, 28672, 64),
 }
 
 

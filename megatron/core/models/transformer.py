@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
+from megatron.core.models.frequencies import frequencies_of
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.query_scale import query_scales
-from megatron.core.ops.rope import rotary_frequencies, rotary_table
+from megatron.core.ops.rope import rotary_table
 from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
@@ -33,15 +34,7 @@ class PositionTables:
 
     def __init__(self, config: TransformerConfig, context: BuildContext) -> None:
         self._config, self._context = config, context
-        frequencies = rotary_frequencies(
-            config.kv_channels,
-            config.rotary_base,
-            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
-            original_length=config.rope_scaling_original_length,
-            low_freq_factor=config.rope_scaling_low_freq_factor,
-            high_freq_factor=config.rope_scaling_high_freq_factor,
-        )
-        self._frequencies = frequencies.to(context.device)
+        self._frequencies = frequencies_of(config).to(context.device)
         self._shape: tuple[int, int] | None = None
         self._sequences: SequencePositions | None = None
 
@@ -66,7 +59,8 @@ class PositionTables:
             scales = query_scales(
                 positions, config.attention_temperature_floor, config.attention_temperature_scale, dtype
             )
-        return SequencePositions(rotary_table(self._frequencies, positions, dtype), query_scales=scales)
+        rotary = rotary_table(self._frequencies, positions, dtype, config.rotary_magnitude)
+        return SequencePositions(rotary, query_scales=scales)
 
     def _with_spans(self, tables: SequencePositions, rows: int, documents: Documents | None) -> SequencePositions:
         size, spans = self._config.attention_chunk_size, None if documents is None else documents.attention

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) with Llama 3.1's frequency scaling.
+"""Rotary position embedding (Su et al., arXiv 2104.09864) with Llama 3.1's frequency scaling, and YaRN.
 
 The rotated pairs are neighbouring elements ``(2i, 2i+1)`` of a head, as in the paper and in Meta's weights: a pair is
 one complex number and the rotation one complex product. Hugging Face stores the two halves of a head apart; conversion
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
-"""Rotates every head of ``[s, b, heads * head_size]`` in place by a complex table; ``table.conj()`` rotates back."""
+"""Multiplies every head of ``[s, b, heads * head_size]`` in place by a complex table, whose magnitude is not always 1
+(:func:`rotary_table`); the gradient is multiplied by ``table.conj()``."""
 
 
 def rotary_frequencies(
@@ -44,12 +45,41 @@ def rotary_frequencies(
     return frequencies * (keep + (1 - keep) / scaling_factor)
 
 
-def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Complex rotations ``[s, 1 or b, 1, head_size / 2]`` of ``positions`` ``[s]`` or ``[s, b]``; ``dtype`` is the
-    activations' dtype (half precisions rotate in fp32)."""
+def yarn_frequencies(
+    head_size: int,
+    base: float,
+    *,
+    scaling_factor: float,
+    original_length: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    round_to_int: bool = True,
+) -> Tensor:
+    """YaRN's angles per position, ``[head_size / 2]`` in fp64 (Peng et al., arXiv 2309.00071, section 3.2).
+
+    A frequency that turns ``beta_fast`` times in ``original_length`` positions, or more often, is kept, one that turns
+    at most ``beta_slow`` times is divided by ``scaling_factor``. Between the two the kept share falls linearly with the
+    number of the pair. As in YaRN's code and in transformers, the pairs at the two bounds are clamped to the head size
+    (not to its half), and ``round_to_int`` widens the range to whole numbers.
+    """
+    low, high = (
+        head_size * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (beta_fast, beta_slow)
+    )
+    if round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    pairs = torch.arange(head_size // 2, dtype=torch.float64)
+    keep = 1 - ((pairs - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
+    return rotary_frequencies(head_size, base) * (keep + (1 - keep) / scaling_factor)
+
+
+def rotary_table(frequencies: Tensor, positions: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Tensor:
+    """Complex rotations ``[s, 1 or b, 1, head_size / 2]`` of ``positions`` ``[s]`` or ``[s, b]``, times ``magnitude``;
+    ``dtype`` is the activations' dtype (half precisions rotate in fp32)."""
     by_row = positions if positions.dim() == 2 else positions[:, None]
     angles = (by_row.to(torch.float64)[..., None] * frequencies.to(positions.device)).unsqueeze(2)
-    return torch.polar(torch.ones_like(angles), angles).to(
+    return torch.polar(torch.full_like(angles, magnitude), angles).to(
         torch.complex128 if dtype == torch.float64 else torch.complex64
     )
 
@@ -74,7 +104,7 @@ class _Rotary(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        # The adjoint of a rotation is its inverse.
+        # The adjoint of a product with z is the product with conj(z), whatever the magnitude of z.
         ctx.rotate(gradients[0][..., : ctx.rotated_size], ctx.table.conj())
         return gradients[0], None, None, None
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from megatron.architectures.transformer_config import YARN_FIELDS
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
@@ -15,8 +16,13 @@ def check_architecture(
     saved: Mapping[str, Any],
     where: str,
     remedy: str = "use the flags of the run that saved it",
+    *,
+    weights_only: bool = False,
 ) -> None:
-    """Raise :class:`CheckpointError` with every flag whose value differs from ``saved``, found at ``where``."""
+    """Raise :class:`CheckpointError` with every flag whose value differs from ``saved``, found at ``where``.
+
+    ``weights_only``: a new run begins with the weights, and may begin YaRN.
+    """
     here, there = wanted.get("num_experts"), saved["num_experts"]
     if here and not there:
         raise CheckpointError(
@@ -29,6 +35,8 @@ def check_architecture(
         )
     # The padding depends on the layout; no weight depends on the longest sequence or the initialisation.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
+    if weights_only and wanted.get("position_embedding_type") == "yarn":
+        free |= {"position_embedding_type", *YARN_FIELDS}
     different = [
         f"{flag_of(name)} is {value} here and {saved[name]} there"
         for name, value in wanted.items()

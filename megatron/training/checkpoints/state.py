@@ -118,7 +118,10 @@ class RunState:
         """Load ``saved``, or its weights alone; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
         check_architecture(
-            asdict(self.architecture), asdict(saved.state.architecture), f"The checkpoint under {saved.root}"
+            asdict(self.architecture),
+            asdict(saved.state.architecture),
+            f"The checkpoint under {saved.root}",
+            weights_only=weights_only,
         )
         if not weights_only:
             self.lr_schedule = resolve_lr_schedule(
@@ -164,7 +167,7 @@ class RunState:
             # Hugging Face stores gains, from which the weights of norms follow in both forms.
             is_zero_centered = self.architecture.apply_layernorm_1p
             theirs = replace(model.architecture, apply_layernorm_1p=is_zero_centered)
-            check_architecture(asdict(self.architecture), asdict(theirs), f"The model in {source}")
+            check_architecture(asdict(self.architecture), asdict(theirs), f"The model in {source}", weights_only=True)
             masters = [state for state in self.module.optimizer.state() if state.kind == "master"]
             owned: list[LocalParam | OptimizerState] = [*self.module.data_parallel.local_params, *masters]
             fill_from_hugging_face(source, model.weights, theirs, [(one.info, one.start, one.tensor) for one in owned])
