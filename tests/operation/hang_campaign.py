@@ -92,7 +92,7 @@ class Report:
 class Campaign:
     """A launcher whose ranks train until they are told to break."""
 
-    def __init__(self, directory: Path, faults: int, ranks: int = 2, forks: bool = True) -> None:
+    def __init__(self, directory: Path, faults: int, ranks: int = 2, forks: bool = True, limit: float = LIMIT) -> None:
         self._directory, self._ranks = directory, ranks
         self.log, self._run = directory / "log", directory / "run"
         launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(faults)]
@@ -105,7 +105,7 @@ class Campaign:
             "num_workers": 1,
             "global_batch_size": 4 * ranks,
             "run_dir": self._run,
-            "hang_limit_s": LIMIT,
+            "hang_limit_s": limit,
             "hang_limit_start_s": START_LIMIT,
         }
         self.log.touch()
@@ -191,10 +191,15 @@ class Campaign:
 
 
 def run_campaign(
-    directory: Path, faults: Sequence[Fault], ranks: int, quiet_seconds: float = 0.0, forks: bool = True
+    directory: Path,
+    faults: Sequence[Fault],
+    ranks: int,
+    quiet_seconds: float = 0.0,
+    forks: bool = True,
+    limit: float = LIMIT,
 ) -> list[Report]:
     """Inject the faults in one job; with ``quiet_seconds`` of training before, in which nothing may be reported."""
-    with Campaign(directory, len(faults), ranks, forks) as campaign:
+    with Campaign(directory, len(faults), ranks, forks, limit) as campaign:
         if quiet_seconds:
             campaign.wait_until_quiet()
             time.sleep(quiet_seconds)

@@ -22,5 +22,7 @@ def test_a_rank_that_hangs_is_named_and_all_are_restarted(tmp_path: Path, chance
 
 
 def test_a_campaign_of_hangs(tmp_path: Path, chance: random.Random) -> None:
-    reports = run_campaign(tmp_path, [Fault.draw(chance, 2) for _ in range(20)], ranks=2)
+    faults = [Fault.draw(chance, 2) for _ in range(20)]
+    # Twice the limit of the campaign by command: two healthy ranks may wait 2 s for each other beside other tests.
+    reports = run_campaign(tmp_path, faults, ranks=2, limit=2 * LIMIT)
     assert all(report.is_right for report in reports)
