@@ -161,14 +161,12 @@ def llama4_matrix() -> Iterator[Case]:
 
 @cache
 def default_places() -> frozenset[int]:
-    """Rows of the product that show every task with every value of each factor, as far as four ranks can."""
+    """Rows of the product that show every value of each factor, as far as four ranks can."""
     cases = llama4_product()
     small = [place for place, case in enumerate(cases) if ranks_of(case) <= 4]
-    with_task = [
-        {name: (row["task"], value) for name, value in row.items()}
-        for row in factors_of([cases[place] for place in small])
-    ]
-    chosen = covering(with_task, [ranks_of(cases[place]) for place in small], strength=1)
+    chosen = covering(
+        factors_of([cases[place] for place in small]), [ranks_of(cases[place]) for place in small], strength=1
+    )
     return frozenset(small[place] for place in chosen)
 
 
