@@ -121,6 +121,7 @@ NEEDS = {
     "--overlap-param-gather": "--use-distributed-optimizer",
     "--per-split-data-args-path": CORPUS,
     "--pipeline-model-parallel-layout": STAGES,
+    "--position-embedding-type yarn": "--yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64",
     "--profile-ranks": "--profile",
     "--recompute-granularity full": "--recompute-method uniform --recompute-num-layers 1",
     "--recompute-method": f"{FULL} --recompute-num-layers 1",
