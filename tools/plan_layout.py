@@ -133,9 +133,12 @@ def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
     """As ``pretrain_llama.py --plan`` with these words."""
     assert config.dry_run.num_gpus is not None
     of_run = without_flags(arguments, {"num_gpus", *(flag.name for flag in fields(PlanConfig))})
-    job = Job.of(of_run, read_cluster(config.plan.plan_cluster), config.dry_run.num_gpus)
+    operation = Operation(config.plan.plan_tokens, config.plan.plan_price_per_gpu_hour)
+    job = Job.of(of_run, read_cluster(config.plan.plan_cluster), config.dry_run.num_gpus, operation)
+    measured = config.plan.plan_measured
+    level = None if measured is None else measured_level(Path(measured), job, "--plan-measured")
     with progress_bar() as report:
-        result = search(job, report=report)
+        result = search(job, level=level, report=report)
     show(result, _TOP, {"--plan-json": config.plan.plan_json, "--plan-html": config.plan.plan_html})
 
 

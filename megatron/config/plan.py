@@ -1,8 +1,9 @@
 """Flags for the search of a layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megatron.flags import changed_flags, require_flag, values_of
+from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
 
 
@@ -20,6 +21,17 @@ class PlanConfig:
     plan_html: str | None = None
     """Plan: file for the report, a page without references to other files."""
 
+    plan_tokens: float = 1e12
+    """Plan: tokens of the whole run, for days and price."""
+    plan_price_per_gpu_hour: float | None = None
+    """Plan: price of a GPU for an hour (default: the cluster's)."""
+    plan_measured: str | None = None
+    """Plan: --metrics-jsonl file of a real run on this cluster, whose step time corrects the level of all
+    predictions."""
+
     def check(self) -> None:
-        refuse_urls(values_of(self, "plan_cluster", "plan_json", "plan_html"), "use a local file")
-        require_flag("--plan", self.plan, changed_flags(self, "plan_cluster", "plan_json", "plan_html"))
+        refuse_urls(values_of(self, "plan_cluster", "plan_json", "plan_html", "plan_measured"), "use a local file")
+        require_positive(values_of(self, "plan_tokens"))
+        require_at_least(0, values_of(self, "plan_price_per_gpu_hour"))
+        names = (flag.name for flag in fields(self) if flag.name != "plan")
+        require_flag("--plan", self.plan, changed_flags(self, *names))

@@ -24,6 +24,7 @@ from megatron.planner.step_time.validation import (
     constants_without,
     corrected_errors,
     left_out,
+    repeats,
     same_job,
     same_software,
     size_of,
@@ -79,7 +80,14 @@ class Evaluation:
 
     def tables(self) -> list[Table]:
         """All tables, in the order of the page."""
-        return [self._of_all(), self._by_source(), self._by_size(), self._after_one_run(), self._of_sweeps()]
+        return [
+            self._of_all(),
+            self._by_source(),
+            self._by_size(),
+            self._after_one_run(),
+            self._of_repeats(),
+            self._of_sweeps(),
+        ]
 
     def _of_all(self) -> Table:
         chosen = {
@@ -119,14 +127,35 @@ class Evaluation:
         return Table(("GPUs", *_columns("fitted"), *_columns("held back")), tuple(rows))
 
     def _after_one_run(self) -> Table:
-        by_key = [corrected_errors(self.known, self.without, key) for key in (same_software, same_job)]
+        by_key = self._corrected(self.without)
         rows = []
         for source in sources(self.known):
             cells = [cell for found in by_key for cell in _cells_of(_errors_of(found.get(source)))]
             rows.append((source, *cells))
-        everything = [np.concatenate(list(found.values())) for found in by_key]
-        rows.append(("all", *(cell for values in everything for cell in _cells_of(_errors_of(values)))))
+        same = self._corrected(dict.fromkeys(sources(self.known), self.constants))
+        for name, of_keys in (("all", by_key), ("all, of sources in the fit", same)):
+            everything = [np.concatenate(list(found.values())) for found in of_keys]
+            rows.append((name, *(cell for values in everything for cell in _cells_of(_errors_of(values)))))
         return Table(("source", *_columns("same software"), *_columns("same software and model")), tuple(rows))
+
+    def _corrected(self, constants: Mapping[str, Constants]) -> list[dict[str, Array]]:
+        """Errors by source after one run of the same software, and of the same software and model."""
+        return [corrected_errors(self.known, constants, key) for key in (same_software, same_job)]
+
+    def _of_repeats(self) -> Table:
+        found = repeats(self.known)
+        rows = []
+        for kind in ("same release", "another release", "another source"):
+            values = np.array([one.difference for one in found if one.kind == kind])
+            rows.append((kind, *_cells_of(_errors_of(values))))
+        return Table(("the same layout, measured twice", "pairs", "median difference", "90th"), tuple(rows))
+
+    def known_errors(self) -> dict[str, float]:
+        """90th percentiles on which the planner's intervals rest."""
+        others = {source: without_doubtful(left_out(self.known, source)) for source in sources(self.known)}
+        left = [Errors.of(errors(runs, self.without[source])).p90 for source, runs in others.items() if runs]
+        software, job = (Errors.of(np.concatenate(list(found.values()))).p90 for found in self._corrected(self.without))
+        return {"left_out": max(left), "same_software": software, "same_software_and_model": job}
 
     def _of_sweeps(self) -> Table:
         same = dict.fromkeys(sources(self.known), self.constants)
@@ -165,10 +194,11 @@ def _percent(share: float) -> str:
 
 
 def record(evaluation: Evaluation) -> str:
-    """The content of ``fitted.json``: the constants, which of them are fitted, and the rows and the table used."""
+    """The content of ``fitted.json``: the constants, which of them are fitted, errors, rows and table."""
     content = {
         "constants": evaluation.constants,
         "fitted": fitted_names(),
+        "errors": {name: round(value, 6) for name, value in evaluation.known_errors().items()},
         "table_sha256": hashlib.sha256(TABLE.read_bytes()).hexdigest(),
         "rows": [one.number for one in evaluation.known],
     }

@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
+from megatron.planner.search import rehearsals
 from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR, UNKNOWN_ERROR, Level
 from megatron.planner.search.advice import describe_limit, largest_overhead
 from megatron.planner.search.cost import scale_point
@@ -20,7 +23,8 @@ from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
 from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import accuracy_warnings, price_layouts
-from megatron.planner.search.ranking import TIE, num_dimensions, rank
+from megatron.planner.search.ranking import TIE, first_of_families, num_dimensions, rank
+from megatron.planner.search.rehearsals import Rehearsal
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
 from megatron.planner.search.search import find_layouts
@@ -251,6 +255,33 @@ def test_the_pasted_command_gives_the_layout() -> None:
             differing = {name for name, value in vars(asked).items() if getattr(found, name) != value}
             assert differing <= {"use_distributed_optimizer"}  # the same as the strategy optim
         assert pasted.training.micro_batch_size == one.layout.micro_batch_size
+
+
+def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a rehearsal as if the formula had missed something in some of the best layouts."""
+    of_run = job(TINY, num_gpus=4)
+    ranked = find_layouts(of_run, Level()).planned
+    limit = of_run.config.dry_run.gpu_memory
+    first, second = (one.layout for one in islice(first_of_families(ranked), 2))
+    rehearsed: list[Layout] = []
+
+    def rehearse(_: Job, layout: Layout) -> Rehearsal:
+        rehearsed.append(layout)
+        return Rehearsal(({"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}), None)
+
+    monkeypatch.setattr(rehearsals, "rehearse", rehearse)
+    monkeypatch.setattr(rehearsals, "parallel_map", lambda: nullcontext(map))
+    too_large = {first, second}
+    found = rehearsals.rehearse_best(of_run, ranked, wanted=3)
+    assert [one.layout for one in found] == [one.layout for one in ranked if one.layout not in too_large]
+    assert too_large < set(rehearsed) and len(rehearsed) == len(set(rehearsed)) >= 5
+    kept = [one for one in found if one.is_rehearsed]
+    assert len(kept) == 3 and {(one.memory_bytes, one.tightest_stage) for one in kept} == {(limit, 1)}
+    too_large = {one.layout for one in ranked}
+    rehearsed.clear()
+    found = rehearsals.rehearse_best(of_run, ranked, wanted=1)
+    assert len(rehearsed) == 4  # then it stops
+    assert len(found) == len(ranked) - 4 and not any(one.is_rehearsed for one in found)
 
 
 def test_given_flags_are_known_by_their_fields() -> None:

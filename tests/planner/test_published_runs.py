@@ -14,8 +14,9 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.planner.fit import Evaluation, Table, main
+from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR
 from megatron.planner.step_time.constants import CONSTANTS
-from megatron.planner.step_time.fit import FITTED, errors, fit, fitted_names, load_fitted, predict
+from megatron.planner.step_time.fit import FITTED, errors, fit, fitted_names, load_errors, load_fitted, predict
 from megatron.planner.step_time.published import TABLE, PublishedRun, fitted_and_held_back, read_published, sources
 from megatron.planner.step_time.validation import (
     DOUBTFUL,
@@ -23,6 +24,7 @@ from megatron.planner.step_time.validation import (
     corrected_errors,
     is_doubtful,
     left_out,
+    repeats,
     same_job,
     same_software,
     sweeps,
@@ -95,8 +97,8 @@ def test_a_source_that_was_left_out_is_predicted_within_seven_percent_at_the_med
         tested.append(source)
         found = Errors.of(errors(own, evaluation.without[source]))
         assert found.median <= 0.07, source
-        # Of the nine rows of nemo-25xx, one contradicts the others, and GPT-3 is predicted 10 and 20 % too slow.
-        assert found.p90 <= (0.2 if source == "nemo-25xx" else 0.12), source
+        # Of the nine rows of nemo-25xx, one contradicts the others, and GPT-3 is predicted 10 and 16 % too slow.
+        assert found.p90 <= (0.19 if source == "nemo-25xx" else 0.12), source
     assert len(tested) == 7  # torchtitan's GPUs occur nowhere else
 
 
@@ -105,12 +107,54 @@ def test_one_run_of_the_same_job_corrects_the_others(evaluation: Evaluation) -> 
     by_job = corrected_errors(evaluation.known, evaluation.without, same_job)
     together = np.concatenate(list(by_job.values()))
     assert len(together) > 250
-    assert np.median(together) <= 0.025
+    assert np.median(together) <= 0.02
     # Repeated runs of one layout differ by 4 % in bloom; korthikanti-2022 has one model and two kinds of recompute.
     for source in set(by_job) - {"bloom", "korthikanti-2022"}:
         assert np.median(by_job[source]) <= 0.026, source
     by_software = corrected_errors(evaluation.known, evaluation.without, same_software)
     assert np.median(by_software["dgxc-benchmarking"]) <= 0.025
+
+
+def test_pairs_of_the_same_layout_differ_by_their_times_alone(evaluation: Evaluation) -> None:
+    found = repeats(evaluation.known)
+    kinds = [one.kind for one in found]
+    assert {"same release", "another release", "another source"} == set(kinds)
+    for one in found:
+        first, second = (run.run for run in one.runs)
+        assert first is not None and second is not None
+        assert (first.heads, first.tp, first.pp, first.vp, first.gpus) == (
+            second.heads, second.tp, second.pp, second.vp, second.gpus,
+        )  # fmt: skip
+        times = sorted(run.seconds or 0.0 for run in one.runs)
+        assert one.difference == pytest.approx(times[1] / times[0] - 1)
+    slower = [replace(one, seconds=1.1 * (one.seconds or 0.0)) for one in evaluation.known[:1]]
+    (own,) = repeats([*evaluation.known[:1], *slower])
+    assert (own.kind, own.difference) == ("same release", pytest.approx(0.1))
+
+
+def test_the_intervals_of_the_search_are_the_percentiles_of_the_fit(evaluation: Evaluation) -> None:
+    found = evaluation.known_errors()
+    assert load_errors() == pytest.approx(found, rel=0.02)
+    worst = max(
+        Errors.of(errors(rows, evaluation.without[source])).p90
+        for source in sources(evaluation.known)
+        if (rows := without_doubtful(left_out(evaluation.known, source)))
+    )
+    assert worst <= KNOWN_ERROR < worst + 0.012
+    assert found["same_software"] <= CORRECTED_ERROR < found["same_software"] + 0.012
+    assert found["same_software_and_model"] <= SAME_MODEL_ERROR < found["same_software_and_model"] + 0.012
+    page = (REPOSITORY / "docs/planner.md").read_text(encoding="utf-8")
+    assert f"is +-{KNOWN_ERROR:.0%}:".replace("%", " %") in page
+    assert f"then +-{CORRECTED_ERROR:.0%}, and +-{SAME_MODEL_ERROR:.0%} if".replace("%", " %") in page
+
+
+def test_gaps_are_those_of_layers_outside_of_cuda_graphs(evaluation: Evaluation) -> None:
+    graphs = [one for one in evaluation.known if one.run is not None and one.run.software.has_cuda_graphs]
+    assert {(one.source, one.row["gpu"]) for one in graphs} == {("nemo-25xx", "B200"), ("nemo-25xx", "GB200")}
+    assert not any("; FSDP" in one.row["where"] or "405B" in one.row["model"] for one in graphs)
+    without = [replace(one, run=replace(one.run, software=replace(one.run.software, has_cuda_graphs=False)))
+               for one in graphs if one.run is not None]  # fmt: skip
+    assert (predict(graphs, load_fitted()) < predict(without, load_fitted())).all()
 
 
 def test_a_level_common_to_all_runs_of_a_source_is_corrected(evaluation: Evaluation) -> None:

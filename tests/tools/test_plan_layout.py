@@ -131,13 +131,20 @@ def test_a_mistake_is_one_sentence(
 
 def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*TINY, *FEW, "--bf16", "--plan", "--plan-json", str(tmp_path / "plan.json")]
+    words += ["--plan-tokens", "3e9", "--plan-price-per-gpu-hour", "2"]
     assert pretrain_llama.main([*words, "--tensor-model-parallel-size", "2", "--num-gpus", "2"]) == ExitCode.COMPLETE
-    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    result = json.loads((tmp_path / "plan.json").read_text())
+    for point in result["scaling"]:
+        assert point["days"] * 86_400 * point["goodput"] == pytest.approx(3e9 / (8 * 256) * point["step_time_s"])
+        assert point["price"] == pytest.approx(2 * point["gpu_hours"])
+    layouts = result["layouts"]
     assert layouts and {one["flags"]["tensor-model-parallel-size"] for one in layouts} == {2}
     text = capsys.readouterr().out
     assert "--plan" not in text and "--num-gpus" not in text and "--tensor-model-parallel-size 2" in text
     assert pretrain_llama.main(words) == ExitCode.ACTION_REQUIRED
     assert "--plan needs --num-gpus" in capsys.readouterr().err
+    assert pretrain_llama.main([*words, "--num-gpus", "2", "--plan-measured", "none.jsonl"]) != ExitCode.COMPLETE
+    assert "--plan-measured none.jsonl cannot be read" in capsys.readouterr().err
 
 
 def test_flags_are_left_out_with_their_values() -> None:

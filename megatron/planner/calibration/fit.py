@@ -122,5 +122,4 @@ def without_overlap() -> dict[str, float]:
     """Constants of a machine whose collectives need its own cores: nothing overlaps, and rates do not fall with the
     number of nodes. The file's rates of the links are measured."""
     exposed = ("exposed_tensor_parallel", "exposed_messages", "exposed_interleaved_messages", "fsdp2_contention")
-    rates = ("link", "network", "elementwise_compiled")
-    return {**dict.fromkeys((*exposed, *rates), 1.0), "hidden_data_parallel": 0.0, "growth": 0.0}
+    return {**dict.fromkeys((*exposed, "link", "network"), 1.0), "hidden_data_parallel": 0.0, "growth": 0.0}

@@ -2,16 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
+from megatron.planner.step_time.fit import load_errors
 from megatron.planner.step_time.published import read_published
 from megatron.planner.step_time.workload import Run
 
-KNOWN_ERROR = 0.12
-"""Of software that the fit does not know: at least the 90th percentile of each source that was left out of the fit, but
-for nine rows of NeMo 25.xx (docs/planner.md, by source)."""
-CORRECTED_ERROR = 0.1
+_ERRORS = load_errors()
+
+
+def _in_percent(error: float) -> float:
+    """Rounded up to a whole percentage."""
+    return ceil(100 * error) / 100
+
+
+KNOWN_ERROR = _in_percent(_ERRORS["left_out"])
+"""Of software that the fit does not know: the 90th percentile of the source that is predicted worst if it is left out,
+without doubtful rows (docs/planner.md, by source)."""
+CORRECTED_ERROR = _in_percent(_ERRORS["same_software"])
 """After one run of the same software: 90th percentile of all sources (docs/planner.md, after one run)."""
-SAME_MODEL_ERROR = 0.075
+SAME_MODEL_ERROR = _in_percent(_ERRORS["same_software_and_model"])
 """After one run of the same software, model and sequence length: the same."""
 UNKNOWN_ERROR = 0.3
 """Where the GPU or the regime has no measurements."""

@@ -20,20 +20,20 @@ _WARM_UP = 2
 """Records of a process that are left out, if there are more: compilation, first allocations."""
 
 
-def measured_level(path: Path, job: Job) -> Level:
-    """How much slower the run of a metrics file was than predicted on the job's cluster.
+def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
+    """How much slower the run of a metrics file was than predicted on the job's cluster; ``flag`` names the file.
 
     Raises :class:`ConfigError` if the file does not say which flags and how many ranks its run had, or has no times.
     """
-    records = _read(path)
+    records = _read(path, flag)
     starts = [number for number, record in enumerate(records) if _is_described(record)]
     if not starts:
         raise ConfigError(
-            f"--measured {path} does not state the layout of its run: use a file that --metrics-jsonl wrote, whose "
+            f"{flag} {path} does not state the layout of its run: use a file that --metrics-jsonl wrote, whose "
             "first record has the flags (key run)."
         )
     described, last = records[starts[-1]][RUN], records[-1]
-    seconds = _step_time(path, records[starts[-1] :])
+    seconds = _step_time(f"{flag} {path}", records[starts[-1] :])
     config = config_of(described["flags"])
     architecture = config.model.resolve(job.vocabulary.size, 1, config.seq_length)
     grid = rank_grid(config.parallel, described["world_size"])
@@ -49,12 +49,12 @@ def measured_level(path: Path, job: Job) -> Level:
     )
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, flag: str) -> list[dict[str, Any]]:
     """The records of the file; a line that is no record is left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise ConfigError(f"--measured {path} cannot be read ({error.strerror}): check the path.") from error
+        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): check the path.") from error
     found = []
     for line in lines:
         try:
@@ -71,11 +71,11 @@ def _is_described(record: Mapping[str, Any]) -> bool:
     return isinstance(run, dict) and isinstance(run.get("flags"), dict) and isinstance(run.get("world_size"), int)
 
 
-def _step_time(path: Path, records: list[dict[str, Any]]) -> float:
+def _step_time(file: str, records: list[dict[str, Any]]) -> float:
     """The median of the records' step times, in seconds, of a single process."""
     times = [record["iteration_time_ms"] for record in records if _is_number(record.get("iteration_time_ms"))]
     if not times:
-        raise ConfigError(f"--measured {path} has no iteration_time_ms after its last start: let the run train on.")
+        raise ConfigError(f"{file} has no iteration_time_ms after its last start: let the run train on.")
     return median(times[_WARM_UP:] or times) / 1e3
 
 

@@ -42,10 +42,6 @@ CONSTANTS: Mapping[str, Constant] = {
     "odd_head_softmax": Constant(6.4, 0.8, "factor on the softmax if the head size is no multiple of 8"),
     # Between the products.
     "elementwise": Constant(1.5, 0.6, "factor on the counted memory accesses between products"),
-    "elementwise_megatron_2021": Constant(1.0, 0.0, "the same relative to it with Megatron-LM's fused kernels of 2021"),
-    "elementwise_transformer_engine": Constant(1.0, 0.0, "the same with Transformer Engine"),
-    "elementwise_compiled": Constant(1.0, 0.0, "the same with torch.compile"),
-    "elementwise_eager": Constant(1.0, 0.0, "the same without fusion"),
     "fp8_cast": Constant(1.0, 0.7, "factor on the counted memory accesses of casts to FP8"),
     "layer_gap": Constant(63e-6, 0.8, "seconds per layer and microbatch without work on the GPU"),
     "deepspeed_layer": Constant(4.3e-3, 1.0, "seconds per layer and microbatch of DeepSpeed's pipeline engine"),

@@ -95,5 +95,15 @@ def errors(runs: Sequence[PublishedRun], constants: dict[str, float]) -> Array:
 
 def load_fitted() -> dict[str, float]:
     """The fitted constants that the planner uses, and the stated ones."""
-    constants: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))["constants"]
-    return constants
+    return _load("constants")
+
+
+def load_errors() -> dict[str, float]:
+    """90th percentiles of the errors of the fit: the largest of a source that was left out, without doubtful rows
+    (``left_out``), and of all sources after a measured run (``same_software``, ``same_software_and_model``)."""
+    return _load("errors")
+
+
+def _load(key: str) -> dict[str, float]:
+    found: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))[key]
+    return found

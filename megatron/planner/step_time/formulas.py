@@ -89,6 +89,7 @@ class StepTimeModel:
         forward, backward, weights = self._layer(c)
         again = self._recomputed(forward)
         gap = c["layer_gap"] * np.where(self._is["recompute", "full"], 4 / 3, 1.0)
+        gap = np.where(self._is["has_cuda_graphs", True], 0.0, gap)
         gap = gap + np.where(self._is["has_deepspeed_pipeline", True], c["deepspeed_layer"], 0.0)
         layer = forward.total + backward.total + weights.total + again + gap
         head = self._head(c)
@@ -223,16 +224,9 @@ class StepTimeModel:
         )
 
     def _elementwise(self, c: Constants) -> Array:
-        kinds = {
-            "megatron-2021": c["elementwise_megatron_2021"],
-            "transformer-engine": c["elementwise_transformer_engine"],
-            "compiled": c["elementwise_compiled"],
-            "eager": c["elementwise_eager"],
-        }
-        factor = sum(np.where(self._is["elementwise", kind], value, 0.0) for kind, value in kinds.items())
         # An unfused RMSNorm, SwiGLU and rotary embedding: half as many accesses again.
         is_unfused_llama = self._is["elementwise", "eager"] & (self.gates > 1)
-        return c["elementwise"] * factor * np.where(is_unfused_llama, 1.5, 1.0)
+        return c["elementwise"] * np.where(is_unfused_llama, 1.5, 1.0)
 
     def _tensor_parallel(self, c: Constants) -> Array:
         """Two all-reduces of a pass, or the all-gathers and reduce-scatters of sequence parallelism."""
@@ -285,10 +279,10 @@ class StepTimeModel:
 
     def _bubble(self, bubble: Array, weights: Array) -> Array:
         """The bubble of the schedule, from that of 1F1B. ZB-H1 fills it with two weight gradients of a microbatch for
-        each other stage, ZB-H2 with three."""
-        weights = (self.pp - 1) * self._middle_layers() * weights
-        filled = np.where(self._is["schedule", "zb-h1"], 2.0, np.where(self._is["schedule", "zb-h2"], 3.0, 0.0))
-        return np.maximum(bubble - filled * weights, 0.0)
+        each other stage. ZB-2p, which is searched with twice the memory of 1F1B, has next to none."""
+        filled = 2 * (self.pp - 1) * self._middle_layers() * weights
+        bubble = np.where(self._is["schedule", "zb-h1"], np.maximum(bubble - filled, 0.0), bubble)
+        return np.where(self._is["schedule", "zb-2p"], 0.0, bubble)
 
     def _messages(self, c: Constants) -> Array:
         """The exposed messages of a microbatch: one activation and one gradient per chunk."""
@@ -342,14 +336,15 @@ class StepTimeModel:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ("unfused", "cudnn"),
-    "elementwise": ("megatron-2021", "transformer-engine", "compiled", "eager"),
+    "elementwise": ("eager",),
     "sharding": ("none", "fsdp1", "fsdp2"),
     "recompute": ("selective", "full"),
-    "schedule": ("zb-h1", "zb-h2"),
+    "schedule": ("zb-h1", "zb-2p"),
     "overlaps_tensor_parallel": (True,),
     "overlaps_data_parallel": (True,),
     "keeps_weights_gathered": (True,),
     "recomputes_products": (True,),
     "has_deepspeed_pipeline": (True,),
+    "has_cuda_graphs": (True,),
 }
 """The values of fields that the formulas distinguish."""

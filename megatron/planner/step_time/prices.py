@@ -132,7 +132,7 @@ def elementwise_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Arr
 
     No GPU has measured these kernels: the share of the memory's rate is the one fitted to compiled kernels.
     """
-    return np.asarray(c["elementwise"] * c["elementwise_compiled"] * num_bytes / machines.hbm)
+    return np.asarray(c["elementwise"] * num_bytes / machines.hbm)
 
 
 def cast_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Array:

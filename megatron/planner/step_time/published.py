@@ -58,6 +58,12 @@ SOFTWARE: Mapping[str, Software] = {
     "llm-foundry": LLM_FOUNDRY,
 }
 """By source."""
+_CUDA_GRAPHS = {
+    "b200": ("Llama3-8B", "Llama3-70B", "Nemotron4-15B", "Nemotron4-340B"),
+    "gb200": ("Llama3-8B", "Llama3-70B", "Nemotron4-15B", "Nemotron4-340B", "GPT3-175B"),
+}
+"""By cluster: models of NeMo's performance pages that run without FSDP and with CUDA graphs, by
+scripts/performance/recommended_model_configs of NVIDIA/NeMo, 2025."""
 _RELEASE = re.compile(r"NeMo [\d.]+(?:/[\d.]+)?|v25[\d.]*\d|\d\d\.\d\d page|June 2025|MP mode [A-Z]+")
 _DAY_OF_BLOOM = re.compile(r"; (\d\d-\d\d)\b")
 _VOCAB = {"bloom": 250880}
@@ -150,6 +156,7 @@ def _run_of(row: Row) -> Run:
     source, where = text(row, "source"), text(row, "where")
     cluster = _cached_cluster(cluster_name(source, text(row, "gpu")))
     software = _software(source, where)
+    software = replace(software, has_cuda_graphs=_has_cuda_graphs(software, row, cluster.name))
     layers, hidden, heads = (whole(row, name, 1) for name in ("layers", "hidden", "heads"))
     ffn = whole(row, "ffn", 4 * hidden)
     layout = _layout(row, source)
@@ -223,6 +230,12 @@ def _software(source: str, where: str) -> Software:
     return software
 
 
+def _has_cuda_graphs(software: Software, row: Row, cluster: str) -> bool:
+    """Whether a run of NeMo's performance pages uses CUDA graphs, which its recipes state."""
+    models = _CUDA_GRAPHS.get(cluster, ()) if text(row, "source") == "nemo-25xx" else ()
+    return software.sharding != "fsdp2" and text(row, "model") in models
+
+
 @cache
 def _cached_cluster(name: str) -> Cluster:
     return read_cluster(name)
@@ -244,7 +257,7 @@ def _release_of_bloom(where: str) -> str:
 
 
 def _schedule(where: str) -> Schedule:
-    return "zb-h1" if "ZB-1p" in where else "zb-h2" if "ZB-2p" in where else "1f1b"
+    return "zb-h1" if "ZB-1p" in where else "zb-2p" if "ZB-2p" in where else "1f1b"
 
 
 def sources(runs: Sequence[PublishedRun]) -> Iterator[str]:

@@ -4,6 +4,7 @@ one measured run of the same software, and of the layouts that it would choose."
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -119,6 +120,39 @@ def same_job(one: PublishedRun) -> Hashable:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """Two measurements of the same layout of the same job on the same GPUs, with the same options of the software."""
+
+    runs: tuple[PublishedRun, PublishedRun]
+
+    @property
+    def difference(self) -> float:
+        """Of the longer time from the shorter one, relative."""
+        times = measured(self.runs)
+        return float(times.max() / times.min() - 1)
+
+    @property
+    def kind(self) -> str:
+        """What else may differ."""
+        first, second = self.runs
+        if first.source != second.source:
+            return "another source"
+        return "same release" if first.release == second.release else "another release"
+
+
+def repeats(runs: Sequence[PublishedRun]) -> list[Repeat]:
+    """All pairs of rows with the same layout: no model of layouts can tell their times apart."""
+    groups = _groups(runs, lambda one: (one.row["gpu"], _without_options(one))).values()
+    return [Repeat((runs[first], runs[second])) for group in groups for first, second in combinations(group, 2)]
+
+
+def _without_options(one: PublishedRun) -> Hashable:
+    """The run without what only some releases do."""
+    assert one.run is not None
+    return replace(one.run, software=replace(one.run.software, has_cuda_graphs=False, main_grad_bytes=0))
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Measured layouts of one job on the same GPUs."""
 
@@ -156,7 +190,9 @@ def sweeps(runs: Sequence[PublishedRun], constants: Mapping[str, dict[str, float
 def _job_of_sweep(one: PublishedRun) -> Hashable:
     assert one.run is not None
     run = one.run
-    software = replace(run.software, sharding="none", keeps_weights_gathered=False, main_grad_bytes=0)
+    software = replace(
+        run.software, sharding="none", keeps_weights_gathered=False, main_grad_bytes=0, has_cuda_graphs=False
+    )
     shapes = (run.layers, run.hidden, run.heads, run.kv_heads, run.ffn, run.vocab, run.seq_length)
     stated = (one.source, one.release, one.row["gpu"], one.precision, one.row["model"])
     return (stated, shapes, run.gpus, run.global_batch_size, software)

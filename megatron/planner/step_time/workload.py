@@ -20,7 +20,7 @@ Attention = Literal["unfused", "flash", "cudnn"]
 Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager", "megatron-llama"]
 Sharding = Literal["none", "optimizer", "fsdp1", "fsdp2"]
 Recompute = Literal["none", "selective", "full"]
-Schedule = Literal["1f1b", "zb-h1", "zb-h2"]
+Schedule = Literal["1f1b", "zb-h1", "zb-2p"]
 Dispatcher = Literal["alltoall", "allgather"]
 
 
@@ -61,6 +61,8 @@ class Software:
     recomputes_products: bool = False
     """Whether selective recompute runs half of the products again, and not attention alone."""
     has_deepspeed_pipeline: bool = False
+    has_cuda_graphs: bool = False
+    """Whether layers are launched as CUDA graphs, so that the GPU does not wait for the host."""
     element_bytes: int = 2
     """Bytes of an element of weights, activations and reduced gradients: 4 in fp32."""
 
