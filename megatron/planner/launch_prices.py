@@ -61,11 +61,15 @@ class LaunchPrices:
     node_size: int
     pod_size: int
     seq_length: int
+    is_cudnn: bool
+    """Whether fused attention has the speed of cuDNN's kernel."""
 
     @classmethod
-    def of(cls, cluster: Cluster, constants: Constants, grid: RankGrid, seq_length: int) -> "LaunchPrices":
+    def of(
+        cls, cluster: Cluster, constants: Constants, grid: RankGrid, seq_length: int, is_cudnn: bool
+    ) -> "LaunchPrices":
         pod = cluster.pod_size or grid.world_size
-        return cls(Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length)
+        return cls(Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length, is_cudnn)
 
     def by_term(self, launches: Iterable[Launch]) -> dict[str, float]:
         """Seconds by cause, named as in the closed form; without data parallelism and messages of the pipeline."""
@@ -82,8 +86,8 @@ class LaunchPrices:
         if launch.product is not None:
             return "products", self.product(launch)
         if launch.kind == "attention":
-            is_cudnn = "cudnn" in launch.name
-            return "attention", _number(launch.flops / self.machines.attention_flops(c, is_cudnn, self.seq_length))
+            length = launch.length or self.seq_length
+            return "attention", _number(launch.flops / self.machines.attention_flops(c, self.is_cudnn, length))
         if launch.kind == "elementwise":
             is_cast = "Quantization." in launch.name
             price = cast_seconds if is_cast else elementwise_seconds

@@ -96,6 +96,8 @@ class Launch:
     """Of a GEMM."""
     flops: float = 0.0
     """Of attention; the masked half of a causal tile is not counted."""
+    length: int = 0
+    """Of attention over packed sequences: tokens of the longest one; otherwise 0."""
     group: Group | None = None
     """Of a collective."""
 
@@ -231,7 +233,8 @@ class LaunchRecorder(ShapeTracker):
         elif name in _GEMMS:
             self._record("gemm", name, operation.num_bytes, product=operation.product)
         elif "attention" in name:
-            self._record("attention", name, operation.num_bytes, flops=operation.attention_flops)
+            flops, length = operation.attention_flops, operation.packed_length
+            self._record("attention", name, operation.num_bytes, flops=flops, length=length)
         else:
             self._record("elementwise", name, operation.num_bytes)
             if name in _SYNCS:
@@ -291,15 +294,18 @@ class _Operation:
 
     @property
     def attention_flops(self) -> float:
-        """Two products of queries and keys, in a backward pass five; half of them if causal. 0 for packed documents,
-        whose lengths are not in the shapes."""
+        """Two products of queries and keys, in a backward pass five; half of them if causal. Packed sequences count as
+        if all were as long as the longest, since the others' lengths are not in the shapes."""
         query, key = self.arguments["query"], self.arguments["key"]
-        if query.dim() != 4:
-            return 0.0
-        batch, heads, length, size = query.shape
         products = 5 if "backward" in self.name else 2
         causal = 0.5 if self.arguments.get("is_causal") else 1.0
-        return 2.0 * products * causal * batch * heads * length * key.shape[-2] * size
+        length = self.packed_length or key.shape[-2]
+        return 2.0 * products * causal * query.numel() * length
+
+    @property
+    def packed_length(self) -> int:
+        """Tokens of the longest packed sequence; 0 for attention whose sequences are not packed."""
+        return int(self.arguments["max_k"]) if self.arguments["query"].dim() == 3 else 0
 
     @property
     def tensors(self) -> list[Tensor]:

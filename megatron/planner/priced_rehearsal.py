@@ -22,7 +22,7 @@ from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.constants import Constants
 from megatron.planner.step_time.of_run import attention_kind
 from megatron.planner.step_time.prices import exposed_reduction, exposed_sharding, growth, reduction_window
-from megatron.planner.step_time.workload import TERMS
+from megatron.planner.step_time.workload import TERMS, Attention
 from megatron.planner.traffic import axis_of
 from megatron.schedules.simulator import Durations, simulate
 
@@ -50,11 +50,12 @@ def price_rehearsal(run: Run, cluster: Cluster, constants: Mapping[str, float]) 
 
     Raises :class:`ConfigError` for a run that has no shallow rehearsal.
     """
-    run = _with_attention_kernel(run, cluster)
+    attention = attention_kind(run.config, cluster)
+    run = _with_attention_kernel(run, attention)
     shallow = ShallowRun.of(run)
     stages = dict.fromkeys((0, shallow.run.grid.pp - 1))
     recorded = [record_step(shallow.run, _slowest_rank(shallow.run, stage), MICROBATCHES) for stage in stages]
-    prices = LaunchPrices.of(cluster, constants, run.grid, run.config.seq_length)
+    prices = LaunchPrices.of(cluster, constants, run.grid, run.config.seq_length, attention == "cudnn")
     return _Step(run, shallow, recorded, prices).price()
 
 
@@ -63,12 +64,15 @@ def _slowest_rank(run: Run, stage: int) -> int:
     return run.grid.group(run.rank_of_stage(stage), ("cp",))[-1]
 
 
-def _with_attention_kernel(run: Run, cluster: Cluster) -> Run:
-    """``run`` with the attention that it chooses on these GPUs, which this machine does not have."""
+def _with_attention_kernel(run: Run, attention: Attention) -> Run:
+    """``run`` with the attention that it chooses on the GPUs, which this machine does not have. Over packed sequences
+    that is a kernel that takes all of them in one call, as FlashAttention does."""
     if run.device.type == "cpu" or run.config.kernels.wanted("attention") is not None:
         return run
     kernels = run.config.kernels
-    kernel = {"cudnn": "cudnn", "flash": "flash", "unfused": "reference"}[attention_kind(run.config, cluster)]
+    is_packed = run.config.data.masks_documents or run.architecture.attention_chunk_size is not None
+    fused = "flash" if is_packed else "cudnn"
+    kernel = {"cudnn": fused, "flash": "flash", "unfused": "reference"}[attention]
     return replace(
         run, config=replace(run.config, kernels=replace(kernels, kernel=(*kernels.kernel, f"attention={kernel}")))
     )

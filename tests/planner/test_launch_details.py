@@ -39,6 +39,15 @@ def test_attention_has_the_flops_of_its_two_products(is_causal: bool, share: flo
     assert recorder.launches[0].flops == share * 4 * 2 * 4 * 64 * 128 * 32
 
 
+def test_packed_attention_has_the_flops_of_chunks() -> None:
+    query, key = empty(256, 4, 32), empty(256, 2, 32)
+    starts = torch.arange(0, 257, 64, dtype=torch.int32, device=META)
+    with LaunchRecorder() as recorder:
+        torch.ops.aten._flash_attention_forward(query, key, key, starts, starts, 64, 64, 0.0, True, False)
+    (attention,) = recorder.launches
+    assert attention.flops == 0.5 * 4 * 4 * (4 * 64 * 64) * 32 and attention.length == 64
+
+
 def recorded(flags: str, num_gpus: int) -> list[Launch]:
     config = parse_command_line(
         f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length 1024 --micro-batch-size 1 --train-iters 10 "

@@ -25,6 +25,9 @@ ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline
 FP8 = "--fp8-format hybrid --fp8-recipe"
 EP = "--moe-token-dispatcher-type alltoall --rank-order tp-cp-ep-dp-pp --expert-model-parallel-size"
 FULL = "--recompute-granularity full --recompute-method"
+FOLDED = f"{ZERO} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+SCOUT = f"--model llama4-scout --num-layers 8 {FOLDED} {EP} 16"
+MAVERICK = f"--model llama4-maverick --num-layers 8 --moe-layer-freq [0,1]*4 {FOLDED} {EP} 32"
 TOLERANCE = 0.03
 
 
@@ -92,6 +95,10 @@ CASES = [
     Case(f"--model qwen3-30b-a3b {ZERO} {EP} 8", 16),
     Case(f"--model mixtral-8x7b {ZERO} --expert-model-parallel-size 4 --rank-order tp-cp-ep-dp-pp", 16),
     Case(f"--model mixtral-8x7b {ZERO} {EP} 4 --expert-tensor-parallel-size 1 {TP4}", 16),
+    Case(f"{SCOUT} --pipeline-model-parallel-size 2", 64),
+    Case(f"{SCOUT} --seq-length 16384 --micro-batch-size 2", 32),
+    Case(f"{MAVERICK} --pipeline-model-parallel-size 2 --no-attention-temperature-tuning", 64),
+    Case(f"{MAVERICK} --seq-length 65536 --context-parallel-size 4 --cp-comm-type a2a", 64),
 ]
 
 
@@ -123,7 +130,7 @@ def test_both_prices_agree(case: Case) -> None:
 
 
 def test_there_are_more_than_thirty_layouts() -> None:
-    assert len(CASES) == len(set(CASES)) == 32
+    assert len(CASES) == len(set(CASES)) == 36
 
 
 DENSE = Case(f"{model('8b')} {ZERO}", 8)

@@ -126,6 +126,7 @@ def _own_software(architecture: TransformerConfig, config: RunConfig, grid: Rank
         has_qk_norm=architecture.qk_layernorm,
         rope_layers=sum(architecture.rope_layers()),
         has_qk_l2_norm=architecture.qk_l2_norm,
+        weighs_input=architecture.moe_apply_probs_on_input,
         tunes_temperature=architecture.attention_temperature_tuning,
         **_places(grid, sizes, cluster, parallel.sharding_strategy),
     )

@@ -59,10 +59,15 @@ class OwnLayer:
             w.number("cp_in_node"),
             w.number("tp_in_node"),
         )
-        self.has_qkv_bias, self.has_qk_norm = w.where("has_qkv_bias"), w.where("has_qk_norm")
+        self.has_qkv_bias = w.where("has_qkv_bias")
         layers = w.number("layers")
         self.rope = w.number("rope_layers") / layers
         """Layers with rotary position embedding among all layers."""
+        self.normed = w.where("has_qk_norm") + self.rope * w.where("has_qk_l2_norm")
+        """Layers with a norm of queries and keys among all layers."""
+        self.scaled = (1 - self.rope) * w.where("tunes_temperature")
+        """Layers that scale their queries among all layers."""
+        self.micro_batch_size, self.weighs_input = w.number("micro_batch_size"), w.where("weighs_input")
         self.chunked = w.number("chunked_layers") / layers
         self.chunk_length = np.where(self.chunked > 0, w.number("chunk_length"), self.seq_length)
         self.recomputes = {name: w.where(f"recomputes_{name}") for name in ("attention", "norms", "activation", "mlp")}
@@ -183,6 +188,7 @@ class OwnLayer:
         and back. The weighted sum of a token's rows is in fp32, row by row; so is the sum of their gradients.
         """
         experts, e, k = self.experts, self.element, self.experts.topk
+        is_weighed = self.weighs_input
         tokens = e * experts.tokens * experts.hidden
         wide = (e + 4) / e  # reads and writes of a cast to fp32, relative to a read in the model's dtype
         more = (e + 8) / e  # of an addition in fp32
@@ -195,8 +201,17 @@ class OwnLayer:
         sent = np.where(experts.gathers, received, k * tokens)
         # Tokens whose rows are summed here: with the all-gather dispatcher those of all ranks.
         summed = np.where(experts.gathers, experts.ep * experts.etp, 1.0) * tokens
-        forward = (5 + wide) * tokens + 2 * sent + (2 * wide + 2 * k + more * (k - 1)) * summed
-        backward = (9 + 2 * wide) * tokens + 8 * sent + (2 + 2 * wide + (2 + more) * (k - 1)) * summed
+        # Weighted tokens have one choice, whose row is only copied; the weights' gradient is that of a product in fp32.
+        weighted = np.where(is_weighed, 0.0, 2 * wide)
+        weighing = np.where(is_weighed, 2 * wide * tokens, 0.0)
+        weighing_backward = np.where(is_weighed, (2 * wide + (e + 20) / e) * tokens, 0.0)
+        summed_wide = np.where(k > 1, 2 * wide, 0.0)
+        forward = (5 + wide) * tokens + 2 * sent + (weighted + 2 * k + more * (k - 1)) * summed + weighing
+        backward = (9 + 2 * wide) * tokens + np.where(is_weighed, 2.0, 8.0) * sent + weighing_backward
+        backward = backward + (2 + summed_wide + (2 + more) * (k - 1)) * summed
+        # The shared expert's output is added, and the gradient of its input.
+        shared = np.where(experts.shared_ffn > 0, 3 * tokens, 0.0)
+        forward, backward = forward + shared, backward + shared
         return forward + copies + 3 * e * rows, backward + copies + 5 * e * rows
 
     def _add(self, c: Constants, one: Pass, of_experts: ExpertPass, moved: Array) -> Pass:
@@ -216,7 +231,10 @@ class OwnLayer:
     def _attention_over(self, c: Constants, length: Array) -> Array:
         """The forward pass of a layer whose attention stays inside ``length`` tokens."""
         flops = 2 * self.tokens * length * self.query
-        fused = flops / self.machines.attention_flops(c, self.is_cudnn, length)
+        # Context-parallel ranks compute tiles of the sequence.
+        is_packed = (self.cp == 1) | self.exchange["a2a"]
+        rate = self.machines.attention_flops(c, self.is_cudnn, np.where(is_packed, length, self.seq_length))
+        fused = flops / rate
         unfused = 2 * flops / (c["batched_product"] * self.machines.bf16_flops)
         scores = self.element * self.tokens * length * self.heads / self.tp
         return np.where(self.is_unfused, unfused + 6 * c["softmax"] * scores / self.machines.hbm, fused)
@@ -233,11 +251,12 @@ class OwnLayer:
         residual, inner = e * n * self.residual, e * n * self.ffn * self.dense
         norms = 1 + self.dense  # MoE layers have theirs among the experts
         optional = np.where(self.has_qkv_bias, 2 * e * n * qkv, 0.0)
-        optional = optional + np.where(self.has_qk_norm, e * n * (2 * (self.query + self.key) + 2 * qkv), 0.0)
+        optional = optional + self.normed * e * n * (2 * (self.query + self.key) + 2 * qkv)
         optional_backward = np.where(self.has_qkv_bias, e * n * qkv, 0.0)
-        optional_backward = optional_backward + np.where(
-            self.has_qk_norm, e * n * (3 * (self.query + self.key) + 2 * qkv), 0.0
-        )
+        optional_backward = optional_backward + self.normed * e * n * (3 * (self.query + self.key) + 2 * qkv)
+        scaled = self.scaled * 2 * e * n * self.query
+        packed, packed_backward = self._packing()
+        optional, optional_backward = optional + scaled + packed, optional_backward + scaled + packed_backward
         forward = (3 + 2) * norms * residual + 3 * inner + self._rotation() + optional
         # Under delayed scaling the norm writes FP8, by rows or also transposed.
         is_delayed = self.is_fp8 & ~self.is_tensorwise
@@ -246,6 +265,13 @@ class OwnLayer:
         copies = np.where(self.cp > 1, 0.0, 2 * e * n * qkv)
         backward = (3 + 3) * norms * residual + 5 * inner + self._rotation() + copies + optional_backward
         return forward, backward
+
+    def _packing(self) -> tuple[Array, Array]:
+        """Bytes of copies of several sequences into one, and back, for attention inside chunks."""
+        copied = np.where((self.micro_batch_size > 1) & ((self.cp == 1) | self.exchange["a2a"]), self.chunked, 0.0)
+        unit = 2 * self.element * self.tokens * copied
+        qkv = self.query + 2 * self.key
+        return unit * (qkv + self.query), unit * (qkv + 2 * self.query)
 
     def _casts(self) -> tuple[Array, Array, Array, Array]:
         """Bytes of casts to FP8 forward and backward, and of the maxima that tensorwise scaling reads before. A cast

@@ -108,6 +108,8 @@ class OwnSoftware:
     """Layers with rotary position embedding."""
     has_qk_l2_norm: bool = False
     """Whether these have a norm of queries and keys without a gain."""
+    weighs_input: bool = False
+    """Whether a token is multiplied by the weight of its expert before the expert."""
     tunes_temperature: bool = False
     """Whether the other layers scale their queries by position."""
     tp_in_node: int = 1
