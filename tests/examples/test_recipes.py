@@ -89,6 +89,12 @@ LAYOUTS = [
     ("mixtral_8x22b_h100.sh", {}, 128, (4, 1, 8, 4), 1024 * 4096, 140_630_071_296),
     ("mixtral_8x22b_h100.sh", {"NODES": "32"}, 256, (4, 1, 8, 8), 1024 * 4096, 140_630_071_296),
     ("moe_cpu.sh", {"VOCAB_SIZE": "128256"}, 2, (1, 1, 1, 2), 4 * 128, 35_394_688),
+    ("llama4_scout_h100.sh", {}, 128, (2, 1, 4, 16), 1024 * 8192, 107_769_861_120),
+    ("llama4_scout_h100.sh", {"STAGE": "mid"}, 128, (2, 4, 4, 4), 1024 * 8192, 107_769_861_120),
+    ("llama4_scout_h100.sh", {"STAGE": "long", "NODES": "32"}, 256, (2, 16, 4, 2), 1024 * 8192, 107_769_861_120),
+    ("llama4_maverick_h100.sh", {}, 512, (2, 1, 8, 32), 2048 * 8192, 400_711_848_960),
+    ("llama4_maverick_h100.sh", {"STAGE": "mid"}, 512, (2, 4, 8, 8), 2048 * 8192, 400_711_848_960),
+    ("llama4_maverick_h100.sh", {"STAGE": "long"}, 512, (2, 16, 8, 2), 2048 * 8192, 400_711_848_960),
 ]
 
 
@@ -146,6 +152,10 @@ FULLEST = [
     pytest.param("llama3_405b_h100.sh", {"STAGE": "start"}, 8, marks=PLANS_LARGE_MODELS),
     pytest.param("llama3_405b_h100.sh", {"STAGE": "long"}, 128, marks=PLANS_LARGE_MODELS),
     ("mixtral_8x22b_h100.sh", {}, 0),
+    pytest.param("llama4_scout_h100.sh", {"STAGE": "mid"}, 0, marks=PLANS_LARGE_MODELS),
+    pytest.param("llama4_scout_h100.sh", {"STAGE": "long"}, 0, marks=PLANS_LARGE_MODELS),
+    pytest.param("llama4_maverick_h100.sh", {"STAGE": "mid"}, 64, marks=PLANS_LARGE_MODELS),
+    ("llama4_maverick_h100.sh", {"STAGE": "long"}, 64),
     pytest.param("single_gpu.sh", {}, 0, marks=PLANS_LARGE_MODELS),
     ("cpu.sh", {}, 0),
     ("moe_cpu.sh", {}, 0),
@@ -231,6 +241,64 @@ def test_all_of_mixtral_8x22b_is_planned_and_fits(tmp_path: Path) -> None:
     layout = found["layout"]
     assert [layout[axis]["size"] for axis in ("etp", "ep", "edp")] == [1, 8, 2]
     assert layout["tp"]["in_node"] and layout["ep"]["in_node"] and not layout["edp"]["in_node"]
+
+
+@PLANS_LARGE_MODELS
+@pytest.mark.parametrize(
+    ("recipe", "experts", "moe_layers", "tp", "pp", "ep", "formula"),
+    [
+        ("llama4_scout_h100.sh", 16, 48, 2, 4, 16, 9.4e9 + 18.1e9),
+        ("llama4_maverick_h100.sh", 128, 24, 2, 8, 32, 5.6e9 + 18.1e9),
+    ],
+)
+def test_all_of_llama_4_is_planned_and_fits(
+    tmp_path: Path, recipe: str, experts: int, moe_layers: int, tp: int, pp: int, ep: int, formula: float
+) -> None:
+    """Every stage, as :func:`test_all_of_mixtral_8x22b_is_planned_and_fits`: 16 data-parallel ranks or 32, and the
+    experts on twice as many ranks as have different ones."""
+    report = tmp_path / "report.json"
+    outcome = call_training([*start(tmp_path, recipe, DRY_RUN="1").flags, "--dry-run-json", str(report)])
+    assert outcome.exit_code == 0, outcome.stderr
+    found = json.loads(report.read_text())
+    hidden, width = 5120, 8192
+    of_experts = moe_layers * experts * 3 * hidden * width
+    dense = found["total_parameters"] - of_experts
+    assert found["fits"] and found["remedies"] == []
+    assert found["largest_fitting_expert_load"] > 1.3
+    bytes_of_rank = dense / (tp * pp) * (6 + 12 / ep) + of_experts / (ep * pp) * (6 + 12 / 2)
+    assert bytes_of_rank == pytest.approx(formula, rel=0.005)
+    assert sum(found["steady_bytes"].values()) / pp == pytest.approx(bytes_of_rank, rel=0.01)
+    # Forward and backward, to the other expert-parallel ranks; and the counts of rows.
+    of_layer = 4 * (8192 // tp) * hidden * 2 * (ep - 1) // ep + experts * 8 * (ep - 1) // ep
+    sent = sum(one["ep"] for one in found["bytes_sent"].values())
+    assert sent == found["num_microbatches"] * moe_layers * of_layer
+    assert [found["layout"][axis]["size"] for axis in ("etp", "ep", "edp")] == [1, ep, 2]
+
+
+@pytest.mark.parametrize(("recipe", "gpus"), [("llama4_scout_h100.sh", 128), ("llama4_maverick_h100.sh", 512)])
+def test_the_stages_of_llama_4_are_one_run(tmp_path: Path, recipe: str, gpus: int) -> None:
+    """Each ends with a whole batch and begins where the one before ends, with one learning-rate schedule and equal
+    tokens of a batch; the temperature is tuned in the last one alone."""
+    schedules, batches, samples, tuned = [], set(), [0], []
+    for stage in ("main", "mid", "long"):
+        config = checked(start(tmp_path, recipe, STAGE=stage), gpus)
+        assert config.data.new_data_stage == stage
+        size, total = config.training.global_batch_size, config.training.train_samples
+        assert size is not None and total is not None
+        assert (total - samples[-1]) % size == 0 and total > samples[-1]
+        samples.append(total)
+        batches.add(size * config.seq_length)
+        tuned.append(config.model.attention_temperature_tuning)
+        # A rank has as many positions in every stage.
+        assert config.seq_length // config.parallel.context_parallel_size == 8192
+        schedules.append(
+            build_learning_rate_schedule(
+                config.learning_rate, train_iters=None, train_samples=total, global_batch_size=size
+            )
+        )
+    assert len(batches) == 1 and tuned == [False, False, True]
+    assert schedules[0] == schedules[1] == schedules[2]
+    assert schedules[0](samples[1]) == pytest.approx(1.2e-5, rel=1e-3)
 
 
 @pytest.mark.slow(reason="trains a tiny model in two processes")

@@ -33,8 +33,10 @@ def check_architecture(
         raise CheckpointError(
             f"{where} has {there} experts, but the flags describe a dense model: {remedy}, or load another."
         )
-    # The padding depends on the layout; no weight depends on the longest sequence or the initialisation.
+    # The padding depends on the layout; no weight depends on the longest sequence, the initialisation, or the
+    # temperature, which a stage with longer sequences may turn on.
     free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
+    free |= {f"attention_temperature_{name}" for name in ("tuning", "floor", "scale")}
     if weights_only and wanted.get("position_embedding_type") == "yarn":
         free |= {"position_embedding_type", *YARN_FIELDS}
     different = [
