@@ -77,7 +77,8 @@ def _launch(words: list[str], log: Path) -> None:
 
 
 def attempts(directory: Path) -> int:
-    return len(list(directory.glob("started.0.*")))
+    """Attempts in which a rank has started: another may be ended before it has, because one has failed already."""
+    return len({path.suffix for path in directory.glob("started.*.*")})
 
 
 TWO = ("--standalone", "--nproc-per-node", "2")
