@@ -6,8 +6,7 @@ import pytest
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.core.models.layer import MLP, TransformerLayer
-from megatron.core.ops.documents import Documents
+from megatron.core.models.layer import MLP, SequencePositions, TransformerLayer
 from megatron.planner.plan import Run, planned_vocabulary
 from megatron.planner.priced_rehearsal import PricedStep, price_rehearsal
 from megatron.planner.step_time.cluster import read_cluster
@@ -147,8 +146,8 @@ def test_a_further_product_in_a_layer_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_further_pass_over_the_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: TransformerLayer, x: Tensor, rotary: Tensor, documents: Documents | None = None) -> Tensor:
-        x = x + self.self_attention(x, rotary, documents)
+    def forward(self: TransformerLayer, x: Tensor, positions: SequencePositions) -> Tensor:
+        x = x + self.self_attention(x, positions)
         return (x + self.mlp(x)).mul(1.0)
 
     monkeypatch.setattr(TransformerLayer, "forward", forward)
