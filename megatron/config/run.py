@@ -89,6 +89,14 @@ class RunConfig:
         return self.data.seq_length
 
     @property
+    def masks_attention(self) -> bool:
+        """Whether attention of some layers stays inside parts of the sequence: documents, or chunks that are shorter
+        than the sequence or begin with every document."""
+        chunk = self.model.attention_chunk_size
+        has_chunks = chunk is not None and (chunk < self.seq_length or self.data.reset_position_ids)
+        return self.data.masks_documents or has_chunks
+
+    @property
     def micro_batch_size(self) -> int:
         """``--micro-batch-size``, which :meth:`check` requires."""
         assert self.training.micro_batch_size is not None

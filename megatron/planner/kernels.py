@@ -179,7 +179,7 @@ def simulated_kernels(
             device,
             number_formats(config.precision, config.optimizer).weight,
             needs_log_sum_exp=needs_log_sum_exp(config, topology),
-            masks_documents=config.data.masks_documents or config.model.attention_chunk_size is not None,
+            masks_attention=config.masks_attention,
         )
     separate_gradient = is_forced("weight_gradient", "separate")
     weight_gradient: WeightGradientKernel = SeparateWeightGradient() if separate_gradient else InPlaceWeightGradient()

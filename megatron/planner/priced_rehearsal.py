@@ -70,8 +70,7 @@ def _with_attention_kernel(run: Run, attention: Attention) -> Run:
     if run.device.type == "cpu" or run.config.kernels.wanted("attention") is not None:
         return run
     kernels = run.config.kernels
-    is_packed = run.config.data.masks_documents or run.architecture.attention_chunk_size is not None
-    fused = "flash" if is_packed else "cudnn"
+    fused = "flash" if run.config.masks_attention else "cudnn"
     kernel = {"cudnn": fused, "flash": "flash", "unfused": "reference"}[attention]
     return replace(
         run, config=replace(run.config, kernels=replace(kernels, kernel=(*kernels.kernel, f"attention={kernel}")))

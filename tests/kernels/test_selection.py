@@ -27,6 +27,7 @@ from megatron.core.kernels.trials import TrialSizes, try_compiler
 from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
+from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
@@ -208,7 +209,7 @@ def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pyt
     monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
     monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))
     monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
-    where = setting(GPU, masks_documents=True, resets_positions=True, fp8=True)
+    where = setting(GPU, masks_attention=True, resets_positions=True, fp8=True)
     choose_kernels(KernelConfig(), where)
     of_run = (SIZES, GPU, torch.bfloat16)
     assert tried == {
@@ -255,7 +256,7 @@ def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest
 def test_with_documents_kernels_with_a_varlen_call_come_first(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
     def chosen(wanted: str | None = None, **more: Any) -> tuple[str, str]:
         config = KernelConfig(kernel=() if wanted is None else (f"attention={wanted}",))
-        choices = choose_kernels(config, setting(GPU, masks_documents=True, **more)).choices
+        choices = choose_kernels(config, setting(GPU, masks_attention=True, **more)).choices
         attention = next(choice for choice in choices if choice.operation == "attention")
         return attention.implementation, attention.reason
 
@@ -376,3 +377,27 @@ def test_the_first_that_goes_is_chosen() -> None:
 def test_the_table_has_columns() -> None:
     lines = table([Choice("a", "long name", "why"), Choice("operation", "b", "because")])
     assert lines == ["  a          long name  why", "  operation  b          because"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "masks"),
+    [
+        ("", False),
+        ("--reset-position-ids", False),
+        ("--reset-attention-mask", True),
+        ("--attention-chunk-size 64", False),  # one chunk is the whole sequence
+        ("--attention-chunk-size 63", True),
+        ("--attention-chunk-size 64 --reset-position-ids", True),
+    ],
+)
+def test_attention_is_masked_where_a_sequence_can_have_several_spans(flags: str, masks: bool) -> None:
+    """Kernels for packed spans are slower on whole sequences, so they must not be preferred without need."""
+    config = parse_command_line(f"--model tiny --mock-data --seq-length 64 {flags}".split())
+    assert config.masks_attention == masks
+    starts = torch.zeros(1, 64, dtype=torch.bool)
+    starts[0, 0] = starts[0, 20] = True
+    data = config.data
+    documents = Documents(starts, data.masks_documents, data.reset_position_ids, torch.device("cpu"))
+    chunk = config.model.attention_chunk_size
+    chunks = None if chunk is None else chunked_attention(documents, chunk, 1, 64, documents.device)
+    assert (documents.attention is not None or chunks is not None) == masks

@@ -51,7 +51,7 @@ def attention_candidates(setting: "Setting", wanted: Wanted | None) -> list[Cand
         **_ATTENTION,
     }
     merits = {"te": "Transformer Engine chooses the kernel", **_MERITS}
-    costs = _COSTS_OF_DOCUMENTS if setting.masks_documents and setting.on_gpu else {}
+    costs = _COSTS_OF_DOCUMENTS if setting.masks_attention and setting.on_gpu else {}
     return [
         Candidate(name, partial(_usable_attention, makers[name], setting), merits[name], cost=costs.get(name, ""))
         for name in (_preferred_attention(setting) if wanted is None else makers)
@@ -62,7 +62,7 @@ def _preferred_attention(setting: "Setting") -> list[str]:
     """Names in order of preference. With documents, kernels with a varlen call come before those that build a plan for
     every length; under context parallelism, too, because documents cut the tiles."""
     name_of = {kernel: name for name, kernel in _ATTENTION.items()}
-    backend, in_documents = setting.attention_backend, setting.masks_documents
+    backend, in_documents = setting.attention_backend, setting.masks_attention
     names = [name_of[type(kernel)] for kernel in attention_kernels(backend, in_documents)]
     if backend == "auto" and setting.is_hopper:
         names.insert(names.index("reference") if in_documents else 0, "cudnn")
@@ -91,5 +91,5 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: "Setting") -
         # The operator itself does not refuse that.
         raise Unavailable("its backward pass is not deterministic")
     if setting.can_try and not isinstance(kernel, ReferenceAttention):
-        attempt(lambda: try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_documents))
+        attempt(lambda: try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_attention))
     return kernel

@@ -84,8 +84,8 @@ class Setting:
     sizes: TrialSizes
     needs_log_sum_exp: bool = False
     """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
-    masks_documents: bool = False
-    """Whether attention is restricted to documents, whose lengths differ in every microbatch."""
+    masks_attention: bool = False
+    """Whether attention stays inside documents, whose lengths differ in every microbatch, or inside chunks."""
     resets_positions: bool = False
     """Whether positions restart at documents, so that each sequence of a microbatch has its own rotations."""
     attention_backend: str = "auto"

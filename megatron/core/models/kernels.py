@@ -31,7 +31,7 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
         formats.gradient,
         TrialSizes.of(model, size, config.micro_batch_size),
         needs_log_sum_exp=needs_log_sum_exp(config, topology),
-        masks_documents=config.data.masks_documents or config.model.attention_chunk_size is not None,
+        masks_attention=config.masks_attention,
         resets_positions=config.data.reset_position_ids,
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),

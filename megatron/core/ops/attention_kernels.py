@@ -292,14 +292,14 @@ class TorchAttention(AutogradAttention):
         return AttentionOutput(output.detach(), None, (output, q, k, v))
 
 
-def attention_kernels(backend: str, masks_documents: bool = False) -> list[AttentionKernel]:
-    """torch's kernels and the reference, in the order in which ``--attention-backend`` prefers them. With documents the
+def attention_kernels(backend: str, masks_attention: bool = False) -> list[AttentionKernel]:
+    """torch's kernels and the reference, in the order in which ``--attention-backend`` prefers them. With spans the
     kernel that no flag names is one with a varlen call."""
     if backend in ("unfused", "local"):
         return [ReferenceAttention()]
     preferred: dict[str, list[AttentionKernel]] = {"flash": [CudaFlashAttention()], "fused": [CudnnAttention()]}
     on_gpus: list[AttentionKernel] = [TorchAttention(), CudaFlashAttention()]
-    if masks_documents:
+    if masks_attention:
         on_gpus.reverse()
     return [*preferred.get(backend, []), CpuFlashAttention(), *on_gpus, ReferenceAttention()]
 
@@ -309,11 +309,11 @@ def choose_attention_kernel(
     device: torch.device,
     dtype: torch.dtype,
     needs_log_sum_exp: bool = False,
-    masks_documents: bool = False,
+    masks_attention: bool = False,
 ) -> AttentionKernel:
     """The first of :func:`attention_kernels` that supports ``dtype`` on ``device``."""
     return next(
         kernel
-        for kernel in attention_kernels(backend, masks_documents)
+        for kernel in attention_kernels(backend, masks_attention)
         if kernel.supports(device, dtype) and (kernel.returns_log_sum_exp or not needs_log_sum_exp)
     )
