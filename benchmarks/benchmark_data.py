@@ -9,11 +9,16 @@ with the same bytes as result, which is checked. The contenders take turns. With
 and documentation of installed packages, which do not repeat. Memory is the sum of the peaks of the main process and the
 largest worker. The ratio of CPU is that of processor time, which other processes of the machine hardly change.
 
+gigatoken: the same against Megatron-LM's tools/preprocess_data_fast.py, whose design is one call of GigaToken, which
+reads the file and tokenizes it in as many threads as workers, and one array of all tokens in memory. Special tokens are
+text to both.
+
 orders, reading, loader: what the data of a run costs, as benchmarks/training_data_rows.py says; verification: what it
 costs to compare them with their digests. Speeds are better when they are higher, times and shares when they are lower.
 """
 
 import ast
+import filecmp
 import json
 import multiprocessing
 import os
@@ -37,18 +42,21 @@ import numpy as np
 import tyro
 
 from benchmarks.data_rows import HEADER, Row
+from megatron.commands.preprocessing.work import Work, output_of
+from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 from megatron.config.data import TokenizerConfig
 from megatron.data.encoding import EncodeTask, shared_tokenizer
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDatasetWriter, token_dtype, write_index
+from megatron.data.llama3_tokens import LLAMA3_SPLIT, parse_ranks
 from megatron.data.text_inputs import InputFormat, list_sources, whole_ranges
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
+from megatron.data.verified_encoder import fast_sentencepiece, fast_tiktoken, fast_tokenizer_json
 from megatron.errors import DataError, UserError
 from megatron.ranges import require_at_least
 from megatron.urls import refuse_urls
-from tools.support.preprocess_work import Work, output_of
-from tools.train_tokenizer import TrainTokenizerConfig, train
 
-Benchmark = Literal["preprocessing", "orders", "reading", "loader", "verification"]
+Benchmark = Literal["preprocessing", "gigatoken", "orders", "reading", "loader", "verification"]
+TokenizerKind = Literal["sentencepiece", "tiktoken", "huggingface"]
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,14 @@ class BenchmarkConfig:
     """Worker processes of every contender."""
     repeats: int = 3
     """Turns of every contender; the median counts."""
+    tokenizers: tuple[TokenizerKind, ...] = ("sentencepiece", "tiktoken", "huggingface")
+    """Kinds of tokenizers to preprocess with."""
     sentencepiece_model: Path | None = None
     """Model to use; otherwise one of 8,000 ids is trained on a part of the text."""
     tiktoken_model: Path | None = None
     """Model to use, such as Llama 3's; otherwise one of 8,000 ids is trained."""
+    huggingface_model: Path | None = None
+    """A tokenizer.json to use; otherwise one of 8,000 ids is trained."""
     documents: int = 20_000_000
     """Documents in the order of one epoch, of 1,025 tokens on average; three epochs are of a quarter of them."""
     train_iters: int = 30
@@ -80,7 +92,11 @@ class BenchmarkConfig:
         require_at_least(1, {"--megabytes": self.megabytes, "--workers": self.workers, "--repeats": self.repeats})
         require_at_least(800, {"--documents": self.documents})
         require_at_least(4, {"--train-iters": self.train_iters})
-        models = {"--sentencepiece-model": self.sentencepiece_model, "--tiktoken-model": self.tiktoken_model}
+        models = {
+            "--sentencepiece-model": self.sentencepiece_model,
+            "--tiktoken-model": self.tiktoken_model,
+            "--huggingface-model": self.huggingface_model,
+        }
         refuse_urls({"--input": self.input, **models, "--json": self.json}, "name a local file")
 
 
@@ -179,6 +195,43 @@ def preprocess_in_batches(text: Path, prefix: str, tokenizer: TokenizerConfig, w
     Work(ranges, InputFormat(), task, prefix, shared_tokenizer(tokenizer).vocab_size, workers).run(lambda counts: None)
 
 
+def preprocess_whole_file(text: Path, prefix: str, tokenizer: TokenizerConfig, workers: int) -> None:
+    """GigaToken reads and tokenizes the whole file in threads, before the tokens are written."""
+    os.environ["RAYON_NUM_THREADS"] = str(workers)
+    import awkward
+    import gigatoken
+
+    trusted = build_tokenizer(tokenizer)
+    documents = _gigatoken_of(tokenizer).encode_files(gigatoken.JsonlFileSource([str(text)]), parallel=True)
+    dtype = token_dtype(trusted.vocab_size)
+    tokens = np.asarray(awkward.flatten(documents), dtype=dtype)
+    lengths = np.asarray(awkward.num(documents, axis=1))
+    tokens = np.insert(tokens, np.cumsum(lengths), trusted.eod).astype(dtype, copy=False)
+    lengths, count = (lengths + 1).astype(np.int32), len(lengths)
+    offsets = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64) * dtype.itemsize))
+    prefix = output_of(prefix, "text")
+    with open(f"{prefix}.bin", "wb") as file:
+        file.write(tokens.tobytes())
+    with open(f"{prefix}.idx", "wb") as file:
+        write_index(file, dtype, [lengths], [offsets], [np.arange(count + 1)], count, count)
+
+
+def _gigatoken_of(config: TokenizerConfig) -> Any:
+    """GigaToken's tokenizer, to which special tokens are text, as they are to ours."""
+    path = config.tokenizer_model or ""
+    content = Path(path).read_bytes()
+    match config.tokenizer_type:
+        case "TikTokenizer":
+            encoder = fast_tiktoken(parse_ranks(path, content), LLAMA3_SPLIT)
+        case "SentencePieceTokenizer":
+            encoder = fast_sentencepiece(content)
+        case _:
+            encoder = fast_tokenizer_json(content)
+    if encoder is None:
+        raise DataError(f"{path} is no file that gigatoken reads, or gigatoken is not installed.")
+    return encoder.tokenizer
+
+
 def measure(task: Callable[[], None]) -> Turn:
     """Run a task in a process of its own, whose start does not count."""
     context = multiprocessing.get_context("spawn")
@@ -213,9 +266,14 @@ def _peak_mb(who: int) -> float:
     return resource.getrusage(who).ru_maxrss / 1024
 
 
-def compare_preprocessing(text: Path, documents: int, tokenizer: TokenizerConfig, config: BenchmarkConfig) -> Row:
+Contender = Callable[[Path, str, TokenizerConfig, int], None]
+
+
+def compare_preprocessing(
+    text: Path, documents: int, tokenizer: TokenizerConfig, config: BenchmarkConfig, other: Contender
+) -> Row:
     """One row: documents per second."""
-    contenders = {"ours": preprocess_in_batches, "other": preprocess_one_by_one}
+    contenders: dict[str, Contender] = {"ours": preprocess_in_batches, "other": other}
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for repeat in range(config.repeats):
         for name in sorted(contenders, reverse=bool(repeat % 2)):
@@ -225,7 +283,8 @@ def compare_preprocessing(text: Path, documents: int, tokenizer: TokenizerConfig
     speed = {name: documents / median(turn.seconds for turn in taken) for name, taken in turns.items()}
     peak = {name: max(turn.peak_mb for turn in taken) for name, taken in turns.items()}
     cpu = {name: median(turn.cpu_seconds for turn in taken) for name, taken in turns.items()}
-    name = f"preprocess, {tokenizer.tokenizer_type}, {config.workers} workers"
+    how = "whole file" if other is preprocess_whole_file else "preprocess"
+    name = f"{how}, {tokenizer.tokenizer_type}, {config.workers} workers"
     return Row(
         name, "documents/s", speed["ours"], speed["other"], peak["ours"], peak["other"], cpu["other"] / cpu["ours"]
     )
@@ -233,28 +292,46 @@ def compare_preprocessing(text: Path, documents: int, tokenizer: TokenizerConfig
 
 def _check_equal(directory: Path) -> None:
     for kind in (".bin", ".idx"):
-        ours, other = ((directory / f"{output_of(name, 'text')}{kind}").read_bytes() for name in ("ours", "other"))
-        if ours != other:
+        ours, other = (Path(f"{output_of(str(directory / name), 'text')}{kind}") for name in ("ours", "other"))
+        if not filecmp.cmp(ours, other, shallow=False):
             raise DataError(f"The {kind} files of the two ways differ: the comparison would say nothing.")
 
 
 def preprocessing_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
-    """Preprocessing with SentencePiece and with tiktoken."""
-    text = config.input or directory / "text.jsonl"
-    if config.input is None:
-        documents = write_text(text, config.megabytes * 10**6)
-    else:
-        with open(text, "rb") as file:
-            documents = sum(1 for line in file if line.strip())
-        os.symlink(text.resolve(), directory / "text.jsonl")
-        text = directory / "text.jsonl"
-    for kind, model in (("sentencepiece", config.sentencepiece_model), ("tiktoken", config.tiktoken_model)):
-        path = str(model or _train(kind, text, directory))
-        name: Any = {"sentencepiece": "SentencePieceTokenizer", "tiktoken": "TikTokenizer"}[kind]
-        yield compare_preprocessing(text, documents, TokenizerConfig(name, path), config)
+    """Against one document at a time."""
+    return _rows_of_tokenizers(config, directory, preprocess_one_by_one)
 
 
-def _train(kind: Any, text: Path, directory: Path) -> str:
+def gigatoken_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
+    """Against the whole file at once."""
+    return _rows_of_tokenizers(config, directory, preprocess_whole_file)
+
+
+def _rows_of_tokenizers(config: BenchmarkConfig, directory: Path, other: Contender) -> Iterator[Row]:
+    text = directory / "text.jsonl"
+    if not text.exists():
+        if config.input is None:
+            write_text(text, config.megabytes * 10**6)
+        else:
+            os.symlink(config.input.resolve(), text)
+    with open(text, "rb") as file:
+        documents = sum(1 for line in file if line.strip())
+    models: dict[TokenizerKind, Path | None] = {
+        "sentencepiece": config.sentencepiece_model,
+        "tiktoken": config.tiktoken_model,
+        "huggingface": config.huggingface_model,
+    }
+    types: dict[TokenizerKind, Any] = {
+        "sentencepiece": "SentencePieceTokenizer",
+        "tiktoken": "TikTokenizer",
+        "huggingface": "HuggingFaceTokenizer",
+    }
+    for kind in config.tokenizers:
+        tokenizer = TokenizerConfig(types[kind], str(models[kind] or _train(kind, text, directory)))
+        yield compare_preprocessing(text, documents, tokenizer, config, other)
+
+
+def _train(kind: TokenizerKind, text: Path, directory: Path) -> str:
     sample = directory / "sample.jsonl"
     with open(text, encoding="utf-8") as lines, open(sample, "w", encoding="utf-8") as output:
         size = 0
@@ -301,6 +378,7 @@ def verification_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]
 
 BENCHMARKS: dict[Benchmark, Callable[[BenchmarkConfig, Path], Iterator[Row]]] = {
     "preprocessing": preprocessing_rows,
+    "gigatoken": gigatoken_rows,
     "orders": order_rows,
     "reading": reading_rows,
     "loader": loader_rows,

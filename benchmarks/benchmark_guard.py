@@ -18,7 +18,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.config.guard import GuardConfig
 from megatron.operation.known_product import KnownProduct
 from megatron.training.build.guard import REPLAY_INTERVAL

@@ -49,7 +49,7 @@ def rates(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def choices_table(choices: Sequence[dict[str, str]]) -> str:
+def choices_table(choices: Sequence[dict[str, Any]]) -> str:
     """The kernel of each of our operations."""
     return "\n".join(["our kernels:", *kernel_choices([Choice(**choice) for choice in choices])])
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
 
 LOSSES = Path(__file__).parent / "data" / "tiny_run.json"

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import pretrain_llama
 from benchmarks.data_rows import Row
+from megatron.commands import pretrain_llama
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import build_loader

@@ -56,6 +56,25 @@ class ConfigError(UserError):
 
     exit_code = ExitCode.ACTION_REQUIRED
 
+    def __init__(self, *sentences: str) -> None:
+        """Of several sentences, the message has one line for each."""
+        self.sentences = tuple(dict.fromkeys(sentences))
+        self.causes: tuple[ConfigError, ...] = ()
+        """The errors that were collected in this one."""
+        if len(self.sentences) > 1:
+            super().__init__("\n- ".join([f"{len(self.sentences)} corrections are needed:", *self.sentences]))
+        else:
+            super().__init__(*self.sentences)
+
+    @classmethod
+    def of(cls, errors: "Sequence[ConfigError]") -> "ConfigError":
+        """One error for all ``errors``."""
+        if len(errors) == 1:
+            return errors[0]
+        whole = cls(*(sentence for error in errors for sentence in error.sentences))
+        whole.causes = tuple(errors)
+        return whole
+
 
 class DataError(UserError):
     """An unusable data file, index or tokenizer."""

@@ -30,8 +30,19 @@ def changed_flags(group: Any, *names: str) -> list[str]:
     return [words_of(name, value)[0] for name, value in values.items() if value != defaults[name].default]
 
 
+def changed_words(group: Any, *names: str) -> list[str]:
+    """The words of the command line for the fields ``names``, by default all, that are not at their default."""
+    wanted = names or tuple(type(group).__dataclass_fields__)
+    return [
+        word
+        for name in wanted
+        if changed_flags(group, name) and getattr(group, name) is not None
+        for word in words_of(name, getattr(group, name))
+    ]
+
+
 def require_flag(needed: str, is_given: bool, dependent: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` for the first ``dependent`` flag, unless the flag that it needs is given."""
-    if not is_given:
-        for flag in dependent:
-            raise ConfigError(f"{flag} needs {needed}: add it, or remove {flag}.")
+    """Raise :class:`ConfigError` for the ``dependent`` flags, unless the flag that they need is given."""
+    dependent = tuple(dependent)
+    if dependent and not is_given:
+        raise ConfigError(*(f"{flag} needs {needed}: add it, or remove {flag}." for flag in dependent))

@@ -1,7 +1,7 @@
 """Range checks of numbers, shared by the flag groups. NaN and infinity are out of every range."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megatron.errors import ConfigError
 
@@ -10,22 +10,22 @@ Values = Mapping[str, float | int | None]
 
 
 def require_at_least(minimum: int, values: Values) -> None:
-    """Raise :class:`ConfigError` for the first value below ``minimum``."""
-    for flag, value in values.items():
-        if value is not None and not minimum <= value < math.inf:
-            bound = "be finite and not negative" if minimum == 0 else f"be at least {minimum}"
-            raise ConfigError(f"{flag} {value} must {bound}.")
+    """Raise :class:`ConfigError` for the values below ``minimum``."""
+    bound = "be finite and not negative" if minimum == 0 else f"be at least {minimum}"
+    _refuse(values, lambda value: minimum <= value < math.inf, bound)
 
 
 def require_positive(values: Values) -> None:
-    """Raise :class:`ConfigError` for the first value that is not above zero."""
-    for flag, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value} must be positive and finite.")
+    """Raise :class:`ConfigError` for the values that are not above zero."""
+    _refuse(values, lambda value: 0 < value < math.inf, "be positive and finite")
 
 
 def require_fraction(values: Values) -> None:
-    """Raise :class:`ConfigError` for the first value outside [0, 1)."""
-    for flag, value in values.items():
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"{flag} {value} must be at least 0 and below 1.")
+    """Raise :class:`ConfigError` for the values outside [0, 1)."""
+    _refuse(values, lambda value: 0 <= value < 1, "be at least 0 and below 1")
+
+
+def _refuse(values: Values, is_in_range: Callable[[float], bool], bound: str) -> None:
+    outside = {flag: value for flag, value in values.items() if value is not None and not is_in_range(value)}
+    if outside:
+        raise ConfigError(*(f"{flag} {value} must {bound}." for flag, value in outside.items()))

@@ -191,3 +191,17 @@ def redirected_to(handler: Any) -> tuple[str | None, str | None]:
     """The files of standard output and standard error of a rank; None if they are not redirected."""
     stdout, stderr = (None if file is None else str(file.name) for file in (handler._stdout, handler._stderr))
     return stdout, stderr
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Record the last ``max_entries`` allocations and frees of CUDA's allocator, with their stacks."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def stop_memory_history() -> None:
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what was recorded, and the memory at present, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed.checkpoint
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.training import pretrain
 
 __all__ = ["pretrain", "pretrain_llama", "pytest", "torch"]

@@ -1,81 +1,12 @@
 #!/usr/bin/env python3
-"""Predict the step times of a table of runs, with columns like those of megatron/planner/step_time/published_runs.csv.
+"""Runs ``megatron/commands/predict_runs.py``; ``--help`` says what it does."""
 
-Columns of measured values may be empty; where a row has one, the error is printed, too. docs/planner.md describes the
-model and its errors.
-"""
-
-import json
-import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
-import tyro
-
-from megatron.errors import UserError
-from megatron.planner.step_time.fit import load_fitted, predict
-from megatron.planner.step_time.published import PublishedRun, read_published
-from megatron.planner.step_time.validation import Errors
-from megatron.urls import refuse_urls
-
-
-@dataclass(frozen=True)
-class PredictRunsConfig:
-    """The table, and where the result goes."""
-
-    csv: str
-    """Table of the runs."""
-    json: str
-    """File for {"rows": [{"step_time_s": seconds} or {"reason": text}, ...]}, one entry for each row, in order."""
-
-
-def predict_rows(runs: Sequence[PublishedRun]) -> list[dict[str, float | str]]:
-    """The entry of each run."""
-    priced = [one for one in runs if one.run is not None]
-    seconds = iter(predict(priced, load_fitted()).tolist() if priced else [])
-    return [{"reason": one.reason} if one.run is None else _entry(next(seconds)) for one in runs]
-
-
-def _entry(seconds: float) -> dict[str, float | str]:
-    if not 0 < seconds < math.inf:  # not for NaN
-        return {"reason": "the sizes are outside of what the formulas describe"}
-    return {"step_time_s": seconds}
-
-
-def report(runs: Sequence[PublishedRun], rows: Sequence[dict[str, float | str]]) -> str:
-    """How many rows are predicted, and their errors where they are measured."""
-    predicted = [row["step_time_s"] for row in rows if "step_time_s" in row]
-    text = f"{len(predicted)} of {len(rows)} runs are predicted"
-    errors = [
-        float(row["step_time_s"]) / one.seconds - 1
-        for one, row in zip(runs, rows)
-        if "step_time_s" in row and one.seconds is not None
-    ]
-    if errors:
-        found = Errors.of(np.array(errors))
-        text += f"; median error {found.median:.1%} of {found.rows} measured times, 90th percentile {found.p90:.1%}"
-    return text
-
-
-def main() -> int:
-    """Predict, and write the file; the exit code."""
-    try:
-        config = tyro.cli(PredictRunsConfig, description=__doc__)
-        refuse_urls({"--csv": config.csv, "--json": config.json}, "name a local file")
-        runs = read_published(Path(config.csv))
-        rows = predict_rows(runs)
-        Path(config.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        print(report(runs, rows))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
-
+from megatron.commands.predict_runs import main
 
 if __name__ == "__main__":
     sys.exit(main())

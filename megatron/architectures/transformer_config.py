@@ -86,10 +86,53 @@ class TransformerConfig:
     """Hidden size of the expert of all tokens; None for none."""
     moe_apply_probs_on_input: bool = False
     """The weight of a chosen expert multiplies its input, not its output."""
+    use_mup: bool = False
+    """Maximal update parametrization (arXiv 2203.03466, table 8); see docs/mup.md."""
+    mup_base_hidden_size: int | None = None
+    """Hidden size of the base model; None only without ``use_mup``."""
+    mup_embedding_mult: float = 1.0
+    """Factor of the embedding's output."""
+    mup_output_mult: float | None = None
+    """Factor of the logits; None only without ``use_mup``."""
+    mup_base_head_dim: float | None = None
+    """Head size of the base model, at which attention is scaled as without ``use_mup``."""
+    mup_attn_scale_power: float = 1.0
+    """Attention scores are divided by the head size to this power."""
+
+    @property
+    def width_mult(self) -> float:
+        """The hidden size over that of the base model under muP; 1 without."""
+        if not self.use_mup:
+            return 1.0
+        assert self.mup_base_hidden_size is not None
+        return self.hidden_size / self.mup_base_hidden_size
+
+    @property
+    def embedding_multiplier(self) -> float:
+        """Factor of the embedding's output."""
+        return self.mup_embedding_mult if self.use_mup else 1.0
+
+    @property
+    def output_multiplier(self) -> float:
+        """Factor of the logits."""
+        return 1.0 if self.mup_output_mult is None else self.mup_output_mult
+
+    @property
+    def attention_multiplier(self) -> float:
+        """Factor of the attention scores beside ``1 / sqrt(head size)``."""
+        if not self.use_mup:
+            return 1.0
+        base = 1.0 if self.mup_base_head_dim is None else math.sqrt(self.mup_base_head_dim)
+        return base * math.sqrt(self.kv_channels) / self.kv_channels**self.mup_attn_scale_power
 
     @property
     def rotary_magnitude(self) -> float:
-        """Factor of rotated queries and keys: YaRN's attention factor (arXiv 2309.00071, section 3.4)."""
+        """Factor of rotated queries and keys. muP's factor of the scores is the square of a factor of both."""
+        return self._yarn_magnitude * math.sqrt(self.attention_multiplier)
+
+    @property
+    def _yarn_magnitude(self) -> float:
+        """YaRN's attention factor (arXiv 2309.00071, section 3.4)."""
         factor, mscale, all_dim = self.yarn_rotary_scaling_factor, self.yarn_mscale, self.yarn_mscale_all_dim
         # Llama 4 normalises rotated heads, which removes the factor (here the norm comes before the rotation).
         if self.position_embedding_type != "yarn" or self.qk_l2_norm:
@@ -117,9 +160,20 @@ class TransformerConfig:
         return self.query_size + 2 * self.key_value_size
 
     @property
+    def hidden_init_std(self) -> float:
+        """Initial deviation of the matrices of the layers; under muP their variance falls with the fan-in."""
+        return self.init_method_std / math.sqrt(self.width_mult)
+
+    @property
     def residual_init_std(self) -> float:
         """Initial deviation of projections into the residual stream: scaled by ``1 / sqrt(2 layers)`` (GPT-2)."""
-        return self.init_method_std / math.sqrt(2 * self.num_layers)
+        return self.hidden_init_std / math.sqrt(2 * self.num_layers)
+
+    @property
+    def router_init_std(self) -> float:
+        """Initial deviation of routers, which have a width as fan-in, but not as fan-out. Under muP such a matrix has
+        no multiplier here, so its deviation falls with the fan-in (table 3, output weights)."""
+        return self.init_method_std / self.width_mult
 
     def moe_layers(self) -> tuple[bool, ...]:
         """For every layer whether it is an MoE layer."""

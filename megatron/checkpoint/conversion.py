@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +18,13 @@ from megatron.checkpoint.hugging_face import (
     HuggingFaceMapping,
     Section,
     copies_of_section,
+    folded_multiplier,
 )
-from megatron.checkpoint.hugging_face_files import CONFIG, HuggingFaceWeights
+from megatron.checkpoint.hugging_face_directory import CONFIG
+from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
 from megatron.checkpoint.hugging_face_model import HuggingFaceModel
-from megatron.checkpoint.names import MASTER, MODEL
+from megatron.checkpoint.names import EMA, MASTER, MODEL
+from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.schema import upgrade
 from megatron.checkpoint.streaming import SavedTensors
@@ -36,32 +40,29 @@ Advance = Callable[[int], object]
 """Called with the number of additional bytes done."""
 
 
-class HuggingFaceImport:
-    """A Hugging Face model as global tensors of this code, read chunk by chunk.
+class NamedWeights(Protocol):
+    """Tensors under Hugging Face's names, readable in any part."""
 
-    ``dtype`` None keeps the dtype of each tensor. With ``apply_layernorm_1p`` the weights of norms, gains minus one,
-    are at least fp32: in bf16 a gain below 0.5 would lose bits. Raises :class:`CheckpointError` for a model that is not
-    a complete model of an architecture in the registry, and without ``text_only`` for a multimodal model.
+    def entry(self, name: str) -> Entry:
+        """Dtype and shape of a tensor."""
+
+    def read(self, name: str, place: Place) -> Tensor:
+        """A part of a tensor."""
+
+
+class WeightsImport:
+    """The weights of a model as global tensors of this code, read chunk by chunk.
+
+    ``weights`` has all tensors of ``mapping``. ``dtype`` None keeps the dtype of each tensor.
     """
 
     def __init__(
-        self,
-        source: Path,
-        dtype: torch.dtype | None,
-        advance: Advance,
-        apply_layernorm_1p: bool = False,
-        text_only: bool = False,
+        self, weights: NamedWeights, mapping: HuggingFaceMapping, dtype: torch.dtype | None, advance: Advance
     ) -> None:
-        self._source = source
-        self.model = HuggingFaceModel(source, text_only)
-        self._weights = self.model.weights
-        self.architecture = replace(self.model.architecture, apply_layernorm_1p=apply_layernorm_1p)
-        mapping = HuggingFaceMapping.of(self.architecture)
-        mapping.check(self._weights.shapes, str(source))
-        self._check_tied_head()
+        self._source = weights
         self._advance = advance
         self._tensors = {MODEL + name: tensor for name, tensor in mapping.ours.items()}
-        self._formats = {section.name: self._weights.entry(section.name).dtype for section in mapping.theirs.values()}
+        self._formats = {name: weights.entry(name).dtype for name in mapping.theirs}
         self.tensors = {name: self._cut(tensor, dtype) for name, tensor in self._tensors.items()}
         """The chunks of each global tensor."""
 
@@ -79,7 +80,7 @@ class HuggingFaceImport:
         dtype, tensor = self.tensors[name].properties.dtype, self._tensors[name]
         block = torch.empty(chunk.sizes, dtype=dtype)
         for copy in tensor.copies(tuple(chunk.offsets), tuple(chunk.sizes)):
-            block[copy.place].copy_(_weights_of(_part(self._weights, copy), tensor))
+            block[copy.place].copy_(_weights_of(_part(self._source, copy), tensor))
             check_range(block[copy.place], self._formats[copy.source], copy.source)
         self._advance(block.nbytes)
         return block
@@ -98,6 +99,32 @@ class HuggingFaceImport:
             chunks.append(ChunkStorageMetadata(offset, torch.Size((rows, *tensor.shape[1:]))))
         return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
 
+
+class HuggingFaceImport(WeightsImport):
+    """A Hugging Face model as global tensors of this code, read chunk by chunk.
+
+    ``dtype`` None keeps the dtype of each tensor. With ``apply_layernorm_1p`` the weights of norms, gains minus one,
+    are at least fp32: in bf16 a gain below 0.5 would lose bits. Raises :class:`CheckpointError` for a model that is not
+    a complete model of an architecture in the registry, and without ``text_only`` for a multimodal model.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        dtype: torch.dtype | None,
+        advance: Advance,
+        apply_layernorm_1p: bool = False,
+        text_only: bool = False,
+    ) -> None:
+        self._directory = source
+        self.model = HuggingFaceModel(source, text_only)
+        self._weights = self.model.weights
+        self.architecture = replace(self.model.architecture, apply_layernorm_1p=apply_layernorm_1p)
+        mapping = HuggingFaceMapping.of(self.architecture)
+        mapping.check(self._weights.shapes, str(source))
+        self._check_tied_head()
+        super().__init__(self._weights, mapping, dtype, advance)
+
     def _check_tied_head(self) -> None:
         """A tied output layer may be stored, but must equal the embedding."""
         if self.architecture.untie_embeddings_and_output_weights or HEAD not in self._weights.shapes:
@@ -108,7 +135,7 @@ class HuggingFaceImport:
         )
         if not is_same:
             raise CheckpointError(
-                f"{self._source / CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {HEAD} "
+                f"{self._directory / CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {HEAD} "
                 "exists and differs: set it to false."
             )
 
@@ -120,17 +147,18 @@ class HuggingFaceExport:
     """The weights of a checkpoint as Hugging Face's tensors, converted block by block.
 
     ``dtype`` None keeps the dtype of the model; another dtype is rounded from the master weights if the checkpoint has
-    them. A gain ``1 + weight`` is rounded once, and without ``dtype`` has the embedding's dtype.
+    them. A gain ``1 + weight`` is rounded once, and without ``dtype`` has the embedding's dtype, as has a weight times
+    a multiplier of muP. With ``average`` the weights are the moving average of the checkpoint.
     """
 
-    def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance) -> None:
+    def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance, average: bool = False) -> None:
         self._saved = saved
         self._advance = advance
         self.architecture = upgrade(saved.manifest.state, saved.manifest.format_version).architecture
         self._sections = HuggingFaceMapping.of(self.architecture).theirs
         self._check_complete()
-        self.source = self._choose_source(dtype)
-        """Prefix of the weights to read: ``model/`` or ``optimizer/master/``."""
+        self.source = self._average() if average else self._choose_source(dtype)
+        """Prefix of the weights to read: ``model/``, ``optimizer/master/`` or ``optimizer/ema/``."""
         self.entries = {
             name: Entry(dtype or self._stored(MODEL, self._kept_like(section)), section.shape)
             for name, section in self._sections.items()
@@ -150,11 +178,13 @@ class HuggingFaceExport:
             yield self._block(section, (first, *(0 for _ in section.shape[1:])), (rows, *section.shape[1:]), dtype)
 
     def _block(self, section: Section, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        block = torch.empty(shape, dtype=torch.float64 if section.is_gain_minus_one else dtype)
+        factor = folded_multiplier(self.architecture, section)
+        computes = section.is_gain_minus_one or factor != 1.0
+        block = torch.empty(shape, dtype=torch.float64 if computes else dtype)
         for copy in copies_of_section(section, offset, shape):
             self._saved.read_into(copy.across(block[copy.place]), self.source + copy.source, copy.source_place)
-        if section.is_gain_minus_one:
-            block = (block + 1.0).to(dtype)
+        if computes:
+            block = ((block + (1.0 if section.is_gain_minus_one else 0.0)) * factor).to(dtype)
         check_range(block, self._stored(self.source, section), section.name)
         self._advance(block.nbytes)
         return block
@@ -173,6 +203,14 @@ class HuggingFaceExport:
             return MODEL
         has_masters = all(MASTER + section.ours in self._saved.manifest.tensors() for section in sections)
         return MASTER if has_masters else MODEL
+
+    def _average(self) -> str:
+        if any(EMA + section.ours not in self._saved.manifest.tensors() for section in self._sections.values()):
+            raise CheckpointError(
+                "The checkpoint has no moving average of the weights: remove --ema, or convert a checkpoint of a run "
+                "with --ema-decay."
+            )
+        return EMA
 
     def _check_complete(self) -> None:
         saved = self._saved.manifest.tensors()
@@ -203,7 +241,7 @@ def fill_from_hugging_face(
                 block[copy.place].copy_(_weights_of(_part(weights, copy), tensor))
 
 
-def _part(weights: HuggingFaceWeights, copy: Copy) -> Tensor:
+def _part(weights: NamedWeights, copy: Copy) -> Tensor:
     """The source of ``copy``, with the dims of this code's tensor."""
     return copy.across(weights.read(copy.source, copy.source_place))
 

@@ -3,7 +3,8 @@
 This code fuses query-key-value and gate-up along dim 0, and its rotary pairs are neighbouring rows ``(2i, 2i+1)`` of a
 head; Hugging Face's are ``(i, head_size/2 + i)``, except for Llama 4. A box of one side is a few strided parts of
 tensors of the other. Llama 4's experts are stacked and transposed there, ``[experts, columns, rows]``. The numbers are
-equal, but with ``apply_layernorm_1p`` the weight of a norm is Hugging Face's gain minus one.
+equal, but with ``apply_layernorm_1p`` the weight of a norm is Hugging Face's gain minus one, and multipliers of muP are
+factors of some weights there.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,9 +15,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.architectures.registry import ARCHITECTURES, architecture_of
-from megatron.architectures.spec import FEATURES, ArchitectureSpec, HFTensor, WeightMapping
+from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face_config import known_architecture
 from megatron.checkpoint.places import Place, overlap, strided
 from megatron.errors import CheckpointError
 
@@ -64,6 +65,25 @@ class Section:
         for head in range(0, self.shape[0], self.head_size):
             for part in range(2):
                 yield _Run(head + part * half, self.first_row + head + part, 2, half)
+
+
+def folded_multiplier(config: TransformerConfig, section: Section) -> float:
+    """The factor of a weight at Hugging Face, which has no multipliers of muP; 1 without muP.
+
+    The factor of attention multiplies the queries: their norm, or the weight and the bias of their projection. The
+    factor of the logits multiplies the final norm, and so does the inverse of the embedding's factor if the output
+    layer is the embedding.
+    """
+    if section.ours == "embedding.word_embeddings.weight":
+        return config.embedding_multiplier
+    if section.ours == "final_layernorm.weight":
+        is_tied = not config.untie_embeddings_and_output_weights
+        return config.output_multiplier / (config.embedding_multiplier if is_tied else 1.0)
+    if config.qk_layernorm:
+        is_of_queries = section.ours.endswith("self_attention.q_layernorm.weight")
+    else:
+        is_of_queries = ".self_attention.linear_qkv." in section.ours and section.first_row == 0
+    return config.attention_multiplier if is_of_queries else 1.0
 
 
 class Copy(NamedTuple):
@@ -165,13 +185,7 @@ class HuggingFaceMapping:
     @classmethod
     def of(cls, config: TransformerConfig) -> "HuggingFaceMapping":
         """The mapping of the architecture that ``config`` is of; raises :class:`CheckpointError` if it is of none."""
-        architecture = architecture_of(config)
-        if architecture is None:
-            known = ", ".join(ARCHITECTURES)
-            raise CheckpointError(
-                f"No architecture of transformers has {_features(config)}: choose a model of {known}."
-            )
-        return cls(config, architecture)
+        return cls(config, known_architecture(config))
 
     @cached_property
     def ours(self) -> dict[str, GlobalTensor]:
@@ -234,14 +248,6 @@ class HuggingFaceMapping:
             )
             first_row += part.rows
         return GlobalTensor(ours + weight.name, (first_row, *other), tuple(sections))
-
-
-def _features(config: TransformerConfig) -> str:
-    """What distinguishes the family of ``config``."""
-    kinds = {True: "MoE layers", False: "dense layers"}
-    layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
-    unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
-    return layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
 
 
 def _some(names: list[str]) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.architectures.config_json import Fields, flag, number, size
-from megatron.architectures.registry import ARCHITECTURES
-from megatron.architectures.spec import ArchitectureSpec, MultimodalModel
+from megatron.architectures.registry import ARCHITECTURES, architecture_of
+from megatron.architectures.spec import FEATURES, ArchitectureSpec, MultimodalModel
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face import HuggingFaceMapping
 from megatron.errors import CheckpointError
 
 _FIXED: dict[str, tuple[object, str]] = {
@@ -67,6 +66,23 @@ def transformer_config_of(fields: Fields, where: str) -> TransformerConfig:
         return TransformerConfig(**common | dict(architecture.read_fields(fields)) | dict(architecture.features))
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}.") from error
+
+
+def known_architecture(config: TransformerConfig) -> ArchitectureSpec:
+    """The architecture of transformers that ``config`` is of; raises :class:`CheckpointError` if it is of none."""
+    architecture = architecture_of(config)
+    if architecture is None:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"No architecture of transformers has {_features(config)}: choose a model of {known}.")
+    return architecture
+
+
+def _features(config: TransformerConfig) -> str:
+    """What distinguishes the family of ``config``."""
+    kinds = {True: "MoE layers", False: "dense layers"}
+    layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
+    unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
+    return layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
 
 
 def multimodal_model(fields: Fields) -> MultimodalModel | None:
@@ -182,7 +198,7 @@ def config_fields(
 
     Raises :class:`CheckpointError` for a model that transformers would refuse.
     """
-    architecture = HuggingFaceMapping.of(config).architecture
+    architecture = known_architecture(config)
     if architecture.name == "llama" and config.hidden_size % config.num_attention_heads:
         raise CheckpointError(
             f"transformers refuses a Llama whose hidden size ({config.hidden_size}) is not divisible by its heads "

@@ -21,39 +21,17 @@ from torch import Tensor
 from megatron.architectures.spec import MultimodalModel
 from megatron.checkpoint.directory import hidden_path
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
+from megatron.checkpoint.hugging_face_directory import TOKENIZER_FILES, TOKENIZER_MODEL, read_json_object
 from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned, packed
 from megatron.errors import CheckpointError
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 _OPEN_FILES = 4
 _FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises :class:`CheckpointError`."""
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing: use the complete directory of a model.")
-    try:
-        with explained("read", path):
-            content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}): download the model again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object: download the model again.")
-    return content
 
 
 class HuggingFaceWeights:
@@ -230,7 +208,7 @@ def copy_tokenizer(source: Path, directory: Path) -> list[str]:
         beside = source if source.is_dir() else source.parent
         copied = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()}
     else:
-        copied = {"tokenizer.model": source} if source.is_file() else {}
+        copied = {TOKENIZER_MODEL: source} if source.is_file() else {}
     if copied:
         with explained("write", directory):
             directory.mkdir(exist_ok=True)

@@ -3,15 +3,12 @@
 from collections import Counter
 from pathlib import Path
 
-from megatron.architectures.config_json import Fields
-from megatron.architectures.spec import MultimodalModel
-from megatron.checkpoint.hugging_face_config import multimodal_model, text_model_fields, transformer_config_of
-from megatron.checkpoint.hugging_face_files import CONFIG, HuggingFaceWeights, read_json_object
-from megatron.errors import CheckpointError
+from megatron.checkpoint.hugging_face_directory import describe_directory
+from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
 
 
 class HuggingFaceModel:
-    """The architecture and the tensors of the text model in ``source``.
+    """The description and the tensors of the text model in ``source``.
 
     A multimodal model is refused without ``text_only``, the value of the flag ``text_only_flag``. Raises
     :class:`CheckpointError`.
@@ -19,20 +16,12 @@ class HuggingFaceModel:
 
     def __init__(self, source: Path, text_only: bool = False, text_only_flag: str = "--text-only") -> None:
         self.weights = HuggingFaceWeights(source)
-        config = source / CONFIG
-        fields: Fields = read_json_object(config)
+        self.description = describe_directory(source, text_only, text_only_flag)
+        self.architecture = self.description.architecture
         self.left_out: list[str] = []
         """Names of the tensors beside the text model."""
-        multimodal = multimodal_model(fields)
-        if multimodal is not None:
-            if not text_only:
-                raise CheckpointError(
-                    f"{config} describes a multimodal model ({multimodal.hugging_face_class}), of which only the text "
-                    f"model can be used: add {text_only_flag} to leave out {_starred(multimodal)}."
-                )
-            fields = text_model_fields(fields, str(config))
-            self.left_out = self.weights.keep_text_model(multimodal)
-        self.architecture = transformer_config_of(fields, str(config))
+        if self.description.multimodal is not None:
+            self.left_out = self.weights.keep_text_model(self.description.multimodal)
 
     def describe_left_out(self) -> str:
         """The tensors that were left out, counted by the first part of their names; empty if there are none."""
@@ -41,7 +30,3 @@ class HuggingFaceModel:
         counts = Counter(name.partition(".")[0] for name in self.left_out)
         groups = ", ".join(f"{count} of {first}.*" for first, count in counts.items())
         return f"left out {len(self.left_out)} tensors that are not of the text model: {groups}"
-
-
-def _starred(multimodal: MultimodalModel) -> str:
-    return " and ".join(f"{prefix}*" for prefix in multimodal.other_prefixes)

@@ -20,9 +20,9 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 7
 """Version of the manifest and of the state in it."""
-READABLE_VERSIONS = (2, 3, 4, 5)
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7)
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -98,6 +98,8 @@ class SavedState:
     """Rollbacks of the run so far; the ranges of some may lie after the checkpoint."""
     update_guard: Mapping[str, Any] | None = None
     """State of ``megatron/operation/update_guard.py``; None if it is not known."""
+    generation_config: str | None = None
+    """Text of ``generation_config.json`` of the Hugging Face model that the run started from; None without one."""
 
     def to_json(self) -> State:
         """The inverse of :func:`upgrade`."""
@@ -124,7 +126,23 @@ def _from_version_4(state: State) -> State:
     return state
 
 
-MIGRATIONS: Mapping[int, Callable[[State], State]] = {2: _from_version_2, 3: _from_version_3, 4: _from_version_4}
+def _from_version_5(state: State) -> State:
+    """Version 6 added the generation settings of a Hugging Face model, which older code did not read."""
+    return state
+
+
+def _from_version_6(state: State) -> State:
+    """Version 7 added the fields of muP. Their defaults describe a model without it, as all older checkpoints are."""
+    return state
+
+
+MIGRATIONS: Mapping[int, Callable[[State], State]] = {
+    2: _from_version_2,
+    3: _from_version_3,
+    4: _from_version_4,
+    5: _from_version_5,
+    6: _from_version_6,
+}
 """Migration from each version to the next."""
 
 

@@ -90,7 +90,7 @@ class UpcycledModel:
         assert config.num_experts is not None
         shape = (config.num_experts, config.hidden_size)
         box = Box((0, 0), (0, 0), shape)
-        info = ParameterInfo(name, shape, shape, (box,), config.init_method_std, True, tensor_parallel_sharded=False)
+        info = ParameterInfo(name, shape, shape, (box,), config.router_init_std, True, tensor_parallel_sharded=False)
 
         def read(chunk: ChunkStorageMetadata) -> Tensor:
             weights = torch.empty(shape, dtype=dtype)

@@ -38,7 +38,8 @@ class CheckpointConfig:
     """Directory or URL (s3://bucket/run) to resume from; without a checkpoint there the run starts at iteration 0."""
     load_hf: str | None = None
     """Directory of a Hugging Face model (docs/checkpoints.md) to start from if --load has no checkpoint; each rank
-    reads only its shards."""
+    reads only its shards. Architecture and tokenizer come from the directory too: their flags are optional, and an
+    error if they differ."""
     load_hf_text_only: bool = False
     """Accept a multimodal model in --load-hf, and load only its text model."""
     pretrained_checkpoint: str | None = None
@@ -63,7 +64,7 @@ class CheckpointConfig:
     """Load only the weights and start at iteration 0."""
     use_checkpoint_args: bool = False
     """Read the architecture from the checkpoint of --load. An architecture flag is optional, and an error if it differs
-    from the checkpoint. Without a checkpoint (also with --load-hf) the architecture flags are required."""
+    from the checkpoint. Without a checkpoint the architecture flags are required, unless there is --load-hf."""
 
     @property
     def save_schedule(self) -> IntervalSchedule | None:

@@ -1,119 +1,208 @@
-"""The command line: flags to a :class:`RunConfig`."""
+"""The command line: flags to a :class:`RunConfig`, and everything that is wrong with them at once.
 
-import difflib
-import io
+The parser is not tyro, which the tools use, because tyro stops at the first mistake.
+"""
+
 from collections.abc import Sequence
-from contextlib import redirect_stderr
-from dataclasses import fields
-from typing import Any
-
-import tyro
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from megatron.architectures.registry import PRESETS
-from megatron.config.megatron_flags import NOT_SUPPORTED, NOT_SUPPORTED_VALUES
+from megatron.config.all_checks import flags_in, without_sentences_on
+from megatron.config.compatibility import DESCRIPTIVE
+from megatron.config.flag_docs import docstrings
+from megatron.config.flag_files import FlagFileConfig
+from megatron.config.flag_names import fields_by_flag, is_switch, suggestion
+from megatron.config.help_text import help_text
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
+from megatron.config.run_yaml import read_run_yaml
+from megatron.config.words import Given, split_words, surplus, value_of
 from megatron.errors import ConfigError
-from megatron.flags import flag_of
+from megatron.flags import changed_flags
 
-DESCRIPTION = """Pretrain a Llama model.
 
-One process: python pretrain_llama.py FLAGS
+@dataclass(frozen=True)
+class ParsedLine:
+    """A command line with its mistakes."""
 
-Several: torchrun --nproc-per-node N pretrain_llama.py FLAGS
-
-A first run: bash examples/quickstart.sh"""
+    config: RunConfig
+    """The run, in which flags with a mistake have their defaults."""
+    mistakes: tuple[ConfigError, ...]
+    """What is wrong with the words."""
+    no_effect: tuple[str, ...]
+    """Flags that change nothing, as they were typed."""
 
 
 def parse_command_line(
-    arguments: Sequence[str], model_defaults: ModelConfig | None = None, *, print_messages: bool = True
+    arguments: Sequence[str],
+    model_defaults: ModelConfig | None = None,
+    *,
+    print_messages: bool = True,
+    world_size: int | None = None,
+    defaults: RunConfig | None = None,
 ) -> RunConfig:
     """Parse ``arguments``. A preset named by ``--model``, else ``model_defaults``, sets the defaults of the model
-    flags.
+    flags; ``defaults`` has the defaults of all other flags.
 
     On ``--help``, prints the help if ``print_messages`` (true on one rank) and raises :class:`SystemExit`. Raises
-    :class:`ConfigError` for an invalid value, and for an unknown flag with the nearest known one.
+    :class:`ConfigError` for unknown flags, with the nearest known ones, and for invalid values; with ``world_size``
+    the error also says what the checks find in the flags that can be parsed.
     """
-    messages = io.StringIO()
-    try:
-        with redirect_stderr(messages):
-            config, unknown = tyro.cli(
-                RunConfig,
-                args=list(arguments),
-                default=RunConfig(model=preset_of(arguments) or model_defaults or ModelConfig()),
-                description=DESCRIPTION,
-                prog="pretrain_llama.py",
-                config=(tyro.conf.OmitArgPrefixes,),
-                return_unknown_args=True,
-                console_outputs=print_messages,
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise ConfigError(_unsupported_value(arguments) or _sentence_in(messages.getvalue())) from None
-    if unknown:
-        raise ConfigError(_unknown_flag_message(unknown[0]))
-    return config
+    arguments = with_flags_of_file(arguments)
+    asked = help_topic(arguments)
+    if asked is not None:
+        text = help_text(asked)
+        if print_messages:
+            print(text)
+        raise SystemExit(0)
+    line = parse_line(arguments, model_defaults, defaults)
+    if line.mistakes:
+        raise ConfigError.of([*line.mistakes, *([] if world_size is None else _found_by_checks(line, world_size))])
+    return line.config
 
 
-def _sentence_in(box: str) -> str:
-    """The first paragraph of the box that tyro prints."""
-    words: list[str] = []
-    for line in box.splitlines():
-        text = line.strip("│ ")
-        if words and text.startswith("─"):
-            break
-        if line.startswith("│"):
-            words.append(text)
-    return f"{' '.join(words).rstrip('.') or box.strip()}; see --help."
+def parse_line(
+    arguments: Sequence[str], model_defaults: ModelConfig | None = None, defaults: RunConfig | None = None
+) -> ParsedLine:
+    """Parse ``arguments``, and collect the mistakes."""
+    given = split_words(arguments)
+    values: dict[str, Any] = {}
+    mistakes: list[ConfigError] = []
+    no_effect: list[str] = []
+    for one in given:
+        try:
+            if one.flag in NO_EFFECT:
+                NO_EFFECT[one.flag].check(one)
+                no_effect.append(one.as_typed)
+                continue
+            name, value = _parsed(one)
+        except ConfigError as error:
+            mistakes.append(error)
+            continue
+        values[name] = value
+        if _has_no_effect(name):
+            no_effect.append(one.as_typed)
+    default = replace(defaults or RunConfig(), model=preset_of(arguments) or model_defaults or ModelConfig())
+    groups = {group.name: getattr(default, group.name) for group in fields(default)}
+    changed = {
+        name: replace(group, **{flag.name: values[flag.name] for flag in fields(group) if flag.name in values})
+        for name, group in groups.items()
+    }
+    config = RunConfig(**changed)
+    no_effect += [*_without_experts(config), *config.tokenizer.without_effect]
+    return ParsedLine(config, tuple(mistakes), tuple(dict.fromkeys(no_effect)))
 
 
-def _unsupported_value(arguments: Sequence[str]) -> str | None:
-    """The sentence about the first value in ``arguments`` that only Megatron-LM has; None for none."""
-    flag = ""
-    for argument in arguments:
-        if argument.startswith("--"):
-            flag, _, argument = argument.partition("=")
-            flag = flag.replace("_", "-")
-        reason = NOT_SUPPORTED_VALUES.get(flag, {}).get(argument)
+def _without_experts(config: RunConfig) -> list[str]:
+    """Flags that have no effect on a model without experts, where Megatron-LM accepts them, too."""
+    if config.model.num_experts or config.checkpoint.use_checkpoint_args:
+        return []
+    return changed_flags(config.parallel, "expert_tensor_parallel_size")
+
+
+def _parsed(given: Given) -> tuple[str, Any]:
+    """The field and the value of a flag; raises :class:`ConfigError` for an unknown flag and for an invalid value."""
+    if not given.flag:
+        raise ConfigError(*map(surplus, given.values))
+    known = fields_by_flag(RunConfig)
+    positive = f"--{given.flag.removeprefix('--no-')}"
+    field = known.get(given.flag)
+    if field is None and given.flag.startswith("--no-") and positive in known and is_switch(known[positive]):
+        _refuse_values(given)
+        return known[positive].name, False
+    if field is None:
+        raise ConfigError(_unknown_flag_message(given.flag))
+    if is_switch(field):
+        _refuse_values(given)
+        return field.name, True
+    for word in given.values:
+        reason = NOT_SUPPORTED_VALUES.get(given.flag, {}).get(word)
         if reason is not None:
-            return f"{flag} {argument} of Megatron-LM is not supported: {reason}"
+            raise ConfigError(f"{given.flag} {word} of Megatron-LM is not supported: {reason}")
+    return field.name, value_of(given.flag, _types(RunConfig)[field.name], given.values)
+
+
+def _refuse_values(given: Given) -> None:
+    if given.values:
+        raise ConfigError(surplus(given.values[0]))
+
+
+def _unknown_flag_message(flag: str) -> str:
+    if flag in NOT_SUPPORTED:
+        return f"{flag} of Megatron-LM is not supported: {NOT_SUPPORTED[flag]}"
+    return f"{flag} is not a flag of pretrain_llama.py: {suggestion(flag)}"
+
+
+@cache
+def _types(run_config: type[RunConfig]) -> dict[str, Any]:
+    """The type of every field."""
+    kinds: dict[str, Any] = {}
+    for group in get_type_hints(run_config).values():
+        kinds |= get_type_hints(group)
+    return kinds
+
+
+@cache
+def _compatible(run_config: type[RunConfig]) -> frozenset[str]:
+    """The fields that are accepted for compatibility alone."""
+    texts: dict[str, str] = {}
+    for group in get_type_hints(run_config).values():
+        texts |= docstrings(group)
+    return frozenset(name for name, text in texts.items() if text.startswith("Accepted for Megatron-LM"))
+
+
+def _has_no_effect(name: str) -> bool:
+    return name in _compatible(RunConfig) and name not in DESCRIPTIVE
+
+
+def _found_by_checks(line: ParsedLine, world_size: int) -> list[ConfigError]:
+    """What the checks find, without sentences about a flag that has a mistake."""
+    named = {flag for error in line.mistakes for sentence in error.sentences for flag in flags_in(sentence)}
+    if line.config.checkpoint.load_hf is not None:
+        return []  # The directory has sizes that the checks need.
+    try:
+        line.config.check(line.config.dry_run.num_gpus or world_size)
+    except ConfigError as error:
+        return [kept for one in error.causes or [error] for kept in without_sentences_on(one, named)]
+    except Exception:
+        return []  # A check may need a flag that has a mistake.
+    return []
+
+
+def with_flags_of_file(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with the flags of the file of ``--config`` before the others, which override them."""
+    rest: list[str] = []
+    path = None
+    words = iter(arguments)
+    for word in words:
+        flag, has_value, value = word.partition("=")
+        if flag != "--config":
+            rest.append(word)
+            continue
+        if path is not None:
+            raise ConfigError("--config is given twice: write all flags into one file.")
+        path = value if has_value else next(words, "")
+        if not path or path.startswith("--"):
+            raise ConfigError("--config needs a YAML file: add its path.")
+    if path is None:
+        return rest
+    FlagFileConfig(config=path).check()
+    return [*read_run_yaml(Path(path)), *rest]
+
+
+def help_topic(arguments: Sequence[str]) -> str | None:
+    """The word after ``--help``, empty for none; None without ``--help``."""
+    for given in split_words(arguments):
+        if given.flag in ("--help", "-h"):
+            return given.values[0] if given.values else ""
     return None
 
 
 def preset_of(arguments: Sequence[str]) -> ModelConfig | None:
-    """The preset named by ``--model`` in ``arguments``; None for none, and for an unknown one, which tyro refuses."""
-    name = None
-    for flag, value in zip(arguments, [*arguments[1:], ""]):
-        if flag == "--model":
-            name = value
-        elif flag.startswith("--model="):
-            name = flag.partition("=")[2]
-    return preset(name) if name in PRESETS else None
-
-
-def flag_names() -> list[str]:
-    """Every flag of the command line, in order, without its ``--no-`` form."""
-    return [name for name, _ in _names_and_defaults()]
-
-
-def _names_and_defaults() -> list[tuple[str, Any]]:
-    return [
-        (flag_of(flag.name), flag.default)
-        for group in fields(RunConfig)
-        for flag in fields(group.default_factory)  # type: ignore[arg-type]
-    ]
-
-
-def _unknown_flag_message(argument: str) -> str:
-    flag = argument.partition("=")[0].replace("_", "-")
-    if not flag.startswith("-"):
-        return (
-            f"{argument!r} is not a value of any flag: remove it, or check the number of values of the flag before it."
-        )
-    if flag in NOT_SUPPORTED:
-        return f"{flag} of Megatron-LM is not supported: {NOT_SUPPORTED[flag]}"
-    negative = ["--no-" + name[2:] for name, default in _names_and_defaults() if isinstance(default, bool)]
-    nearest = difflib.get_close_matches(flag, flag_names() + negative, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "see --help."
-    return f"{flag} is not a flag of pretrain_llama.py: {hint}"
+    """The preset named by ``--model`` in ``arguments``; None for none, and for an unknown one, which is refused."""
+    names = [given.values[0] for given in split_words(arguments) if given.flag == "--model" and given.values]
+    return preset(names[-1]) if names and names[-1] in PRESETS else None

@@ -23,7 +23,6 @@ REFUSALS = {
     "use_cpu_initialization": "initial weights are the same in every layout",
     "accumulate_allreduce_grads_in_fp32": "--grad-reduce-in-bf16 accumulates gradients in bf16",
     "disable_gloo_process_groups": "one gloo process group of all ranks is needed beside NCCL's",
-    "ckpt_fully_parallel_save": "every rank saves its own part",
     "dist_ckpt_optim_fully_reshardable": "the optimizer state loads in every layout",
     "verify_integrity": "every file is compared with its digest before it is loaded",
     "log_timers_to_tensorboard": "TensorBoard and wandb receive the timers of --timing-log-level",
@@ -31,6 +30,22 @@ REFUSALS = {
     "create_attention_mask_in_dataloader": "attention kernels build the causal mask",
 }
 """Why any other value of a field is refused. Fields that are not listed accept both forms, or have one value."""
+
+DESCRIPTIVE = (
+    "use_rotary_position_embeddings",
+    "position_embedding",
+    "rotary_percent",
+    "normalization",
+    "swiglu",
+    "disable_bias_linear",
+    "hidden_dropout",
+    "attention_dropout",
+    "attention_softmax_in_fp32",
+    "calculate_per_token_loss",
+    "main_params_dtype",
+    "accumulate_allreduce_grads_in_fp32",
+)
+"""Fields that describe the model and its numbers: the run is as they say."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +87,9 @@ class CompatibilityConfig:
     calculate_per_token_loss: bool = True
     """Accepted for Megatron-LM compatibility; no effect. The loss is the mean over all unmasked tokens of the global
     batch."""
-    rerun_mode: Literal["disabled"] = "disabled"
-    """Accepted for Megatron-LM compatibility; no effect. No iteration is run twice to compare its results."""
+    rerun_mode: Literal["disabled", "validate_results"] = "disabled"
+    """Accepted for Megatron-LM compatibility; no effect. --replay-interval runs microbatches twice to compare their
+    bits."""
     te_rng_tracker: bool = True
     """Accepted for Megatron-LM compatibility; no effect. Training draws no random numbers."""
     use_cpu_initialization: bool = True
@@ -90,11 +106,11 @@ class CompatibilityConfig:
     create_attention_mask_in_dataloader: bool = False
     """Accepted for Megatron-LM compatibility as --no-create-attention-mask-in-dataloader; no effect. Attention kernels
     build the causal mask."""
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
     """Accepted for Megatron-LM compatibility; no effect. A checkpoint is safetensors files and a manifest, and loads in
     every layout. Megatron-LM cannot read it, and Megatron-LM's checkpoints cannot be loaded."""
     ckpt_fully_parallel_save: bool = True
-    """Accepted for Megatron-LM compatibility; no effect. Every rank saves its own part."""
+    """Accepted for Megatron-LM compatibility in both forms; no effect. Every rank saves its own part."""
     dist_ckpt_optim_fully_reshardable: bool = True
     """Accepted for Megatron-LM compatibility; no effect. The optimizer state loads in every layout."""
     verify_integrity: bool = True
@@ -106,7 +122,9 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. TensorBoard and wandb receive the validation perplexity."""
 
     def check(self) -> None:
-        for name, reason in REFUSALS.items():
-            if changed_flags(self, name):
-                spelling = " ".join(words_of(name, getattr(self, name)))
-                raise ConfigError(f"{spelling} is not supported, because {reason}: remove it.")
+        refused = [name for name in REFUSALS if changed_flags(self, name)]
+        spelling = {name: " ".join(words_of(name, getattr(self, name))) for name in refused}
+        if refused:
+            raise ConfigError(
+                *(f"{spelling[name]} is not supported, because {REFUSALS[name]}: remove it." for name in refused)
+            )

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import values_of
+from megatron.flags import changed_flags, values_of
 from megatron.ranges import require_at_least
 from megatron.urls import check_place, refuse_urls
 
 TokenizerType = Literal[
-    "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "HuggingFaceTokenizer", "NullTokenizer"
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
 ]
 
 _STAGE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -24,13 +29,20 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType | None = None
     """Tokenizer: SentencePieceTokenizer (alias Llama2Tokenizer), TikTokenizer (Llama 3's tokenizer.model),
-    HuggingFaceTokenizer (a tokenizer.json or its directory) or NullTokenizer (text is ids separated by spaces)."""
+    HuggingFaceTokenizer (a tokenizer.json or its directory), GPT2BPETokenizer (--vocab-file and --merge-file) or
+    NullTokenizer (text is ids separated by spaces)."""
     tokenizer_model: str | None = None
     """Tokenizer file (or directory, for HuggingFaceTokenizer)."""
+    vocab_file: str | None = None
+    """GPT2BPETokenizer: vocab.json, with the id of every token. No effect with other tokenizers; refused with
+    HuggingFaceTokenizer, to which Megatron-LM passes it."""
+    merge_file: str | None = None
+    """GPT2BPETokenizer: merges.txt. No effect with other tokenizers; refused with HuggingFaceTokenizer, to which
+    Megatron-LM passes it."""
     vocab_size: int | None = None
     """NullTokenizer: V for ids 0..V-1, with end-of-document = V. With --mock-data and no tokenizer: the vocabulary
-    size, by default the size of the --model preset (Llama 2: 32,000, Llama 3: 128,256, Qwen3: 151,936). Otherwise it
-    must equal the vocabulary size of the tokenizer."""
+    size, by default the size of the --model preset (Llama 2: 32,000, Llama 3: 128,256, Qwen3: 151,936). With another
+    tokenizer: the number of ids of the model, at least the tokenizer's; Qwen3's models have more."""
     tiktoken_num_special_tokens: int = 256
     """TikTokenizer: number of special ids after the ordinary ones (Llama 3: 256)."""
     tiktoken_pattern: Literal["v1", "v2"] | None = None
@@ -39,9 +51,17 @@ class TokenizerConfig:
     trust_remote_code: bool = False
     """Refused: no code from a tokenizer's directory is ever executed."""
 
+    @property
+    def without_effect(self) -> list[str]:
+        """The given flags that the tokenizer does not use."""
+        is_used = self.tokenizer_type == "GPT2BPETokenizer"
+        return [] if is_used else changed_flags(self, "vocab_file", "merge_file")
+
     def check(self) -> None:
         require_at_least(1, values_of(self, "vocab_size"))
-        refuse_urls(values_of(self, "tokenizer_model"), "copy the tokenizer to a local path")
+        places = values_of(self, "tokenizer_model", "vocab_file", "merge_file")
+        refuse_urls(places, "copy the tokenizer to a local path")
+        self._check_two_files()
         require_at_least(0, values_of(self, "tiktoken_num_special_tokens"))
         if self.trust_remote_code:
             raise ConfigError(
@@ -57,8 +77,26 @@ class TokenizerConfig:
             raise ConfigError(
                 "--tokenizer-type NullTokenizer needs --vocab-size V (ids 0..V-1, end-of-document = V): add it."
             )
-        if self.tokenizer_type not in (None, "NullTokenizer") and self.tokenizer_model is None:
+        without_model = (None, "NullTokenizer", "GPT2BPETokenizer")
+        if self.tokenizer_type not in without_model and self.tokenizer_model is None:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it with the file.")
+
+    def _check_two_files(self) -> None:
+        if self.tokenizer_type == "GPT2BPETokenizer":
+            for flag, path in values_of(self, "vocab_file", "merge_file").items():
+                if path is None:
+                    raise ConfigError(f"--tokenizer-type GPT2BPETokenizer needs {flag}: add it with the file.")
+            if self.tokenizer_model is not None:
+                raise ConfigError(
+                    f"--tokenizer-model {self.tokenizer_model} is not used by --tokenizer-type GPT2BPETokenizer, which "
+                    "reads --vocab-file and --merge-file: remove it."
+                )
+        elif self.tokenizer_type == "HuggingFaceTokenizer":
+            for flag in self.without_effect:
+                raise ConfigError(
+                    f"{flag} and --tokenizer-type HuggingFaceTokenizer exclude each other, because its tokenizer.json "
+                    "has the vocabulary and the merges: remove one of them."
+                )
 
 
 @dataclass(frozen=True)
@@ -72,9 +110,9 @@ class DataConfig:
     train_data_path: tuple[str, ...] = ()
     """Corpora of the train split, in the format of --data-path; replaces --data-path and --split."""
     valid_data_path: tuple[str, ...] = ()
-    """Corpora of the validation split, with --train-data-path."""
+    """Corpora of the validation split, with --train-data-path or --skip-train."""
     test_data_path: tuple[str, ...] = ()
-    """Corpora of the test split, with --train-data-path."""
+    """Corpora of the test split, with --train-data-path or --skip-train."""
     data_args_path: str | None = None
     """File with the value of --data-path, for long blends."""
     per_split_data_args_path: str | None = None
@@ -84,10 +122,11 @@ class DataConfig:
     object_storage_cache_path: str | None = None
     """Directory for copies of the .idx files of remote corpora, such as s3://bucket/corpus (default:
     --data-cache-path); .bin files are read where they are."""
-    sample_order: Literal["megatron", "extendable"] = "megatron"
+    sample_order: Literal["megatron", "extendable", "best-fit"] = "megatron"
     """Sample order over several epochs: megatron is Megatron-LM's order, which changes from sample 0 on when a longer
     run needs one more epoch; extendable shuffles every epoch separately, so that a longer run begins with the samples
-    of a shorter one."""
+    of a shorter one; best-fit packs whole documents into samples, and cuts only those that are longer than a sample
+    (docs/sample_order.md)."""
     new_data_stage: str | None = None
     """Name of a data stage. If the checkpoint of --load is not in the stage of this name, the run begins the stage: it
     reads the corpora of the command line from their first sample with its --seq-length, and keeps the optimizer state,
@@ -166,6 +205,8 @@ class DataConfig:
                 "--sample-order extendable has no effect with --dataloader-type cyclic, which shuffles all samples: "
                 "remove one of them."
             )
+        if self.sample_order == "best-fit" and self.mock_data:
+            raise ConfigError("--sample-order best-fit packs documents, which --mock-data has not: remove one of them.")
         self._check_paths()
         if self.new_data_stage is not None and not _STAGE_NAME.fullmatch(self.new_data_stage):
             raise ConfigError(
@@ -197,5 +238,3 @@ class DataConfig:
             raise ConfigError(f"{' and '.join(sources)} exclude each other: remove all but one of them.")
         if self.is_per_split and self.split != DEFAULT_SPLIT:
             raise ConfigError(f"--split {self.split!r} has no effect with {sources[0]}: remove one of them.")
-        if any(self.split_paths.values()) and not self.train_data_path:
-            raise ConfigError(f"{sources[0]} needs --train-data-path: add it with the corpora to train on.")

@@ -46,6 +46,11 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
     use_pytorch_profiler: bool = False
     """--profile writes one trace file per rank with the time and memory of every operation, for TensorBoard,
     chrome://tracing and Perfetto: DIR/profile/rank_0.pt.trace.json, DIR of --tensorboard-dir, otherwise of --save."""
+    record_memory_history: bool = False
+    """Record every allocation and free of GPU memory on the last rank with its call stack, from before the model is
+    built, and write them to --memory-snapshot-path at every --log-interval and at the end, also after an error."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File of --record-memory-history, for https://pytorch.org/memory_viz."""
     peak_tflops: float | None = None
     """Dense peak of one device in TFLOP/s, for MFU (default: of the known GPU; on CPUs a short matrix multiplication is
     measured)."""
@@ -58,10 +63,14 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
     def check(self) -> None:
         require_at_least(1, values_of(self, "log_interval", "tensorboard_log_interval", "profile_pipeline_iteration"))
         require_positive(values_of(self, "peak_tflops"))
-        refuse_urls(values_of(self, "profile_pipeline"), "use a local file, and copy it afterwards")
+        refuse_urls(
+            values_of(self, "profile_pipeline", "memory_snapshot_path"), "use a local file, and copy it afterwards"
+        )
         require_at_least(0, values_of(self, "profile_step_start"))
         window = ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler")
         require_flag("--profile", self.profile, changed_flags(self, *window))
+        snapshot = changed_flags(self, "memory_snapshot_path")
+        require_flag("--record-memory-history", self.record_memory_history, snapshot)
         if self.profile_step_end <= self.profile_step_start:
             raise ConfigError(
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "

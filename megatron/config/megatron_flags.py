@@ -1,51 +1,41 @@
-"""Flags of Megatron-LM, and values of flags, that are not supported, with the reason and the remedy."""
+"""Flags of Megatron-LM that are no flags here: those without effect, which are accepted, and those that are refused.
+
+A flag has no effect if the run is the same with and without it: the same numbers, order of data, checkpoints and log.
+Other flags are refused with a remedy. Megatron-LM's flags that state what this code always does are fields of
+:class:`~megatron.config.compatibility.CompatibilityConfig`.
+"""
+
+from typing import NamedTuple
+
+from megatron.config.words import Given, one_of, surplus
+from megatron.errors import ConfigError
 
 _BY_REMEDY = {
     "it changes the architecture: remove it.": (
         "--rotary-interleaved --rotary-seq-len-interpolation-factor --window-size --fp32-residual-connection "
-        "--mtp-num-layers --spec --moe-latent-size"
+        "--mtp-num-layers --spec --moe-latent-size --squared-relu --attention-output-gate "
+        "--experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-key-head-dim "
+        "--linear-num-key-heads --linear-num-value-heads --linear-value-head-dim"
     ),
-    "the optimizer state is always on the training device: remove it.": (
-        "--optimizer-cpu-offload --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d"
-    ),
+    "it follows from --hidden-size and --mup-base-hidden-size: remove it.": "--mup-width-mult",
+    "weight decay applies to no norm: remove it.": "--apply-wd-to-qk-layernorm",
+    "the optimizer state is always on the training device: remove it.": "--optimizer-cpu-offload",
     "it is spelled --muon-nesterov.": "--muon-use-nesterov",
-    "the products of the Newton-Schulz iteration are torch's: remove it.": "--muon-use-syrk",
     "a loss or gradient that is not finite stops the run, and --clip-grad bounds large ones: remove it.": (
-        "--check-for-large-grads --check-for-spiky-loss"
+        "--check-for-large-grads"
     ),
     "all model replicas start from the same weights: remove it.": "--data-parallel-random-init",
     "use fp32, --bf16, --fp8-format, --fp16 or --fp64 instead.": "--fp4-format",
     "activations are offloaded by whole layers: use --cpu-offloading-num-layers instead.": (
         "--fine-grained-activation-offloading"
     ),
-    "use tensor, sequence, context, pipeline and data parallelism instead.": (
-        "--overlap-param-gather-with-optimizer-step"
-    ),
-    "gradients are summed over all ranks and divided by the number of tokens once: remove it.": (
-        "--ddp-average-in-collective"
-    ),
-    "the all-reduce of input gradients always overlaps with the weight gradient: remove it.": (
-        "--no-async-tensor-model-parallel-allreduce"
-    ),
-    "FP8 scales are updated in every step: remove it.": "--fp8-interval",
-    "--tp-comm-overlap has no settings, and Transformer Engine uses its defaults: remove it.": "--tp-comm-overlap-cfg",
-    "use PyTorch's FSDP2 with --use-torch-fsdp2 instead.": "--use-megatron-fsdp",
     "use --no-torch-fsdp2-reshard-after-forward instead.": "--torch-fsdp2-no-reshard-after-forward",
-    "delay weight gradients with --pipeline-schedule zb-h1 or zb-v instead.": (
-        "--delay-wgrad-compute --defer-embedding-wgrad-compute"
-    ),
     "no token is dropped, because dropping by rank would make the result depend on the layout: remove it.": (
         "--moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy "
         "--moe-token-dropping --moe-expert-rank-capacity-factor"
     ),
     "noise of the router's input would differ between layouts: remove it.": "--moe-input-jitter-eps",
     "the shared expert has no gate, which only Qwen2-MoE has: remove it.": "--moe-shared-expert-gate",
-    "experts compute in the precision of the activations, whose rows need no padding: remove it.": (
-        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8"
-    ),
-    "no other microbatch overlaps with the exchange of tokens: use --moe-shared-expert-overlap, or remove it.": (
-        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release"
-    ),
     "use --recompute-granularity selective with --recompute-modules moe instead.": "--moe-layer-recompute",
     "use --recompute-granularity selective with --recompute-modules moe_act instead.": (
         "--moe-paged-stash --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda "
@@ -54,17 +44,8 @@ _BY_REMEDY = {
     "a run does not change the architecture of its checkpoint: use tools/convert_checkpoint.py upcycle instead.": (
         "--moe-use-upcycling --moe-upcycling-granularity"
     ),
-    "use --moe-token-dispatcher-type allgather or alltoall instead.": (
-        "--moe-enable-deepep --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-deepep-num-sms "
-        "--moe-hybridep-num-sms --moe-hybridep-pad-variable-tokens --moe-ncclep-zero-copy"
-    ),
     "tokens are exchanged in the dtype of the activations: remove it.": (
         "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype"
-    ),
-    "the weights of all experts of a rank are one parameter in every kernel: remove it.": (
-        "--moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor "
-        "--moe-use-legacy-grouped-gemm --moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size "
-        "--use-grouped-gemm-for-shared-expert"
     ),
     "shard the experts with --expert-tensor-parallel-size instead.": (
         "--moe-extended-tp --expert-tensor-parallel-num-weight-shards"
@@ -73,28 +54,20 @@ _BY_REMEDY = {
     "use --moe-router-force-load-balancing, which balances every layer exactly, instead.": "--moe-router-force-biased",
     "use --moe-router-load-balancing-type seq_aux_loss instead.": "--moe-router-quantile-balancing-ema",
     "the choice of experts would depend on the layout: use --moe-router-num-groups and --moe-router-group-topk"
-    " instead.": ("--moe-router-topk-limited-devices"),
-    "the cached sample order is always memory-mapped: remove it.": (
-        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"
+    " instead.": "--moe-router-topk-limited-devices",
+    "use --tokenizer-type and --tokenizer-model instead.": "--padded-vocab-size",
+    "every sample is read as it is in the corpus: remove it.": (
+        "--fim-data --fim-rate --fim-spm-rate --fim-fragment-rate --fim-no-prefix"
     ),
-    "use --tokenizer-type and --tokenizer-model instead.": "--vocab-file --merge-file --padded-vocab-size",
-    "evaluation uses --eval-iters batches of one validation set: remove it.": (
-        "--full-validation --multiple-validation-sets"
+    "no model is trained from another one's outputs: remove it.": (
+        "--export-kd-cfg --export-kd-teacher-load --export-kd-teacher-ckpt-format --export-te-mcore-model"
     ),
-    "checkpoints have one format, load in every layout, and are saved in the background with --async-save: "
-    "remove it.": (
-        "--auto-detect-ckpt-format --ckpt-convert-format --ckpt-fully-parallel-load --use-persistent-ckpt-worker "
-        "--async-strategy --ckpt-assume-constant-structure --dist-ckpt-strictness --dist-ckpt-workers "
+    "checkpoints have one format, and load in every layout: remove it.": "--ckpt-convert-format",
+    "every checkpoint is written to --save, and in the background with --async-save: use --save-interval instead.": (
         "--non-persistent-save-interval --non-persistent-ckpt-type --non-persistent-local-ckpt-dir"
     ),
-    "use --profile with --use-pytorch-profiler, which records allocations.": (
-        "--record-memory-history --memory-snapshot-path"
-    ),
     "use --metrics-jsonl, --tensorboard-dir or --wandb-project instead.": "--log-progress",
-    "slow ranks are found without a flag, see --straggler-threshold: remove it.": (
-        "--log-straggler --straggler-minmax-count"
-    ),
-    "the launcher restarts a failed run, see examples/slurm: remove it.": "--enable-ft-package",
+    "use --inject-fault instead, which breaks a run on purpose.": "--error-injection-rate --error-injection-type",
 }
 
 NOT_SUPPORTED = {flag: remedy for remedy, flags in _BY_REMEDY.items() for flag in flags.split()}
@@ -111,3 +84,88 @@ NOT_SUPPORTED_VALUES = {
     },
 }
 """Values of Megatron-LM that an accepted flag does not have, with the reason and the remedy."""
+
+
+_NO_EFFECT_BY_REASON = {
+    "kernels are chosen and logged at the start": (
+        "--cross-entropy-fusion-impl= --muon-use-syrk --moe-router-padding-for-quantization "
+        "--moe-router-padding-for-fp8 --moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor "
+        "--moe-use-legacy-grouped-gemm --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size= "
+        "--use-grouped-gemm-for-shared-expert"
+    ),
+    "the attention kernel computes its scores in fp32, where this scaling cancels": "--apply-query-key-layer-scaling",
+    "FP8 scales are updated in every step": "--fp8-interval=",
+    "the communication has no such settings, and the results do not depend on them": (
+        "--ddp-average-in-collective --no-async-tensor-model-parallel-allreduce --tp-comm-overlap-cfg= "
+        "--overlap-param-gather-with-optimizer-step --overlap-p2p-communication-warmup-flush --use-nccl-ub "
+        "--no-align-param-gather --nccl-communicator-config-path= --high-priority-stream-groups=* "
+        "--no-tp-comm-split-ag --no-tp-comm-split-rs --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad"
+    ),
+    "--pipeline-schedule zb-h1 and zb-v delay the weight gradients": (
+        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit="
+    ),
+    "--data-parallel-sharding-strategy optim_grads_params is PyTorch's FSDP2 on fp32 master weights": (
+        "--megatron-fsdp-main-params-dtype=fp32|auto --megatron-fsdp-main-grads-dtype=fp32|auto "
+        "--megatron-fsdp-grad-comm-dtype=fp32|auto --fsdp-double-buffer --fsdp-manual-registration "
+        "--init-model-with-meta-device --suggested-communication-unit-size="
+    ),
+    "it is a setting of --optimizer-cpu-offload": "--optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d",
+    "the exchange of tokens overlaps with --moe-shared-expert-overlap alone": (
+        "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release"
+    ),
+    "--moe-token-dispatcher-type allgather and alltoall have no such settings": (
+        "--moe-enable-deepep --moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms= "
+        "--moe-hybridep-num-sms= --moe-hybridep-pad-variable-tokens --moe-ncclep-zero-copy"
+    ),
+    "the cached sample order is always memory-mapped": (
+        "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"
+    ),
+    "checkpoints have one format, and load in every layout": (
+        "--auto-detect-ckpt-format --ckpt-fully-parallel-load --ckpt-assume-constant-structure --dist-ckpt-strictness= "
+        "--dist-ckpt-workers= --ckpt-fully-parallel-load-exchange-algo= "
+        "--dist-ckpt-save-pre-mcore-014 "
+    ),
+    "--async-save has one writer process per rank": (
+        "--use-persistent-ckpt-worker --async-strategy= --async-ckpt-use-cpu-shm "
+        "--async-ckpt-cpu-priority= --async-ckpt-io-priority="
+    ),
+    "--check-replicas-interval compares the bits of replicas, by default every 100 iterations": (
+        "--check-weight-hash-across-dp-replicas-interval="
+    ),
+    "spikes are found and logged, see --spike-policy": "--check-for-spiky-loss",
+    "slow ranks are found and logged, see --straggler-threshold": (
+        "--log-straggler --straggler-minmax-count= --straggler-ctrlr-port= --disable-straggler-on-startup"
+    ),
+    "the launcher restarts a failed run (docs/slurm.md)": "--enable-ft-package --calc-ft-timeouts",
+    "tests run apart from training": "--test-mode",
+}
+
+
+class NoEffect(NamedTuple):
+    """A flag of Megatron-LM that changes nothing."""
+
+    reason: str
+    values: str | None
+    """The values that it has: None for a switch, ``*`` for several, empty for any, else the choices between bars."""
+
+    def check(self, given: Given) -> None:
+        """Raise :class:`ConfigError` unless the flag is ``given`` with values that it can have."""
+        wanted = 0 if self.values is None else 1
+        if self.values != "*" and len(given.values) > wanted:
+            raise ConfigError(surplus(given.values[wanted]))
+        if self.values is not None and not given.values:
+            raise ConfigError(f"{given.flag} has no value: add one after it, or remove {given.flag}.")
+        choices = (self.values or "").split("|")
+        if self.values not in (None, "", "*") and given.values[0] not in choices:
+            raise ConfigError(
+                f"{given.as_typed} of Megatron-LM is not supported, because {self.reason}: use {one_of(choices)}, or "
+                "remove it."
+            )
+
+
+NO_EFFECT = {
+    flag: NoEffect(reason, values if has_value else None)
+    for reason, flags in _NO_EFFECT_BY_REASON.items()
+    for flag, has_value, values in (entry.partition("=") for entry in flags.split())
+}
+"""Flags of Megatron-LM that are accepted, and named in a line at the start of the run."""

@@ -145,6 +145,22 @@ class ModelConfig:
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 * layers) for the output projection of attention and
     the second linear layer of the MLP."""
+    use_mup: bool = False
+    """Maximal update parametrization (arXiv 2203.03466): initial weights, learning rates, attention and logits are
+    scaled with the width, so that the best learning rate of a narrow model also suits a wide one (docs/mup.md).
+    Adam and sgd, and muon with a --muon-scale-mode other than spectral."""
+    mup_base_hidden_size: int | None = None
+    """Hidden size of the base model of --use-mup, whose learning rate is used (default: --hidden-size). The width
+    multiplier is --hidden-size divided by this."""
+    mup_embedding_mult: float = 1.0
+    """Factor of the embedding's output with --use-mup."""
+    mup_output_mult: float | None = None
+    """Factor of the logits with --use-mup (default: 1 / width multiplier)."""
+    mup_base_head_dim: float | None = None
+    """With --use-mup attention scores are sqrt(this) / head size ** --mup-attn-scale-power times query x key. The head
+    size of the base model keeps its attention as without --use-mup (default: 1)."""
+    mup_attn_scale_power: float = 1.0
+    """The power of --mup-base-head-dim: 1 is muP, 0.5 without --mup-base-head-dim is attention as without --use-mup."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Attention kernel: auto chooses the fastest available one, with documents one that computes all of them in one
     call (docs/kernels.md), flash chooses FlashAttention, fused chooses cuDNN's, unfused and local choose the PyTorch
@@ -167,6 +183,7 @@ class ModelConfig:
         require_positive(values_of(self, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"))
         require_positive(values_of(self, "yarn_attention_factor"))
         require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
+        self._check_mup()
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if low > high:
             raise ConfigError(
@@ -174,14 +191,24 @@ class ModelConfig:
                 "former or raise the latter."
             )
 
+    def _check_mup(self) -> None:
+        require_at_least(1, values_of(self, "mup_base_hidden_size"))
+        require_positive(values_of(self, "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"))
+        require_at_least(0, values_of(self, "mup_attn_scale_power"))
+        names = [field.name for field in fields(self) if field.name.startswith("mup_")]
+        require_flag("--use-mup", self.use_mup, changed_flags(self, *names))
+
     def resolve(self, vocab_size: int, tensor_parallel_size: int, seq_length: int) -> TransformerConfig:
         """The architecture for a vocabulary of ``vocab_size`` ids.
 
         Raises :class:`ConfigError` for a size that is missing or not divisible.
         """
-        for flag, value in values_of(self, "num_layers", "hidden_size", "num_attention_heads").items():
-            if value is None:
-                raise ConfigError(f"{flag} is missing: set it, or choose a preset such as --model llama3-8b.")
+        sizes = values_of(self, "num_layers", "hidden_size", "num_attention_heads")
+        missing = [flag for flag, value in sizes.items() if value is None]
+        if missing:
+            raise ConfigError(
+                *(f"{flag} is missing: set it, or choose a preset such as --model llama3-8b." for flag in missing)
+            )
         hidden, heads = self.hidden_size, self.num_attention_heads
         assert hidden is not None
         assert heads is not None
@@ -227,6 +254,12 @@ class ModelConfig:
             resolved |= {
                 "moe_ffn_hidden_size": self.moe_ffn_hidden_size or ffn,
                 "moe_layer_freq": self.canonical_layer_pattern,
+            }
+        if self.use_mup:
+            base = self.mup_base_hidden_size or hidden
+            resolved |= {
+                "mup_base_hidden_size": base,
+                "mup_output_mult": base / hidden if self.mup_output_mult is None else self.mup_output_mult,
             }
         known = {field.name for field in fields(TransformerConfig)}
         return TransformerConfig(**{name: value for name, value in vars(self).items() if name in known} | resolved)

@@ -25,7 +25,8 @@ class OperationConfig(GuardConfig):
     """Restarts, the files that record them, and checks of numbers."""
 
     run_dir: str | None = None
-    """Directory for failed_attempts.json, which counts the failed attempts of the run (default: --save)."""
+    """Directory for the records of the run: the command and versions, the time of all attempts, their failures
+    (docs/operations.md; default: --save)."""
     max_failed_attempts: int = 3
     """End the run with exit code 93 after this many consecutive failed attempts without a new checkpoint in --save; 0
     disables this. Restarts and requeues count, attempts stopped on request do not."""

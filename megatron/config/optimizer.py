@@ -45,6 +45,9 @@ class CommonOptimizerFlags(Flags):
     """Clip gradients to this global norm; 0 disables clipping."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of the accumulated main gradients."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights beside the optimizer state, in the dtype of the master weights:
+    after every update, average = decay x average + (1 - decay) x weights. Checkpoints hold it (docs/training.md)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
     def check(self) -> None:  # type: ignore[override]
         ends = values_of(self, *_DECAY_ENDS)
         require_at_least(0, values_of(self, "weight_decay", "clip_grad") | ends)
+        require_fraction(values_of(self, "ema_decay"))
         varies = self.weight_decay_incr_style != "constant"
         require_flag("--weight-decay-incr-style linear or cosine", varies, changed_flags(self, *_DECAY_ENDS))
         for flag, value in ends.items():

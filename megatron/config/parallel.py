@@ -58,6 +58,9 @@ class ParallelConfig:
     """Same as --data-parallel-sharding-strategy optim."""
     use_torch_fsdp2: bool = False
     """Same as --data-parallel-sharding-strategy optim_grads_params."""
+    use_megatron_fsdp: bool = False
+    """Accepted for Megatron-LM compatibility with --data-parallel-sharding-strategy; no effect beside it: Megatron-LM's
+    implementation of the strategies gives the same results as PyTorch's."""
     torch_fsdp2_reshard_after_forward: bool = True
     """optim_grads_params: free the weights of a layer after its forward pass and all-gather them again for its backward
     pass. --no-torch-fsdp2-reshard-after-forward all-gathers them once per step: less communication, above all with
@@ -186,6 +189,11 @@ class ParallelConfig:
                 "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other; the former also shards the "
                 "optimizer state: remove the latter."
             )
+        require_flag(
+            "--data-parallel-sharding-strategy (in Megatron-LM optim_grads_params by default)",
+            named is not None,
+            changed_flags(self, "use_megatron_fsdp"),
+        )
         is_fully_sharded = self.sharding_strategy == "optim_grads_params"
         dependent = changed_flags(self, "torch_fsdp2_reshard_after_forward", "defer_grad_reduce")
         require_flag("--use-torch-fsdp2", is_fully_sharded, dependent)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 from megatron.config.activations import ActivationConfig
+from megatron.config.all_checks import run_all
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import attention, backends, experts, faults, layout, length, operation, precision
+from megatron.config.checks import attention, backends, experts, faults, layout, length, mup, operation, precision
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig
+from megatron.config.flag_files import FlagFileConfig
 from megatron.config.kernels import KernelConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
@@ -62,25 +65,25 @@ class RunConfig:
     """Dry run."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Search of a layout."""
+    flag_files: FlagFileConfig = field(default_factory=FlagFileConfig)
+    """Flags from files."""
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     """Compatibility."""
 
     def check(self, world_size: int) -> None:
-        """Raise :class:`ConfigError` for the first invalid flag or combination in a run of ``world_size`` processes.
+        """Raise :class:`ConfigError` for every invalid flag or combination in a run of ``world_size`` processes.
 
         With ``--use-checkpoint-args`` the architecture is not known yet: call :meth:`check_architecture` later.
         """
-        for group in fields(self):
-            getattr(self, group.name).check()
-        for check in CROSS_GROUP_CHECKS:
-            check(self, world_size)
+        stages = [[getattr(self, group.name).check for group in fields(self)]]
+        stages.append([partial(check, self, world_size) for check in CROSS_GROUP_CHECKS])
         if not self.checkpoint.use_checkpoint_args:
-            self.check_architecture(world_size)
+            stages.append([partial(check, self, world_size) for check in ARCHITECTURE_CHECKS])
+        run_all(stages)
 
     def check_architecture(self, world_size: int) -> None:
-        """Raise :class:`ConfigError` for the first model size that is missing or incompatible with the layout."""
-        for check in ARCHITECTURE_CHECKS:
-            check(self, world_size)
+        """Raise :class:`ConfigError` for every model size that is missing or incompatible with the layout."""
+        run_all([[partial(check, self, world_size) for check in ARCHITECTURE_CHECKS]])
 
     @property
     def seq_length(self) -> int:
@@ -129,7 +132,9 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     length.check_length,
     length.check_profile,
     length.check_data_stage,
+    length.check_validation_sets,
     length.check_evaluation_batch,
+    length.check_evaluation_of_average,
     operation.check_update_policies,
     backends.check_kernels,
     length.check_dry_run,
@@ -138,6 +143,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
     attention.check_attention,
+    mup.check_mup,
     experts.check_experts,
     experts.check_expert_layout,
     layout.check_context_parallel,

@@ -45,6 +45,10 @@ class TrainingConfig:
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations, counted from 1, to skip without training, for example because of a loss spike: their samples are
     consumed, but nothing is logged, evaluated or saved."""
+    z_loss_multiplier: float | None = None
+    """Add this times the squared log-sum-exp of a token's logits to its loss, so that the log-sum-exp stays near zero
+    (PaLM: 1e-4; OLMo 2: 1e-5). The reported loss is the cross entropy alone; the metric lm_z_loss is the mean of the
+    square, without the multiplier."""
     deterministic_mode: bool = False
     """Use only torch's deterministic algorithms, and fail where there is none. CPU runs are always deterministic. On
     GPUs it costs time, and CUBLAS_WORKSPACE_CONFIG is set to :4096:8 unless the environment sets it."""
@@ -62,7 +66,7 @@ class TrainingConfig:
         sizes = ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval")
         require_at_least(1, values_of(self, *sizes))
         require_at_least(0, values_of(self, "seed", "manual_gc_interval"))
-        require_positive(values_of(self, "exit_duration_in_mins"))
+        require_positive(values_of(self, "exit_duration_in_mins", "z_loss_multiplier"))
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError("--train-iters and --train-samples exclude each other: remove one of them.")
         if any(iteration < 1 for iteration in self.iterations_to_skip):
@@ -83,8 +87,22 @@ class ValidationConfig:
     eval_global_batch_size: int | None = None
     """Sequences per evaluation batch (default: the global batch size at the end of the run)."""
     skip_train: bool = False
-    """Evaluate the loaded checkpoint once and exit."""
+    """Evaluate the loaded checkpoint once and exit. It needs no training data, --train-iters or --lr."""
+    full_validation: bool = False
+    """Evaluate every sample of the validation and test sets once, instead of --eval-iters batches."""
+    multiple_validation_sets: bool = False
+    """Evaluate every corpus of --valid-data-path (or of the validation split of --data-path) by itself."""
+    validation_set_names: tuple[str, ...] = ()
+    """Names of the sets of --multiple-validation-sets in logs and metrics (default: 0, 1, ...)."""
+    eval_ema: bool = False
+    """Evaluate the moving average of --ema-decay instead of the weights; with --skip-train the moving average of the
+    checkpoint."""
 
     def check(self) -> None:
         require_at_least(1, values_of(self, "eval_interval", "eval_global_batch_size"))
+        names = self.validation_set_names
+        named = changed_flags(self, "validation_set_names")
+        require_flag("--multiple-validation-sets", self.multiple_validation_sets, named)
+        if len(set(names)) < len(names):
+            raise ConfigError("--validation-set-names has a name twice: give every set a name of its own.")
         require_at_least(0, values_of(self, "eval_iters"))

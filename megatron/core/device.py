@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """``peak_memory_gib``: the most that torch's GPU allocator has handed out so far; empty on a CPU."""
+    return {} if device.type == "cpu" else {"peak_memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+
+
 def device_memory(device: torch.device) -> dict[str, float]:
     """Statistics of torch's GPU allocator under Megatron-LM's keys; empty on a CPU."""
     if device.type == "cpu":

@@ -27,6 +27,10 @@ class Box:
         return local[tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape))]
 
 
+Division = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
+"""Global shape, local shape, and the boxes of the local tensor."""
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
     """Facts about one parameter, the same on every rank but for ``boxes`` and ``local_shape``."""
@@ -57,6 +61,11 @@ class ParameterInfo:
     is_expert: bool = False
     """Whether it belongs to experts: then the ranks of the stage divide it by the axes ``etp`` and ``ep``, and the
     ranks along ``edp`` share it. Other parameters are dense: the axes are ``tp``, and ``cp`` and ``dp``."""
+    fan_in_mult: float = 1.0
+    """Under muP how often the fan-in of a matrix is that of the base model. 1 if it does not grow with the width, and
+    for the output layer, whose logits have a multiplier instead."""
+    fan_out_mult: float = 1.0
+    """The same of the fan-out; of a vector, its size."""
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
@@ -72,9 +81,7 @@ def info_of(parameter: Tensor) -> ParameterInfo:
     return info
 
 
-def sharded_boxes(
-    section_sizes: Sequence[int], other_sizes: Sequence[int], rank: int, size: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
+def sharded_boxes(section_sizes: Sequence[int], other_sizes: Sequence[int], rank: int, size: int) -> Division:
     """Split each section of dim 0 evenly over ``size`` ranks and stack this rank's shards: (global shape, local shape,
     boxes). Fused weights (query-key-value, gate-up) are several sections."""
     other = tuple(other_sizes)
@@ -90,9 +97,7 @@ def sharded_boxes(
     return (global_start, *other), (local_start, *other), tuple(boxes)
 
 
-def padded_rows_box(
-    rows: int, padded_rows: int, columns: int, rank: int, size: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
+def padded_rows_box(rows: int, padded_rows: int, columns: int, rank: int, size: int) -> Division:
     """Split ``padded_rows`` evenly over ``size`` ranks: (global shape, local shape, boxes). Only the first ``rows``
     exist globally; a rank with padding alone has no box."""
     assert padded_rows % size == 0 and padded_rows >= rows, (rows, padded_rows, size)
@@ -103,9 +108,7 @@ def padded_rows_box(
     return (rows, columns), (part, columns), boxes
 
 
-def columns_box(
-    rows: int, columns: int, rank: int, size: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]:
+def columns_box(rows: int, columns: int, rank: int, size: int) -> Division:
     """Split dim 1 of a ``[rows, columns]`` weight evenly over ``size`` ranks: (global shape, local shape, boxes)."""
     assert columns % size == 0, (columns, size)
     part = columns // size

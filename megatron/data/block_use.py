@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.corpus_digests import BLOCK_BYTES
-from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset
+from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset
 from megatron.data.indexed_dataset import IndexedDataset
 
 Integers = npt.NDArray[np.int64]
@@ -29,12 +29,12 @@ def corpora_of(dataset: Dataset) -> list[IndexedDataset]:
     """The corpora of a dataset, each once; none for synthetic data."""
     if isinstance(dataset, BlendedDataset):
         return list({child.corpus.prefix: child.corpus for child in dataset.datasets}.values())
-    return [dataset.corpus] if isinstance(dataset, GPTDataset) else []
+    return [dataset.corpus] if isinstance(dataset, CorpusDataset) else []
 
 
 def block_uses(dataset: Dataset, samples: Integers) -> BlockUses:
     """The blocks that ``samples`` ``[n]`` of ``dataset`` read, each at the first sample that reads it."""
-    if isinstance(dataset, GPTDataset):
+    if isinstance(dataset, CorpusDataset):
         positions, blocks = _blocks_of_one(dataset, samples)
         uses = BlockUses(positions, np.zeros_like(blocks), blocks)
     elif isinstance(dataset, BlendedDataset):
@@ -58,7 +58,7 @@ def _blocks_of_blend(blend: BlendedDataset, samples: Integers) -> BlockUses:
     return BlockUses(*(np.concatenate(arrays) for arrays in zip(*parts)))
 
 
-def _blocks_of_one(dataset: GPTDataset, samples: Integers) -> tuple[Integers, Integers]:
+def _blocks_of_one(dataset: CorpusDataset, samples: Integers) -> tuple[Integers, Integers]:
     """For every read of a block: the index of the sample in ``samples``, and the block."""
     positions, starts, stops = _byte_ranges(dataset, samples)
     read = stops > starts
@@ -68,19 +68,11 @@ def _blocks_of_one(dataset: GPTDataset, samples: Integers) -> tuple[Integers, In
     return np.repeat(positions, counts), np.repeat(first, counts) + _counted(counts)
 
 
-def _byte_ranges(dataset: GPTDataset, samples: Integers) -> tuple[Integers, Integers, Integers]:
+def _byte_ranges(dataset: CorpusDataset, samples: Integers) -> tuple[Integers, Integers, Integers]:
     """Byte ranges in ``.bin`` of the tokens of ``samples``: for every part of a document the index of the sample in
-    ``samples``, the first byte and the end; see :meth:`GPTDataset._text`."""
-    order, corpus = dataset.order, dataset.corpus
-    rows = order.shuffle_index[samples].astype(np.int64)
-    begin, end = order.sample_index[rows].astype(np.int64), order.sample_index[rows + 1].astype(np.int64)  # [n, 2]
-    counts = end[:, 0] - begin[:, 0] + 1  # documents of each sample
-    positions, place = np.repeat(np.arange(len(rows)), counts), _counted(counts)
-    documents = order.document_index[begin[positions, 0] + place]
-    first = np.where(place == 0, begin[positions, 1], 0)
-    is_last = place == counts[positions] - 1
-    stop = np.where(is_last, end[positions, 1] + 1, corpus.sequence_lengths[documents])
-    offsets, size = corpus.byte_offsets[documents], corpus.dtype.itemsize
+    ``samples``, the first byte and the end."""
+    positions, documents, first, stop = dataset.document_ranges(samples)
+    offsets, size = dataset.corpus.byte_offsets[documents], dataset.corpus.dtype.itemsize
     return positions, offsets + first * size, offsets + stop * size
 
 

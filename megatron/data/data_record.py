@@ -19,7 +19,7 @@ from megatron.data.digests import BlockDigests
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import SPLIT_NAMES, normalize, parse_split
 from megatron.data.sources import Blend, Sources
-from megatron.data.tokenizers import tokenizer_file
+from megatron.data.tokenizers import tokenizer_files
 from megatron.errors import DataError
 
 DataRecord = dict[str, Any]
@@ -113,7 +113,7 @@ def build_record(
         "vocabulary_size": vocabulary_size,
         "end_of_document": end_of_document,
         "tokenizer_type": tokenizer.tokenizer_type and tokenizer.tokenizer_type.replace("Llama2", "SentencePiece"),
-        "tokenizer_digest": None if (path := tokenizer_file(tokenizer)) is None else file_digest(path),
+        "tokenizer_digest": "+".join(map(file_digest, tokenizer_files(tokenizer))) or None,
     }
     if data.dataloader_type == "cyclic":
         # Each data-parallel rank shuffles its own share of the samples.

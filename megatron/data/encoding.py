@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
 from megatron.data.text_inputs import BadDocument, Batch, parse_documents, place_of, text_bytes
-from megatron.data.tokenizers import TokenizedTexts, Tokenizer, build_tokenizer
+from megatron.data.tokenizers import Tokenizer, build_tokenizer
+from megatron.data.verified_encoder import TokenizedTexts
 from megatron.errors import DataError
 
 _NAMED_BAD_DOCUMENTS = 10  # per batch; all are counted

@@ -7,9 +7,10 @@ seed and its index alone.
 The order of samples is built once and kept on disk (:mod:`megatron.data.order_cache`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,11 +59,63 @@ class SampleSettings:
     """The loss is masked at this input token (``--eod-mask-loss``: end-of-document)."""
     extendable: bool = False
     """Shuffle every epoch separately (``--sample-order extendable``)."""
+    padding: int | None = None
+    """Token that fills up samples of whole documents (``--sample-order best-fit``); None: documents are concatenated
+    and cut."""
     document_end: int | None = None
     """End-of-document token; if set, samples include document boundaries."""
 
 
-class GPTDataset:
+class DocumentRanges(NamedTuple):
+    """The parts of documents that some samples read; a sample has several."""
+
+    positions: npt.NDArray[np.int64]
+    """[r] index of the sample among the requested ones."""
+    documents: npt.NDArray[np.int32]
+    """[r] sequence number in the corpus."""
+    first: npt.NDArray[np.int64]
+    """[r] first token in the document."""
+    stop: npt.NDArray[np.int64]
+    """[r] end of the tokens."""
+
+
+class CorpusDataset(ABC):
+    """Samples of one split of one corpus, in an order that is built once."""
+
+    description: Description
+    """All parameters of the order."""
+
+    def __init__(
+        self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
+    ) -> None:
+        self._arguments = corpus, split_index, num_samples, settings
+        self.corpus = corpus
+        self._masked_token, self._document_end = settings.masked_token, settings.document_end
+        bounds = (0.0, 1.0) if settings.split is None else parse_split(settings.split)[split_index]
+        self.sequences = split_range(bounds, len(corpus))
+        """The sequences [first, end) of the split."""
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """A spawned worker maps the sample order from the cache instead of receiving it."""
+        return (type(self), self._arguments) if self._arguments[-1].cache_directory else super().__reduce__()
+
+    @property
+    @abstractmethod
+    def num_epochs(self) -> int:
+        """Epochs in the sample order."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @abstractmethod
+    def document_ranges(self, samples: npt.NDArray[np.int64]) -> DocumentRanges:
+        """The tokens that ``samples`` [n] read."""
+
+
+class GPTDataset(CorpusDataset):
     """Samples of ``seq_length`` tokens from one split (0 train, 1 validation, 2 test) of one corpus.
 
     Documents are shuffled, concatenated and cut, for as many epochs as ``num_samples`` needs (None: one epoch). All
@@ -73,11 +126,8 @@ class GPTDataset:
     def __init__(
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
-        self._arguments = corpus, split_index, num_samples, settings
-        self.corpus = corpus
-        self._masked_token, self._document_end = settings.masked_token, settings.document_end
-        bounds = (0.0, 1.0) if settings.split is None else parse_split(settings.split)[split_index]
-        sequences = split_range(bounds, len(corpus))
+        super().__init__(corpus, split_index, num_samples, settings)
+        sequences = self.sequences
         tokens = int(corpus.sequence_lengths[slice(*sequences)].sum(dtype=np.int64))
         if tokens <= settings.seq_length and num_samples:
             remedy = "give it more data"
@@ -89,15 +139,18 @@ class GPTDataset:
                 "use a shorter --seq-length, or ask for no samples of this split."
             )
         plan = plan_epochs(tokens, settings.seq_length, num_samples or None)
-        self.description = _describe(corpus, split_index, num_samples, plan.num_epochs, settings)
-        self.num_epochs = plan.num_epochs
-        """Epochs in the sample order."""
+        changes: Description = {}
+        if settings.extendable:
+            # A run that is extended within an epoch finds the order that it has.
+            changes = {"num_samples": None, "sample_order": "extendable", "num_epochs": plan.num_epochs}
+        self.description = describe_order(corpus, split_index, num_samples, settings, changes)
+        self._num_epochs = plan.num_epochs
         self.order = self._load_or_build_order(sequences, plan, num_samples or None, settings)
 
     def _load_or_build_order(
         self, sequences: tuple[int, int], plan: EpochPlan, num_samples: int | None, settings: SampleSettings
     ) -> SampleOrder:
-        shapes = {
+        shapes: dict[str, tuple[int | None, ...]] = {
             "document_index": (plan.num_epochs * (sequences[1] - sequences[0]),),
             "sample_index": (plan.num_samples + 1, 2),
             "shuffle_index": (plan.num_samples,),
@@ -119,15 +172,15 @@ class GPTDataset:
             **load_or_build(directory, self.description, shapes=shapes, newer_than=newer_than, build=build)
         )
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        """A spawned worker maps the sample order from the cache instead of receiving it."""
-        return (GPTDataset, self._arguments) if self._arguments[-1].cache_directory else super().__reduce__()
+    @property
+    def num_epochs(self) -> int:
+        return self._num_epochs
 
     def __len__(self) -> int:
         return len(self.order.shuffle_index)
 
     def __getitem__(self, index: int) -> Sample:
-        return _sample(self._text(int(self.order.shuffle_index[index])), self._masked_token, self._document_end)
+        return build_sample(self._text(int(self.order.shuffle_index[index])), self._masked_token, self._document_end)
 
     def _text(self, row: int) -> npt.NDArray[np.int64]:
         """The s + 1 tokens of one row of the sample index."""
@@ -138,11 +191,25 @@ class GPTDataset:
         ranges[0] = (documents[0], offset, last_offset + 1 - offset if first == last else None)
         return np.concatenate(self.corpus.ranges(ranges), dtype=np.int64, casting="unsafe")
 
+    def document_ranges(self, samples: npt.NDArray[np.int64]) -> DocumentRanges:
+        """See :meth:`_text`."""
+        order = self.order
+        rows = order.shuffle_index[samples].astype(np.int64)
+        begin, end = order.sample_index[rows].astype(np.int64), order.sample_index[rows + 1].astype(np.int64)  # [n, 2]
+        counts = end[:, 0] - begin[:, 0] + 1  # documents of each sample
+        positions = np.repeat(np.arange(len(rows)), counts)
+        place = np.arange(len(positions)) - np.repeat(np.cumsum(counts) - counts, counts)
+        documents = order.document_index[begin[positions, 0] + place]
+        first = np.where(place == 0, begin[positions, 1], 0)
+        is_last = place == counts[positions] - 1
+        stop = np.where(is_last, end[positions, 1] + 1, self.corpus.sequence_lengths[documents])
+        return DocumentRanges(positions, documents, first, stop)
 
-def _describe(
-    corpus: IndexedDataset, split_index: int, num_samples: int | None, num_epochs: int, settings: SampleSettings
+
+def describe_order(
+    corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings, changes: Description
 ) -> Description:
-    """All parameters of a sample order, in Megatron-LM's order and spelling."""
+    """All parameters of a sample order, in Megatron-LM's order and spelling, with the ``changes`` of another order."""
     description: Description = {
         "class": "GPTDataset",
         "dataset_path": corpus.prefix,
@@ -154,9 +221,7 @@ def _describe(
         "split_matrix": None if settings.split is None else parse_split(settings.split),
         "tokenizer": settings.tokenizer,
     }
-    if settings.extendable:
-        # A run that is extended within an epoch finds the order that it has.
-        description |= {"num_samples": None, "sample_order": "extendable", "num_epochs": num_epochs}
+    description |= changes
     if corpus.version is not None:
         description["dataset_version"] = corpus.version
     return description
@@ -171,7 +236,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[CorpusDataset],
         weights: Sequence[float],
         size: int | None,
         split_index: int,
@@ -226,7 +291,7 @@ def epochs_of(dataset: Dataset) -> dict[str, int]:
     """Epochs in the sample order of each corpus, by prefix; empty for synthetic data."""
     if isinstance(dataset, BlendedDataset):
         return {child.corpus.prefix: child.num_epochs for child in dataset.datasets}
-    return {dataset.corpus.prefix: dataset.num_epochs} if isinstance(dataset, GPTDataset) else {}
+    return {dataset.corpus.prefix: dataset.num_epochs} if isinstance(dataset, CorpusDataset) else {}
 
 
 @dataclass(frozen=True)
@@ -259,10 +324,10 @@ class MockDataset:
         text = (start + stride * np.arange(length, dtype=np.int64)) % self.vocab_size
         noisy = random.random(length, dtype=np.float32) < _MOCK_NOISE
         text[noisy] = random.integers(self.vocab_size, size=int(noisy.sum()))
-        return _sample(text, self.masked_token, self.document_end)
+        return build_sample(text, self.masked_token, self.document_end)
 
 
-def _sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end: int | None) -> Sample:
+def build_sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end: int | None) -> Sample:
     """A sample from its s + 1 tokens."""
     tokens = text[:-1]
     loss_mask = np.ones(len(tokens), dtype=np.float32)

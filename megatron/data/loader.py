@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from megatron.config.data import DataConfig
 from megatron.data.gpt_dataset import (
     BlendedDataset,
+    CorpusDataset,
     Dataset,
     GPTDataset,
     MockDataset,
@@ -26,6 +27,7 @@ from megatron.data.gpt_dataset import (
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
 from megatron.data.loader_processes import POLL, UNLIMITED, Patience, Starts, started
 from megatron.data.order_cache import Description
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
 from megatron.data.sources import Sources, read_sources
 from megatron.errors import ConfigError, DataError, LoaderError
@@ -34,6 +36,7 @@ from megatron.urls import is_url
 
 Microbatch = dict[str, torch.Tensor]
 
+_VALIDATION = SPLIT_NAMES.index("valid")
 _MAX_CORPORA = 32_767  # the number of a corpus is stored as int16
 
 
@@ -43,11 +46,12 @@ def build_datasets(
     vocab_size: int,
     eod: int,
     seed: int,
-    sample_counts: tuple[int, int, int],
+    sample_counts: tuple[int, int | None, int | None],
     tokenizer_description: Description | None,
     inspect: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """The train, validation and test datasets with ``sample_counts`` samples each; None where the count is 0.
+    """The train, validation and test datasets with ``sample_counts`` samples each (None: all samples once); None where
+    the count is 0.
 
     ``vocab_size`` is the number of valid ids. Builds sample orders that are not cached, so one process of a run should
     call this before the others. ``inspect`` checks a part of the tokens, which one process may do for all. Raises
@@ -61,34 +65,77 @@ def build_datasets(
     if data.mock_data:
         mock = partial(MockDataset, seed, data.seq_length, vocab_size)
 
-        def build(index: int, count: int) -> Dataset:
+        def build(index: int, count: int | None) -> Dataset:
+            assert count is not None  # --full-validation refuses mock data
             return mock(count, split_index=index, masked_token=masked_token, document_end=document_end)
 
     else:
-        settings = SampleSettings(
-            seq_length=data.seq_length,
-            seed=seed,
-            split=sources.split,
-            tokenizer=tokenizer_description,
-            cache_directory=_cache_directory(data, sources),
-            masked_token=masked_token,
-            extendable=data.sample_order == "extendable",
-            document_end=document_end,
-        )
-        used = [index for index, count in enumerate(sample_counts) if count and sources.has(index)]
-        corpora = _open_corpora(data, sources, used)
-        if inspect:
-            for corpus in corpora.values():
-                check_token_range(corpus, vocab_size, corpus.prefix)
-                if document_end is not None:
-                    check_document_ends(corpus, document_end)
-        builder = _SplitBuilder(corpora, settings, data.mid_level_dataset_surplus, data.num_dataset_builder_threads)
+        used = [index for index, count in enumerate(sample_counts) if count != 0 and sources.has(index)]
+        builder = _open_builder(data, sources, used, vocab_size, eod, seed, tokenizer_description, inspect)
 
-        def build(index: int, count: int) -> Dataset:
+        def build(index: int, count: int | None) -> Dataset:
             return _build_split(builder, sources, index, count)
 
-    train, valid, test = (build(index, count) if count else None for index, count in enumerate(sample_counts))
+    train, valid, test = (build(index, count) if count != 0 else None for index, count in enumerate(sample_counts))
     return train, valid, test
+
+
+def build_validation_sets(
+    data: DataConfig,
+    *,
+    vocab_size: int,
+    eod: int,
+    seed: int,
+    count: int | None,
+    tokenizer_description: Description | None,
+    inspect: bool = True,
+) -> list[CorpusDataset]:
+    """A dataset of every validation corpus with ``count`` samples (None: all samples once), in the order of the flags.
+
+    The other arguments are those of :func:`build_datasets`.
+    """
+    sources = read_sources(data)
+    blend = sources.blends[_VALIDATION]
+    assert blend is not None
+    if blend.weights is not None and sources.split is None:
+        raise ConfigError(
+            "--multiple-validation-sets evaluates every corpus of --valid-data-path by itself: remove the weights."
+        )
+    builder = _open_builder(data, sources, [_VALIDATION], vocab_size, eod, seed, tokenizer_description, inspect)
+    return [builder.single(prefix, _VALIDATION, count) for prefix in blend.prefixes]
+
+
+def _open_builder(
+    data: DataConfig,
+    sources: Sources,
+    used: Sequence[int],
+    vocab_size: int,
+    eod: int,
+    seed: int,
+    tokenizer_description: Description | None,
+    inspect: bool,
+) -> "_SplitBuilder":
+    """Open and check the corpora of the ``used`` splits."""
+    assert data.seq_length is not None
+    document_end = eod if data.marks_documents else None
+    settings = SampleSettings(
+        seq_length=data.seq_length,
+        seed=seed,
+        split=sources.split,
+        tokenizer=tokenizer_description,
+        cache_directory=_cache_directory(data, sources),
+        masked_token=eod if data.eod_mask_loss else None,
+        extendable=data.sample_order == "extendable",
+        document_end=document_end,
+        padding=eod if data.sample_order == "best-fit" else None,
+    )
+    corpora = _open_corpora(data, sources, used)
+    if inspect:
+        for corpus in corpora.values():
+            check_token_range(corpus, vocab_size, corpus.prefix)
+            if document_end is not None:
+                check_document_ends(corpus, document_end)
+    return _SplitBuilder(corpora, settings, data.mid_level_dataset_surplus, data.num_dataset_builder_threads)
 
 
 def _cache_directory(data: DataConfig, sources: Sources) -> str:
@@ -115,7 +162,7 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
         return dict(zip(prefixes, corpora, strict=True))
 
 
-def _build_split(builder: "_SplitBuilder", sources: Sources, split_index: int, count: int) -> Dataset:
+def _build_split(builder: "_SplitBuilder", sources: Sources, split_index: int, count: int | None) -> Dataset:
     split, blend = SPLIT_NAMES[split_index], sources.blends[split_index]
     if not sources.has(split_index) or blend is None:
         where = f"--{split}-data-path" if sources.split is None else f"--split {sources.split!r}"
@@ -124,6 +171,13 @@ def _build_split(builder: "_SplitBuilder", sources: Sources, split_index: int, c
             f"{count} samples of the {split} split are needed, but {where} gives it nothing: {remedy}, or ask for no "
             "samples of it."
         )
+    if count is None:
+        if blend.weights is not None and sources.split is None:
+            raise ConfigError(
+                f"--full-validation reads every sample once, so the weights in --{split}-data-path have no effect: "
+                "remove them."
+            )
+        return builder.whole(blend.prefixes, split_index)
     if blend.weights is not None:
         return builder.weighted(blend.prefixes, normalize(blend.weights), split_index, count)
     if len(blend.prefixes) == 1:
@@ -141,9 +195,20 @@ class _SplitBuilder:
     surplus: float
     num_threads: int
 
-    def single(self, prefix: str, split_index: int, count: int | None) -> GPTDataset:
+    def single(self, prefix: str, split_index: int, count: int | None) -> CorpusDataset:
         """One corpus; ``count`` None: one epoch."""
-        return GPTDataset(self.corpora[prefix], split_index, count, self.settings)
+        kind = GPTDataset if self.settings.padding is None else PackedDataset
+        return kind(self.corpora[prefix], split_index, count, self.settings)
+
+    def whole(self, prefixes: list[str], split_index: int) -> Dataset:
+        """All samples of all corpora once."""
+        children = [child for child in self._each(prefixes, split_index, [None] * len(prefixes)) if len(child)]
+        if not children:
+            raise DataError(self._nothing_in(split_index))
+        if len(children) == 1:
+            return children[0]
+        lengths = [float(len(child)) for child in children]
+        return BlendedDataset(children, lengths, None, split_index, self.settings.cache_directory)
 
     def weighted(self, prefixes: list[str], weights: list[float], split_index: int, count: int) -> BlendedDataset:
         """A blend with normalised weights."""
@@ -165,19 +230,22 @@ class _SplitBuilder:
         children = self._each(prefixes, split_index, [None] * len(prefixes))
         lengths = [float(len(child)) for child in children]
         if not sum(lengths):
-            split = self.settings.split
-            remedy = "give it more data" if split is None else f"give it a larger share in --split {split!r}"
-            raise DataError(
-                f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[split_index]} split: "
-                f"{remedy}, or use a shorter --seq-length."
-            )
+            raise DataError(self._nothing_in(split_index))
         if count <= sum(lengths):
             return BlendedDataset(children, lengths, count, split_index, self.settings.cache_directory)
         # Megatron-LM would stop at the end of the first epoch, but continues with equal explicit weights.
         used = [prefix for prefix, length in zip(prefixes, lengths, strict=True) if length]
         return self.weighted(used, normalize([n for n in lengths if n]), split_index, count)
 
-    def _each(self, prefixes: list[str], split_index: int, counts: Sequence[int | None]) -> list[GPTDataset]:
+    def _nothing_in(self, split_index: int) -> str:
+        split = self.settings.split
+        remedy = "give it more data" if split is None else f"give it a larger share in --split {split!r}"
+        return (
+            f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[split_index]} split: "
+            f"{remedy}, or use a shorter --seq-length."
+        )
+
+    def _each(self, prefixes: list[str], split_index: int, counts: Sequence[int | None]) -> list[CorpusDataset]:
         with ThreadPoolExecutor(self.num_threads) as threads:
             return list(threads.map(lambda prefix, n: self.single(prefix, split_index, n), prefixes, counts))
 

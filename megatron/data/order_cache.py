@@ -43,15 +43,15 @@ def load_or_build(
     directory: str | None,
     description: Description,
     *,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int | None, ...]],
     newer_than: float,
     build: Callable[[], Arrays],
 ) -> Arrays:
     """The arrays named in ``shapes``: mapped from the cache, or built and written to it.
 
-    An entry is used only if its files match their digests, and its arrays have these shapes and are not older than the
-    data (``newer_than``, seconds since the epoch): the key has the path of the data, which may have been replaced. One
-    process builds while the others wait. Without a ``directory`` nothing is stored.
+    An entry is used only if its files match their digests, and its arrays have these shapes (None: any length) and are
+    not older than the data (``newer_than``, seconds since the epoch): the key has the path of the data, which may have
+    been replaced. One process builds while the others wait. Without a ``directory`` nothing is stored.
     """
     if directory is None:
         return build()
@@ -113,7 +113,7 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
     write_atomically(_digests_path(stem), lambda file: file.write(sealed))
 
 
-def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -> Arrays | None:
+def _load(stem: str, shapes: Mapping[str, tuple[int | None, ...]], newer_than: float) -> Arrays | None:
     """The mapped arrays of an entry; None if there is none, or an entry of other data.
 
     Raises :class:`_UnusableEntry` for a damaged entry, or one without digests.
@@ -136,7 +136,10 @@ def _load(stem: str, shapes: Mapping[str, tuple[int, ...]], newer_than: float) -
                 array = _map_array(file)
         except OSError as error:
             raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
-        if array.shape != shapes[name]:
+        wanted = shapes[name]
+        if len(array.shape) != len(wanted) or any(
+            size not in (None, found) for size, found in zip(wanted, array.shape)
+        ):
             return None
         arrays[name] = array
     return arrays

@@ -70,8 +70,10 @@ def decompressed(path: str, stored: BinaryIO) -> IO[bytes]:
     if path.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=stored))
     if path.endswith(".zst"):
-        import pyarrow
-
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise DataError(f"{path} needs the package pyarrow: pip install pyarrow.") from error
         return io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 20)
     return stored
 

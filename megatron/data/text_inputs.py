@@ -7,7 +7,8 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
@@ -22,9 +23,15 @@ from megatron.data.storage import (
 from megatron.errors import DataError
 from megatron.urls import is_url
 
+_loads: Callable[[bytes], Any] = json.loads
+with suppress(ImportError):  # it is in the extra "data"
+    import orjson
+
+    _loads = orjson.loads
+
 Separation = Literal["file", "paragraph", "line"]
 
-BATCH_BYTES = 1 << 19
+BATCH_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 1 << 28
 DATASET_PREFIX = "dataset:"
 
@@ -57,9 +64,9 @@ class Batch(NamedTuple):
     path: str
     kind: Literal["json", "line", "row", "document"]
     first: int
-    """Number of the first line (row, document), from 1 at the start of the range."""
+    """Number of the first line (row, document), from 1 at ``range_start``."""
     range_start: int
-    """First byte of the range in the source."""
+    """Byte of the source from which lines are numbered."""
     stored_bytes: int
     """Stored bytes that were read for the batch."""
     records: bytes | list[tuple[Any, ...]]
@@ -183,10 +190,13 @@ def _read_lines(source: SourceRange, stored: BinaryIO, kind: Literal["json", "li
             break
         if not block.endswith(b"\n"):
             block += _rest_of_line(content, source)
-        position += len(block)
-        at = stored.tell() if content is not stored else position
-        yield Batch(source.path, kind, number, source.start, at - reported, block)
-        number, reported = number + block.count(b"\n"), at
+        at = stored.tell() if content is not stored else position + len(block)
+        # Counting lines is left to place_of where it can find the batch again.
+        begin = position if content is stored else source.start
+        yield Batch(source.path, kind, number, begin, at - reported, block)
+        position, reported = position + len(block), at
+        if content is not stored:
+            number += block.count(b"\n")
 
 
 def _rest_of_line(content: IO[bytes], source: SourceRange) -> bytes:
@@ -237,9 +247,11 @@ def _read_paragraphs(source: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
 
 def _read_parquet(source: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
     """Rows; memory holds the text of at most one row group."""
-    import pyarrow
-    from pyarrow import parquet
-
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"{source.path} needs the package pyarrow: pip install pyarrow.") from error
     try:
         file = parquet.ParquetFile(stored)
         for key in form.keys:
@@ -353,8 +365,12 @@ def _decode(batch: Batch, place: int, text: bytes) -> list[str] | str:
 
 
 def _parse_json(line: bytes, keys: tuple[str, ...], key_flag: str) -> list[str] | str:
+    document: Any
     try:
-        document: Any = json.loads(line)
+        try:
+            document = _loads(line)
+        except ValueError:  # orjson refuses what json accepts: NaN, a byte order mark, halves of surrogate pairs
+            document = json.loads(line)
     except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
         return f"is not valid JSON ({error}): mend or remove it"
     if not isinstance(document, dict):

@@ -4,25 +4,33 @@ Special tokens are never parsed from text: they are ordinary text in a document.
 nothing in them is unpickled or executed, and nothing is downloaded.
 """
 
-import base64
-import binascii
 import json
 import os
 import re
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
+from megatron.data.byte_lengths import ByteLengths, lengths_of_bytes, lengths_of_pieces
+from megatron.data.gpt2_files import END_OF_TEXT, gpt2_description
+from megatron.data.llama3_tokens import (
+    LLAMA3_SPLIT,
+    cut_blank_runs,
+    encode_in_parts,
+    has_new_characters,
+    llama3_special_tokens,
+    parse_ranks,
+)
+from megatron.data.tokenizer_file import not_a, read_file
 from megatron.data.verified_encoder import (
     AWKWARD_TEXTS,
     Encode,
+    TokenizedTexts,
     VerifiedEncoder,
     fast_sentencepiece,
     fast_tiktoken,
@@ -31,26 +39,7 @@ from megatron.data.verified_encoder import (
 )
 from megatron.errors import ConfigError, DataError
 
-# Llama 3 splits text before it merges bytes: contractions, words, up to three digits, punctuation, whitespace.
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Names by position after the ordinary tokens; every other position is reserved.
-_LLAMA3_SPECIAL_TOKENS = {
-    0: "<|begin_of_text|>",
-    1: "<|end_of_text|>",
-    4: "<|finetune_right_pad_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
-# tiktoken's regular expressions overflow their stack on about 300,000 consecutive blanks.
-_MAX_BLANK_RUN = 100_000
-_LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
-
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _TOKENS_PER_COMPARED = 64  # every 64th token is encoded by both libraries before the faster one is used
 
 _END_OF_DOCUMENT_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
@@ -58,15 +47,6 @@ _BEGIN_OF_DOCUMENT_NAMES = ("<s>", "<|begin_of_text|>", "<|startoftext|>")
 
 # The class of every text tokenizer in the keys of Megatron-LM's sample-order caches.
 _MEGATRON_TOKENIZER_CLASS = "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText"
-
-
-class TokenizedTexts(NamedTuple):
-    """The ids of several texts as arrays."""
-
-    tokens: npt.NDArray[np.int32]
-    """All texts, concatenated."""
-    lengths: npt.NDArray[np.int32]
-    """Tokens of each text, [texts]."""
 
 
 class Tokenizer(ABC):
@@ -109,6 +89,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens' text, 0 for special tokens; None if they cannot be told token by token."""
+        return None
+
 
 class _LibraryTokenizer(Tokenizer):
     """A tokenizer of a library. Arrays of ids come from a faster library, if available, which is verified against
@@ -124,26 +108,19 @@ class _LibraryTokenizer(Tokenizer):
     @cached_property
     def _encoder(self) -> VerifiedEncoder | None:
         """Created on first use, which never happens in training."""
-        fast = self._fast_encode(_read_file(self._path))
+        fast = self._fast_encode(read_file(self._path))
         if fast is None:
             return None
-        encoder = VerifiedEncoder(fast, self._encode, self._library)
-        tokens = (self.detokenize([token]) for token in range(0, self.vocab_size, _TOKENS_PER_COMPARED))
-        return encoder if encoder.agree_on(chain(AWKWARD_TEXTS, tokens)) else None
+        encoder = VerifiedEncoder(fast, super().tokenize_to_arrays, self._library)
+        tokens = [self.detokenize([token]) for token in range(0, self.vocab_size, _TOKENS_PER_COMPARED)]
+        return encoder if encoder.agree_on([*AWKWARD_TEXTS, *tokens]) else None
 
     @property
     def encoded_by(self) -> str:
-        return self._library if self._encoder is None else "splintr"
-
-    def _encode(self, text: str) -> bytes:
-        return array("i", self.tokenize(text)).tobytes()
+        return self._library if self._encoder is None else "gigatoken"
 
     def tokenize_to_arrays(self, texts: Sequence[str]) -> TokenizedTexts:
-        if self._encoder is None:
-            return super().tokenize_to_arrays(texts)
-        ids = self._encoder.encode_batch(texts)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids)) // 4
-        return TokenizedTexts(np.frombuffer(b"".join(ids), np.int32), lengths.astype(np.int32))
+        return super().tokenize_to_arrays(texts) if self._encoder is None else self._encoder.encode_batch(texts)
 
 
 class SentencePieceTokenizer(_LibraryTokenizer):
@@ -157,14 +134,14 @@ class SentencePieceTokenizer(_LibraryTokenizer):
     def __init__(self, path: str) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        content = _read_file(path)
+        content = read_file(path)
         self._processor = SentencePieceProcessor()
         try:
             loaded = self._processor.LoadFromSerializedProto(content)
         except (RuntimeError, TypeError) as error:
-            raise DataError(_not_a(path, "a SentencePiece model")) from error
+            raise DataError(not_a(path, "a SentencePiece model")) from error
         if not loaded or not self._processor.get_piece_size():
-            raise DataError(_not_a(path, "a SentencePiece model"))
+            raise DataError(not_a(path, "a SentencePiece model"))
         self.vocab_size = int(self._processor.get_piece_size())
         self.eod = int(self._processor.eos_id())
         if self.eod < 0:
@@ -174,7 +151,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         self._path = path
 
     def _fast_encode(self, content: bytes) -> Encode | None:
-        return fast_sentencepiece(content, self._encode)
+        return fast_sentencepiece(content)
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._processor.encode(text)
@@ -188,6 +165,16 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         text: str = self._processor.decode(ids)
         return text
 
+    def byte_lengths(self) -> ByteLengths | None:
+        model = self._processor
+        pieces = {
+            token: model.decode([token]) if model.is_unknown(token) else model.id_to_piece(token)
+            for token in range(self.vocab_size)
+            if not model.is_control(token)
+        }
+        single_bytes = {token for token in pieces if model.is_byte(token)}
+        return lengths_of_pieces(pieces, single_bytes, self.vocab_size, self._decode)
+
 
 Llama2Tokenizer = SentencePieceTokenizer
 
@@ -200,26 +187,44 @@ class TikTokenizer(_LibraryTokenizer):
     def __init__(self, path: str, num_special_tokens: int = 256) -> None:
         import tiktoken
 
-        ranks = _parse_ranks(path)
-        specials = _llama3_special_tokens(len(ranks), num_special_tokens)
+        ranks = parse_ranks(path, read_file(path))
+        specials = llama3_special_tokens(len(ranks), num_special_tokens)
         self._encoding = tiktoken.Encoding(
             os.path.basename(path), pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size = len(ranks) + num_special_tokens
         self.bos = specials["<|begin_of_text|>"]
         self.eod = specials["<|end_of_text|>"]
-        self._has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
         self._path = path
 
     def _fast_encode(self, content: bytes) -> Encode | None:
-        encode = fast_tiktoken(content, LLAMA3_SPLIT) if self._has_all_bytes else None
-        return encode and (lambda text: b"".join(map(encode, _cut_blank_runs(text))))
+        encode = fast_tiktoken(parse_ranks(self._path, content), LLAMA3_SPLIT)
+        if encode is None:
+            return None
+
+        def encode_as_tiktoken(texts: Sequence[str]) -> TokenizedTexts:
+            new = [place for place, text in enumerate(texts) if has_new_characters(text)]
+            if not new:
+                return encode_in_parts(encode, texts)
+            left_out = ["" if place in new else text for place, text in enumerate(texts)]
+            tokens, lengths = encode_in_parts(encode, left_out)
+            ids = np.split(tokens, np.cumsum(lengths)[:-1])
+            for place in new:
+                ids[place] = np.array(self.tokenize(texts[place]), np.int32)
+            return TokenizedTexts(np.concatenate(ids), np.array([*map(len, ids)], np.int32))
+
+        return encode_as_tiktoken
 
     def tokenize(self, text: str) -> list[int]:
-        return [token for part in _cut_blank_runs(text) for token in self._encoding.encode_ordinary(part)]
+        return [token for part in cut_blank_runs(text) for token in self._encoding.encode_ordinary(part)]
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
+
+    def byte_lengths(self) -> ByteLengths | None:
+        ordinary = range(len(self._encoding.token_byte_values()))
+        lengths = {token: len(self._encoding.decode_single_token_bytes(token)) for token in ordinary}
+        return lengths_of_bytes(lengths, self.vocab_size)
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
@@ -230,23 +235,12 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     """
 
     _library = "tokenizers"
+    description: bytes
+    """The content of ``tokenizer.json``."""
 
     def __init__(self, path: str) -> None:
-        from tokenizers import Tokenizer as FastTokenizer
-
         path = _tokenizer_json(path)
-        content = _read_file(path)
-        try:
-            self._tokenizer = FastTokenizer.from_buffer(content)
-        except BaseException as error:  # the library raises bare Exception, or panics
-            if isinstance(error, Exception) or is_panic(error):
-                raise DataError(_not_a(path, "a tokenizer.json")) from error
-            raise
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # "as text"
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        vocabulary = self._load(read_file(path), path)
         named = _named_special_tokens(os.path.dirname(path))
         eod = _first_known(vocabulary, named.get("eos_token"), _END_OF_DOCUMENT_NAMES)
         if eod is None:
@@ -255,10 +249,27 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             )
         self.eod = eod
         self.bos = _first_known(vocabulary, named.get("bos_token"), _BEGIN_OF_DOCUMENT_NAMES)
-        self._path = path
+
+    def _load(self, description: bytes, path: str) -> dict[str, int]:
+        """Read the content of a tokenizer.json; returns the ids of all tokens."""
+        from tokenizers import Tokenizer as FastTokenizer
+
+        self.description, self._path = description, path
+        try:
+            self._tokenizer = FastTokenizer.from_buffer(description)
+        except BaseException as error:  # the library raises bare Exception, or panics
+            if isinstance(error, Exception) or is_panic(error):
+                raise DataError(not_a(path, "a tokenizer.json")) from error
+            raise
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # "as text"
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        return vocabulary
 
     def _fast_encode(self, content: bytes) -> Encode | None:
-        return fast_tokenizer_json(content, LLAMA3_SPLIT)
+        return fast_tokenizer_json(self.description)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -268,6 +279,31 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def byte_lengths(self) -> ByteLengths | None:
+        decoder = json.loads(read_file(self._path)).get("decoder") or {}
+        kinds = [part.get("type") for part in decoder.get("decoders", [decoder])]
+        pieces = {token: piece for piece, token in self._tokenizer.get_vocab(with_added_tokens=False).items()}
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        texts = {token: "" if one.special else one.content for token, one in added}
+        if "ByteLevel" in kinds:  # a character of a piece stands for a byte
+            lengths = {token: len(piece) for token, piece in pieces.items()}
+            return lengths_of_bytes(
+                lengths | {token: len(text.encode()) for token, text in texts.items()}, self.vocab_size
+            )
+        if not {"ByteFallback", "Metaspace"} & set(kinds):
+            return None
+        single_bytes = {token for token, piece in pieces.items() if _BYTE_PIECE.fullmatch(piece)}
+        return lengths_of_pieces(pieces | texts, single_bytes, self.vocab_size, self._decode)
+
+
+class GPT2BPETokenizer(HuggingFaceTokenizer):
+    """GPT-2's byte-level BPE in two files, vocab.json and merges.txt; ``<|endoftext|>`` begins and ends documents."""
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        contents = read_file(vocab_file, "--vocab-file"), read_file(merge_file, "--merge-file")
+        vocabulary = self._load(gpt2_description(*contents, vocab_file, merge_file), vocab_file)
+        self.bos = self.eod = vocabulary[END_OF_TEXT]
 
 
 class NullTokenizer(Tokenizer):
@@ -315,22 +351,26 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             tokenizer = TikTokenizer(path, config.tiktoken_num_special_tokens)
         case "HuggingFaceTokenizer":
             tokenizer = HuggingFaceTokenizer(path)
+        case "GPT2BPETokenizer":
+            tokenizer = GPT2BPETokenizer(config.vocab_file or "", config.merge_file or "")
         case None:
             raise ConfigError("A tokenizer is required: set --tokenizer-type, and --tokenizer-model to its file.")
-    if config.vocab_size not in (None, tokenizer.vocab_size):
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {config.vocab_size} differs from the {tokenizer.vocab_size} ids of "
-            f"{config.tokenizer_model}: remove the flag."
+            f"--vocab-size {config.vocab_size} is below the {tokenizer.vocab_size} ids of "
+            f"{tokenizer_files(config)[0]}: use the model's tokenizer, or raise or remove the flag."
         )
     return tokenizer
 
 
-def tokenizer_file(config: TokenizerConfig) -> str | None:
-    """The file that determines the ids; None without a tokenizer, or for one without a file."""
+def tokenizer_files(config: TokenizerConfig) -> tuple[str, ...]:
+    """The files that determine the ids; none without a tokenizer, or for one without a file."""
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        return tuple(path for path in (config.vocab_file, config.merge_file) if path is not None)
     path = config.tokenizer_model
     if config.tokenizer_type in (None, "NullTokenizer") or path is None:
-        return None
-    return _tokenizer_json(path) if config.tokenizer_type == "HuggingFaceTokenizer" else path
+        return ()
+    return (_tokenizer_json(path) if config.tokenizer_type == "HuggingFaceTokenizer" else path,)
 
 
 def _tokenizer_json(path: str) -> str:
@@ -351,6 +391,16 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
         case "TikTokenizer":
             specials = str(config.tiktoken_num_special_tokens)
             description |= {"num_special_tokens": specials, "special_tokens": "None"}
+        case "GPT2BPETokenizer":
+            description |= {
+                "tokenizer_path": "GPT2BPETokenizer",
+                "additional_special_tokens": "[]",
+                "vocab_file": str(config.vocab_file),
+                "merges_file": str(config.merge_file),
+                "use_fast": "True",
+                "trust_remote_code": "False",
+                "include_special_tokens": "True",
+            }
         case "HuggingFaceTokenizer":
             description |= {
                 "vocab_file": "None",
@@ -363,59 +413,6 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
     return description
 
 
-def _read_file(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist: set --tokenizer-model to the tokenizer file.") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): use another tokenizer file.") from error
-
-
-def _not_a(path: str, kind: str) -> str:
-    return f"{path} is not {kind}: check that --tokenizer-model and --tokenizer-type belong together."
-
-
-def _parse_ranks(path: str) -> dict[bytes, int]:
-    """Token bytes and ranks; ranks must be 0..n-1."""
-    ranks: dict[bytes, int] = {}
-    try:
-        for line in _read_file(path).splitlines():
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except (ValueError, binascii.Error) as error:
-        raise DataError(_not_a(path, "a file of base64 tokens and ranks")) from error
-    if not ranks or set(ranks.values()) != set(range(len(ranks))):
-        raise DataError(_not_a(path, "a complete file of base64 tokens and ranks"))
-    return ranks
-
-
-def _llama3_special_tokens(first_id: int, count: int) -> dict[str, int]:
-    """Names and ids of ``count`` special tokens from ``first_id``."""
-    if count <= max(_LLAMA3_SPECIAL_TOKENS):
-        raise ConfigError(
-            f"--tiktoken-num-special-tokens {count} is too small for Llama 3: use 256, or at least "
-            f"{max(_LLAMA3_SPECIAL_TOKENS) + 1}."
-        )
-    reserved = (f"<|reserved_special_token_{number}|>" for number in range(count))
-    return {_LLAMA3_SPECIAL_TOKENS.get(place) or next(reserved): first_id + place for place in range(count)}
-
-
-def _cut_blank_runs(text: str) -> Iterator[str]:
-    """``text`` in parts, cut only inside very long runs of whitespace."""
-    if len(text) <= _MAX_BLANK_RUN:
-        yield text
-        return
-    start = 0
-    for run in _LONG_BLANK_RUN.finditer(text):
-        for cut in range(run.start() + _MAX_BLANK_RUN, run.end(), _MAX_BLANK_RUN):
-            yield text[start:cut]
-            start = cut
-    yield text[start:]
-
-
 def _named_special_tokens(directory: str) -> dict[str, str]:
     """Special tokens by role (``eos_token`` ...), from the files next to a tokenizer.json."""
     named: dict[str, str] = {}
@@ -424,7 +421,7 @@ def _named_special_tokens(directory: str) -> dict[str, str]:
         if not os.path.exists(path):
             continue
         try:
-            content: Any = json.loads(_read_file(path))
+            content: Any = json.loads(read_file(path))
         except ValueError as error:
             raise DataError(f"{path} is not JSON: correct it, or remove it.") from error
         for role, token in content.items() if isinstance(content, dict) else ():

@@ -1,23 +1,32 @@
 """Byte-pair encoding by a fast library, verified against the reference libraries.
 
-splintr returns the ids of tiktoken, SentencePiece and Hugging Face's tokenizers several times as fast. Wrong ids would
-silently damage a corpus, so splintr is compared with the reference library before its first use and during use.
+GigaToken returns the ids of tiktoken, SentencePiece and Hugging Face's tokenizers many times as fast. Wrong ids would
+silently damage a corpus, so GigaToken is compared with the reference library before its first use and during use.
 Vocabularies that are not known to be equal use the reference library.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron.data.sentencepiece_ranks import BLANK, SentencePieceRanks
 from megatron.errors import TokenizerMismatchError
 
-Encode = Callable[[str], bytes]
-"""The ids of a text as int32 bytes."""
+
+class TokenizedTexts(NamedTuple):
+    """The ids of several texts as arrays."""
+
+    tokens: npt.NDArray[np.int32]
+    """All texts, concatenated."""
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each text, [texts]."""
+
+
+Encode = Callable[[Sequence[str]], TokenizedTexts]
+"""The ids of texts."""
 
 AWKWARD_TEXTS = (
     "",
@@ -32,7 +41,7 @@ AWKWARD_TEXTS = (
 )
 """Texts that tokenizers often handle differently."""
 
-_COMPARED_CHARACTERS = 1000  # of one text per batch: a percent of the time
+_COMPARED_CHARACTERS = 1000  # of one text per batch: about a percent of the time
 _STRIDE = 7919  # a prime, so that different parts of texts of similar lengths are compared
 
 
@@ -45,15 +54,15 @@ class VerifiedEncoder:
         self._library = library
         self._batches = 0
 
-    def agree_on(self, texts: Iterable[str]) -> bool:
+    def agree_on(self, texts: Sequence[str]) -> bool:
         """Whether both encoders return the same ids for each text."""
-        return all(self._encode(text) == self._trusted(text) for text in texts)
+        return all(map(np.array_equal, self._encode(texts), self._trusted(texts)))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
+    def encode_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         """The ids of each text. Raises :class:`TokenizerMismatchError` if the two encoders differ."""
         if texts:
             self._compare(texts[self._batches % len(texts)])
-        return list(map(self._encode, texts))
+        return self._encode(texts)
 
     def _compare(self, text: str) -> None:
         start = self._batches * _STRIDE % max(1, len(text) - _COMPARED_CHARACTERS + 1)
@@ -61,18 +70,26 @@ class VerifiedEncoder:
         self._batches += 1
         if not self.agree_on([part]):
             raise TokenizerMismatchError(
-                f"splintr and {self._library} give different ids for the text {part[:80]!r}...: install the versions "
-                f"in requirements.txt, or uninstall splintr-rs to use {self._library} alone, and start again."
+                f"gigatoken and {self._library} give different ids for the text {part[:80]!r}...: install the versions "
+                f"in requirements.txt, or uninstall gigatoken to use {self._library} alone, and start again."
             )
 
-    def _encode(self, text: str) -> bytes:
+    def _encode(self, texts: Sequence[str]) -> TokenizedTexts:
         try:
-            return self._fast(text)
+            return self._fast(texts)
         except BaseException as error:
-            # Half a surrogate pair, which tiktoken replaces, or a text that splintr fails on.
-            if isinstance(error, UnicodeEncodeError) or is_panic(error):
-                return self._trusted(text)
+            # Half a surrogate pair, which tiktoken replaces, or a text that gigatoken fails on.
+            if is_panic(error) or not all(map(_is_unicode, texts)):
+                return self._trusted(texts)
             raise
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_panic(error: BaseException) -> bool:
@@ -80,48 +97,83 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def fast_tiktoken(model: bytes, split: str) -> Encode | None:
-    """splintr's encoder for a file of base64 tokens and ranks that includes all bytes."""
-    return _build(lambda splintr: splintr.Tokenizer.from_bytes(model, split, {}).encode_flat)
+class GigaTokenEncoder:
+    """The ids of a ``gigatoken.Tokenizer``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, texts: Sequence[str]) -> TokenizedTexts:
+        # On this thread alone: worker processes are the parallelism, and a forked one has no threads of GigaToken.
+        rows = self.tokenizer.encode_batch(list(texts), parallel=False).layout
+        return TokenizedTexts(rows.content.data.view(np.int32), np.diff(rows.offsets.data).astype(np.int32))
 
 
-def fast_tokenizer_json(content: bytes, split: str) -> Encode | None:
-    """splintr's encoder for a tokenizer.json; None unless it is byte-level BPE that splits texts by ``split`` or like
-    GPT-2, since splintr's regular expressions differ from other libraries'. Entries that add or parse special tokens
-    are removed."""
+def fast_tiktoken(ranks: Mapping[bytes, int], split: str) -> GigaTokenEncoder | None:
+    """GigaToken's encoder for tiktoken's ranks of tokens, which include all bytes."""
+    # tiktoken merges the neighbours whose concatenation has the lowest rank: every division of a token in two tokens is
+    # a merge. A word that is a token is never merged (ignore_merges).
+    characters = byte_characters()
+    names = {token: "".join(map(characters.__getitem__, token)) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token, name in sorted(names.items(), key=lambda entry: ranks[entry[0]]):
+        cuts = ((token[:cut], token[cut:], cut) for cut in range(1, len(token)))
+        found = [(ranks[left], ranks[right], cut) for left, right, cut in cuts if left in ranks and right in ranks]
+        merges += [(name[:cut], name[cut:]) for _, _, cut in sorted(found)]
+    description = {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,
+            "vocab": {name: ranks[token] for token, name in names.items()},
+            "merges": merges,
+        },
+    }
+    return _build(lambda gigatoken: gigatoken.Tokenizer.from_json(json.dumps(description | _NO_EXTRAS)))
+
+
+def fast_tokenizer_json(content: bytes) -> GigaTokenEncoder | None:
+    """GigaToken's encoder for a tokenizer.json; None unless it is byte-level BPE without a normalizer. GigaToken
+    refuses splits that it does not know. Entries that add or parse special tokens are removed."""
     description = json.loads(content)
-    if not _is_plain_byte_level(description, split):
+    if not _is_plain_byte_level(description):
         return None
-    description |= {"added_tokens": [], "post_processor": None}
-    return _build(lambda splintr: splintr.from_json_bytes(json.dumps(description).encode()).encode_flat)
+    return _build(lambda gigatoken: gigatoken.Tokenizer.from_json(json.dumps(description | _NO_EXTRAS)))
 
 
-def fast_sentencepiece(model: bytes, trusted: Encode) -> Encode | None:
-    """splintr's encoder for a SentencePiece model; None unless it is BPE without normalisation."""
-    ranks = SentencePieceRanks.of(model)
-    if ranks is None:
+def fast_sentencepiece(content: bytes) -> GigaTokenEncoder | None:
+    """GigaToken's encoder for a SentencePiece model; None unless it is BPE without normalisation and without
+    user-defined symbols."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    model = proto.ModelProto.FromString(content)
+    if not _is_plain_sentencepiece(model, proto):
         return None
-    file, split = ranks.tiktoken_file(), ranks.split
-    encode_flat = _build(lambda splintr: splintr.Tokenizer.from_bytes(file, split, {}).pcre2().encode_flat)
-    if encode_flat is None:
-        return None
-
-    def encode(text: str) -> bytes:
-        # SentencePiece puts a blank before what is not empty, and takes its sign for a blank for one.
-        if not text or BLANK in text:
-            return trusted(text)
-        return ranks.ids_of(np.frombuffer(encode_flat(f" {text}"), np.uint32)).tobytes()
-
-    return encode
+    # GigaToken finds control tokens in texts by their names, which are ordinary text here: names that no text has.
+    for number, piece in enumerate(model.pieces):
+        if piece.type == proto.ModelProto.SentencePiece.CONTROL:
+            piece.piece = f"\ufdd0{number}\ufdd0"  # no character
+            piece.type = proto.ModelProto.SentencePiece.NORMAL
+    return _build(lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(model.SerializeToString()))
 
 
-def _build(build: Callable[[ModuleType], Encode]) -> Encode | None:
-    """None if splintr is not installed or refuses the vocabulary."""
+_NO_EXTRAS: dict[str, Any] = {"version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None}
+
+
+def _build(build: Callable[[ModuleType], Any]) -> GigaTokenEncoder | None:
+    """None if GigaToken is not installed or refuses the vocabulary."""
     try:
-        import splintr
+        import gigatoken
 
-        return build(splintr)
-    except (ImportError, ValueError, OSError):
+        return GigaTokenEncoder(build(gigatoken))
+    except (ImportError, ValueError, OSError, RuntimeError):
         return None
     except BaseException as error:
         if is_panic(error):
@@ -129,33 +181,45 @@ def _build(build: Callable[[ModuleType], Encode]) -> Encode | None:
         raise
 
 
-def _is_plain_byte_level(description: dict[str, Any], split: str) -> bool:
+def byte_characters() -> dict[int, str]:
+    """The character that stands for each byte in the vocabulary of byte-level BPE, as GPT-2 chose them."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+def _is_plain_byte_level(description: dict[str, Any]) -> bool:
     model = description.get("model") or {}
     return (
         model.get("type") == "BPE"
         and not any(model.get(name) for name in ("byte_fallback", "dropout", "unk_token"))
         and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-        # A token for each byte: bytes that are no visible character of Latin-1 are written as U+0100 and on.
-        and sum(len(token) == 1 and ord(token) < 0x144 for token in model["vocab"]) == 256
-        and _merges_by_id(model)
+        and model["vocab"].keys() >= set(byte_characters().values())
         and description.get("normalizer") is None
-        and _cuts_by(split, description.get("pre_tokenizer") or {})
+        and _cuts_once(description.get("pre_tokenizer") or {})
         and all(token.get("special") for token in description.get("added_tokens") or ())
     )
 
 
-def _merges_by_id(model: dict[str, Any]) -> bool:
-    """Whether merges are in the order of the resulting ids, as after training."""
-    merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
-    ids = [model["vocab"].get("".join(merge), -1) for merge in merges]
-    return all(left <= right for left, right in pairwise(ids))
-
-
-def _cuts_by(split: str, pre_tokenizer: dict[str, Any]) -> bool:
+def _cuts_once(pre_tokenizer: dict[str, Any]) -> bool:
+    """Whether one regular expression cuts the text: GPT-2's, or a split's."""
     *cuts, last = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return False
     if not cuts:
         return bool(last.get("use_regex", True))
-    known = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-    return cuts == [known] and not last.get("use_regex", True)
+    known = {"type": "Split", "behavior": "Isolated", "invert": False}
+    return len(cuts) == 1 and cuts[0].items() >= known.items() and not last.get("use_regex", True)
+
+
+def _is_plain_sentencepiece(model: Any, proto: Any) -> bool:
+    normalizer, trainer, types = model.normalizer_spec, model.trainer_spec, proto.ModelProto.SentencePiece
+    return (
+        trainer.model_type == proto.TrainerSpec.BPE
+        and not trainer.treat_whitespace_as_suffix
+        and not normalizer.precompiled_charsmap
+        and normalizer.add_dummy_prefix
+        and normalizer.escape_whitespaces
+        and not normalizer.remove_extra_whitespaces
+        and {piece.type for piece in model.pieces} <= {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
+    )

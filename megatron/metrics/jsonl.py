@@ -62,7 +62,7 @@ class JsonlWriter:
         self._append(record, {"consumed_samples": record.consumed_samples, **record.metrics}, run)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        self._append(record, {f"{record.split}_loss": record.loss})
+        self._append(record, _evaluation_values(record))
 
     def _append(
         self,
@@ -77,6 +77,16 @@ class JsonlWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _evaluation_values(record: EvaluationRecord) -> dict[str, float]:
+    """The figures over all sets, and the figures of each set by ``…/name``."""
+    values = {}
+    for suffix, one in {"": record, **{f"/{name}": one for name, one in record.sets.items()}}.items():
+        values[f"{record.split}_loss{suffix}"] = one.loss
+        if one.bits_per_byte is not None:
+            values[f"{record.split}_bits_per_byte{suffix}"] = one.bits_per_byte
+    return values
 
 
 def _strict(value: Any) -> Any:

@@ -11,6 +11,7 @@ _KEYS = {
     "skipped": "skipped-iterations",
     "load_balancing_loss": "load_balancing_loss",
     "z_loss": "z_loss",
+    "lm_z_loss": "lm z_loss",
 }
 """Keys of metrics where they are not the name with hyphens. Metrics of single layers have their names as keys."""
 
@@ -33,6 +34,11 @@ METRICS_WITH_SAMPLE_AXIS = frozenset(
 """Metrics that TensorBoard also shows over consumed samples, as Megatron-LM's ``... vs samples`` twins."""
 
 
+def has_sample_axis(key: str) -> bool:
+    """Whether TensorBoard also shows ``key`` over consumed samples; so it does the losses of named validation sets."""
+    return key in METRICS_WITH_SAMPLE_AXIS or key.startswith("lm loss validation-")
+
+
 def iteration_scalars(record: IterationRecord) -> dict[str, float]:
     """The points of one iteration; ``iteration-time`` and the ``...-time`` of timers (slowest rank) are seconds."""
     scalars: dict[str, float] = {"world-size": record.world_size, "consumed-samples": record.consumed_samples}
@@ -46,8 +52,14 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    key = f"lm loss {record.split}"
-    return {key: record.loss, f"{key} ppl": record.perplexity}
+    """The points over all sets, and the points of each set with its name behind the split, as in Megatron-LM."""
+    scalars: dict[str, float] = {}
+    for suffix, one in {"": record, **{f"-{name}": one for name, one in record.sets.items()}}.items():
+        split = record.split + suffix
+        scalars |= {f"lm loss {split}": one.loss, f"lm loss {split} ppl": one.perplexity}
+        if one.bits_per_byte is not None:
+            scalars[f"bits-per-byte {split}"] = one.bits_per_byte
+    return scalars
 
 
 class IntervalGate:

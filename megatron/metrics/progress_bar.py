@@ -32,6 +32,7 @@ class ProgressBar:
             unit="it",
             dynamic_ncols=True,
             mininterval=0.5,
+            delay=1e-9,  # no frame before the first record: the lines that describe the run come first
             bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
 

@@ -48,22 +48,43 @@ class IterationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRecord:
-    """One evaluation."""
+class SetLoss:
+    """The loss of one set of an evaluation."""
+
+    loss: float
+    """Mean loss over unmasked tokens, in nats."""
+    num_tokens: int = 0
+    """Unmasked tokens."""
+    num_bytes: int | None = None
+    """UTF-8 bytes of their text; None if they are not known."""
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits for a byte of the text; None if the bytes are not known."""
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss, which is capped at 20 as Megatron-LM caps it."""
+        return math.exp(min(_LARGEST_EXPONENT, self.loss))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord(SetLoss):
+    """One evaluation; the figures are over the tokens of all sets."""
 
     iteration: int
     """Iterations trained before this evaluation."""
     consumed_samples: int
     """Training sequences consumed before this evaluation."""
     split: Literal["validation", "test"]
-    loss: float
-    """Mean loss over unmasked tokens."""
+    sets: Mapping[str, SetLoss] = field(default_factory=dict)
+    """By name; empty if the split is one set without a name."""
+    is_periodic: bool = True
+    """Whether ``--eval-interval`` is the reason for this evaluation."""
+    is_final: bool = False
+    """Whether it follows the last iteration of a complete run, or takes the place of training (``--skip-train``)."""
     time: float
     """Seconds since the epoch."""
     elapsed_s: float
     """Seconds since this process began to train."""
-
-    @property
-    def perplexity(self) -> float:
-        """Exponential of the loss, which is capped at 20 as Megatron-LM caps it."""
-        return math.exp(min(_LARGEST_EXPONENT, self.loss))

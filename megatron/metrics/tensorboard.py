@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.flags import values_of
-from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
+from megatron.metrics.plots import IntervalGate, evaluation_scalars, has_sample_axis, iteration_scalars
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
@@ -78,7 +78,7 @@ class TensorBoardWriter:
         for key, value in scalars.items():
             self._writer.add_scalar(key, value, iteration)
         # Points over samples come last: _rewind_events recognises a stale iteration by its first point.
-        for key in METRICS_WITH_SAMPLE_AXIS.intersection(scalars):
+        for key in filter(has_sample_axis, scalars):
             self._writer.add_scalar(key + _VS_SAMPLES, scalars[key], consumed_samples)
 
     def close(self) -> None:

@@ -350,10 +350,14 @@ class EffectiveTimeMeter:
 
     def read(self, snapshot: Snapshot, now_ns: int) -> float | None:
         """The effective time at ``now_ns``, of which ``snapshot`` is."""
+        wall_s, step_s = self.seconds(snapshot, now_ns)
+        return step_s / wall_s if wall_s > 0 else None
+
+    def seconds(self, snapshot: Snapshot, now_ns: int) -> tuple[float, float]:
+        """Wall time of all attempts so far with the gaps between them, and the part of it in kept steps."""
         own = measured(self._attempt, snapshot, self._start_ns, now_ns)
         if self._earlier is None or self._earlier[0] != own.first_iteration:
             total = account(newest_run([*history(self._directory, before=own.start), own]))
             self._earlier = (own.first_iteration, total.wall_s - own.wall_s, total.seconds["step"] - own.second("step"))
         _, wall_s, step_s = self._earlier
-        wall_s += own.wall_s
-        return (step_s + own.second("step")) / wall_s if wall_s > 0 else None
+        return wall_s + own.wall_s, step_s + own.second("step")

@@ -1,6 +1,7 @@
 """torchrun with an agent for the exit codes of ``pretrain_llama.py``.
 
     python -m megatron.operation.launch [FLAGS OF torchrun] pretrain_llama.py FLAGS
+    python -m megatron.operation.launch [FLAGS OF torchrun] -m megatron.commands.pretrain_llama FLAGS
 
 Flags, rendezvous and restarts are torchrun's. Its agent is replaced by one that
 
@@ -295,8 +296,10 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped for a node that joins: a new one, or one that starts its ranks again after a crash.
         nodes = self._nodes
-        is_join = worker_group.state == WorkerState.HEALTHY and not (nodes and nodes.must_restart(self._restarts))
-        if is_join:
+        if worker_group.state == WorkerState.HEALTHY and nodes is not None and nodes.must_restart(self._restarts):
+            # torch does not count it, because the node of the crash already waits for the others.
+            self._remaining_restarts = max(0, self._remaining_restarts - 1)
+        elif worker_group.state == WorkerState.HEALTHY:
             if nodes is not None:
                 nodes.stop_for_join()
             self._wait_for_save()
@@ -494,6 +497,11 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str]) -> int:
+    """Run the job with a console that cannot end it; returns its exit code."""
     protect_console()
-    sys.exit(main(sys.argv[1:]))
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from megatron.errors import ExitCode
 
 _PREFIX = "megatron/launch"
+_JOIN_SECONDS = 300.0  # for all launchers to begin an attempt
 
 
 class Nodes:
@@ -37,13 +39,28 @@ class Nodes:
         return None
 
     def agree(self, rank: int, restarts: int, report: str, decide: Callable[[Sequence[str]], str]) -> str:
-        """What the first launcher decides from the reports of all; a collective. ``restarts`` numbers the attempt."""
+        """What the first launcher decides from the reports of all; a collective. ``restarts`` numbers the attempt.
+
+        Raises torch's ``RendezvousClosedError`` if a launcher ends the job instead, and
+        ``RendezvousTimeoutError`` if one does not begin the attempt.
+        """
         prefix = f"{_PREFIX}/agree/{restarts}"
         self._store.set(f"{prefix}/report/{rank}", report)
         if rank == 0:
-            reports = [self._store.get(f"{prefix}/report/{other}").decode() for other in range(self.count)]
+            reports = [self._wait_for(f"{prefix}/report/{other}") for other in range(self.count)]
             self._store.set(f"{prefix}/decision", decide(reports))
-        return self._store.get(f"{prefix}/decision").decode()
+        return self._wait_for(f"{prefix}/decision")
+
+    def _wait_for(self, key: str) -> str:
+        """The value of ``key``, once a launcher has set it."""
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while not self._store.check([key]):
+            if self.exit_code() is not None:
+                raise RendezvousClosedError
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError("Another launcher did not begin this attempt in time.")
+            time.sleep(0.05)
+        return self._store.get(key).decode()
 
     def stop_for_join(self) -> None:
         """Say that ranks are being stopped because a node joins, so that their exit codes do not end the job."""

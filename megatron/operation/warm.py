@@ -4,8 +4,8 @@ When the ranks of a node train, its launcher starts one further process per rank
 training, at low priority, and waits. At a restart it receives the arguments, the environment and the output files of
 the new rank, and runs the script. A standby that is not ready by then is killed, and the rank starts as usual.
 
-Only a script that defines ``import_for_training()`` has warm processes: it must have no other effect when it is run
-under another name than ``__main__``.
+Only a script or module that defines ``import_for_training()`` has warm processes: it must have no other effect when it
+is run under another name than ``__main__``.
 """
 
 import ast
@@ -16,13 +16,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron.operation.processes import LAUNCHER, die_with_parent
+
+Execute = Callable[..., dict[str, Any]]
+"""Runs a script or module under a name, and returns its globals."""
 
 HOOK = "import_for_training"
 """Function of the script."""
@@ -44,34 +49,53 @@ _OF_ONE_RANK = (
 
 @dataclass(frozen=True)
 class RankCommand:
-    """How torch's agent starts a rank: ``prefix python [options] script arguments``."""
+    """How torch's agent starts a rank: ``prefix python [options] script arguments``, or ``-m module``."""
 
     prefix: tuple[str, ...]
     """For example numactl with its flags."""
     script: str
+    """The path of a script, or the name of a module."""
     arguments: tuple[str, ...]
+    is_module: bool = False
 
     @staticmethod
     def parse(words: Sequence[str]) -> "RankCommand | None":
-        """None for a command that is not a Python script with the hook."""
+        """None for a command that is not a Python script or module with the hook."""
         if sys.executable not in words:
             return None
         python = words.index(sys.executable)
         rest = list(words[python + 1 :])
         while rest and rest[0] == "-u":
             rest.pop(0)
-        if not rest or rest[0].startswith("-") or not has_hook(Path(rest[0])):
+        is_module = rest[:1] == ["-m"]
+        if is_module:
+            rest.pop(0)
+        if not rest or rest[0].startswith("-"):
             return None
-        return RankCommand(tuple(words[:python]), rest[0], tuple(rest[1:]))
+        source = source_of(rest[0]) if is_module else Path(rest[0])
+        if source is None or not has_hook(source):
+            return None
+        return RankCommand(tuple(words[:python]), rest[0], tuple(rest[1:]), is_module)
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module, which is not imported; the packages around it are."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def has_hook(script: Path) -> bool:
-    """Whether a script defines ``import_for_training``; it is not run."""
+    """Whether a script defines or imports ``import_for_training``; it is not run."""
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
-    return any(isinstance(node, ast.FunctionDef) and node.name == HOOK for node in tree.body)
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imports = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return HOOK in functions | imports
 
 
 class Standby:
@@ -83,7 +107,10 @@ class Standby:
         variables = {name: value for name, value in environment.items() if name not in _OF_ONE_RANK}
         with other:
             self.process = subprocess.Popen(
-                [*command.prefix, sys.executable, "-u", "-m", __name__, str(other.fileno()), command.script],
+                [
+                    *(*command.prefix, sys.executable, "-u", "-m", __name__),
+                    *(str(other.fileno()), "module" if command.is_module else "script", command.script),
+                ],
                 env={**variables, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[other.fileno()],
                 start_new_session=True,
@@ -164,13 +191,18 @@ class WarmProcesses:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Import, wait, become a rank: ``arguments`` are the number of the connection and the script."""
-    descriptor, script = arguments
+    """Import, wait, become a rank: ``arguments`` are the number of the connection, ``script`` or ``module``, and its
+    path or name."""
+    descriptor, kind, script = arguments
     launcher = os.environ.get(LAUNCHER)
     die_with_parent(None if launcher is None else int(launcher))
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    execute: Execute = runpy.run_path
+    if kind == "module":
+        execute = partial(runpy.run_module, alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
     with socket.socket(fileno=int(descriptor)) as connection:
-        _import_at_low_priority(script)
+        _import_at_low_priority(partial(execute, script))
         connection.sendall(_READY)
         text = b""
         while part := connection.recv(1 << 16):
@@ -183,10 +215,10 @@ def main(arguments: Sequence[str]) -> None:
         if path is not None:
             _redirect(descriptor_to, path)
     sys.argv = [script, *order["arguments"]]
-    runpy.run_path(script, run_name="__main__")
+    execute(script, run_name="__main__")
 
 
-def _import_at_low_priority(script: str) -> None:
+def _import_at_low_priority(execute: Execute) -> None:
     """Import in a thread of its own: on Linux a thread has a priority, and without privileges only lowers it."""
     errors: list[BaseException] = []
 
@@ -194,7 +226,7 @@ def _import_at_low_priority(script: str) -> None:
         try:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-            runpy.run_path(script, run_name="warm")[HOOK]()
+            execute(run_name="warm")[HOOK]()
         except BaseException as error:
             errors.append(error)
 

@@ -44,7 +44,8 @@ from megatron.operation.run_settings import RunSettings
 from megatron.operation.stacks import main_stack, parse_stacks, request_stacks
 from megatron.operation.watchdog import Limits, Overrun, Watchdog
 
-SCRIPT = "pretrain_llama.py"
+SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
+"""A script, or a module after ``-m``, whose ranks have heartbeats."""
 NODES_SECONDS = 5.0
 """Time for the other launchers to say what they know of their ranks."""
 _DECISION_SECONDS = 15.0
@@ -85,7 +86,7 @@ class RankWatch:
     def __init__(self, heartbeats: HeartbeatMemory, words: Sequence[str]) -> None:
         self._heartbeats = heartbeats
         self._words = words
-        self._has_heartbeats = any(os.path.basename(word) == SCRIPT for word in words)
+        self._has_heartbeats = any(os.path.basename(word) in SCRIPTS for word in words)
         self._host = socket.gethostname()
         self._out_of_memory = OutOfMemoryKills()
         self._attempt: _Attempt | None = None

@@ -21,6 +21,7 @@ from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
+from megatron.data.tokenizers import tokenizer_files
 from megatron.errors import ConfigError
 from megatron.planner.extrapolation import Extrapolation
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
@@ -363,8 +364,8 @@ def live_peaks(schedule: Schedule, stage: int) -> frozenset[tuple[int, ...]]:
 def planned_vocabulary(config: RunConfig) -> Vocabulary:
     """The vocabulary of the tokenizer if its file exists, otherwise a vocabulary of the size in the flags."""
     tokenizer = config.tokenizer
-    model = tokenizer.tokenizer_model
-    if tokenizer.tokenizer_type is None or (model is not None and Path(model).exists()):
+    files = tokenizer_files(tokenizer)
+    if tokenizer.tokenizer_type is None or (files and all(Path(path).exists() for path in files)):
         return load_vocabulary(config)
     if tokenizer.vocab_size is not None:
         size = tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
@@ -372,7 +373,7 @@ def planned_vocabulary(config: RunConfig) -> Vocabulary:
         size = config.model.preset_vocab_size
     else:
         raise ConfigError(
-            f"--dry-run has no vocabulary size: {model} does not exist, and no --model preset sets one: add "
-            "--vocab-size."
+            f"--dry-run has no vocabulary size: {' or '.join(files)} does not exist, and no --model preset sets one: "
+            "add --vocab-size."
         )
     return Vocabulary(size, size - 1)

@@ -2,8 +2,9 @@
 
 import gc
 import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -13,32 +14,43 @@ from megatron.checkpoint.lock import RunLock
 from megatron.config.faults import START
 from megatron.config.run import RunConfig
 from megatron.errors import ExitCode
+from megatron.metrics.writer import print_above_bar
 from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.run_files import StartedCommand
 from megatron.training.attempts import attempt_counted, attempt_recorded
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
-from megatron.training.build.run import build_trainer
+from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.checkpoints.locks import save_directories_locked
 from megatron.training.checkpoints.rollback import Return, RollbackRequested, go_back
 from megatron.training.context import RunContext
 from megatron.training.faults import build_fault_injector
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.preflight import check_nodes
+from megatron.training.run_files import run_files_written
 from megatron.training.signals import StopRequested, watch_signals
 
 
 def pretrain(
-    config: RunConfig, process: Process, flags_over: FlagsOver, queues: HardwareQueues, heartbeat: Heartbeat
+    config: RunConfig,
+    process: Process,
+    flags_over: FlagsOver,
+    queues: HardwareQueues,
+    command: StartedCommand,
+    heartbeat: Heartbeat,
+    parts: RunParts | None = None,
 ) -> ExitCode:
     """Run this rank's part of the training; returns COMPLETE or STOPPED.
 
     ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). ``queues`` are
-    set in the environment already. ``heartbeat`` is this rank's. Raises :class:`~megatron.errors.UserError`.
+    set in the environment already. ``command`` is what started this process. ``heartbeat`` is this rank's.
+    ``parts`` replaces parts of the run. Raises
+    :class:`~megatron.errors.UserError`.
     """
 
     def log_rank0(text: str) -> None:
         if process.rank == 0:
-            print(f"> {text}", flush=True)
+            print_above_bar(sys.stdout, f"> {text}")
 
     faults = build_fault_injector(config, process.rank)
     faults.reach(START)
@@ -58,22 +70,28 @@ def pretrain(
                 save_directories_locked(context) as locks,
                 attempt_recorded(context) as end,
                 attempt_counted(context),
+                run_files_written(context, command) as write_files,
             ):
                 context = replace(context, config=resolve_architecture(context, flags_over))
                 check_nodes(context)
-                end.exit_code = train(context, locks)
+                end.exit_code = train(context, locks, parts, write_files)
                 return end.exit_code
     except StopRequested as stop:
         log_rank0(f"stopped: {stop}")
         return stop.exit_code
 
 
-def train(context: RunContext, locks: Sequence[RunLock]) -> ExitCode:
+def train(
+    context: RunContext,
+    locks: Sequence[RunLock],
+    parts: RunParts | None = None,
+    on_built: Callable[[], None] = lambda: None,
+) -> ExitCode:
     """Build the run and train; after each rollback, build it again from an earlier checkpoint."""
     started, returned = time.monotonic(), None
     while True:
         try:
-            return train_from(context, locks, started, returned)
+            return train_from(context, locks, started, returned, parts, on_built)
         except RollbackRequested as requested:
             request = requested.with_traceback(None)  # whose frames hold the trainer
         # Before the next trainer allocates memory. Hooks and closures make cycles of a trainer's modules.
@@ -82,10 +100,18 @@ def train(context: RunContext, locks: Sequence[RunLock]) -> ExitCode:
             returned = go_back(context, request)
 
 
-def train_from(context: RunContext, locks: Sequence[RunLock], started: float, returned: Return | None) -> ExitCode:
+def train_from(
+    context: RunContext,
+    locks: Sequence[RunLock],
+    started: float,
+    returned: Return | None,
+    parts: RunParts | None = None,
+    on_built: Callable[[], None] = lambda: None,
+) -> ExitCode:
     """Build the run and train until its end; raises :class:`RollbackRequested`."""
     with ExitStack() as at_end:
-        trainer = build_trainer(context, locks, at_end, started, returned)
+        trainer = build_trainer(context, locks, at_end, started, returned, parts)
+        on_built()
         try:
             if context.config.validation.skip_train:
                 trainer.evaluate_only()

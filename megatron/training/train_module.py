@@ -30,7 +30,7 @@ class TrainModule:
     """Losses, loads and biases of the routers; None for a dense model."""
 
     def start_sum(self, losses: Tensor, flags: Sequence[bool] = ()) -> Work[Tensor]:
-        """Sum ``losses`` ``[2]``, as the executor returns them, and count ``flags`` over all ranks: ``[2 + flags]``.
+        """Sum ``losses`` ``[n]``, as the executor returns them, and count ``flags`` over all ranks: ``[n + flags]``.
 
         Tensor-parallel ranks have the same losses, so the first of them adds them.
         """

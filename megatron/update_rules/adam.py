@@ -12,6 +12,8 @@ from megatron.update_rules.rule import Flags, Group, Shard, UpdateContext, Updat
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron.core.parameter import ParameterInfo
+
 BF16_SPACING = 2.0**-7
 """Largest relative distance between neighbouring bf16 numbers."""
 
@@ -64,6 +66,17 @@ class Adam(UpdateRule):
         self._flags = flags
         self._betas = (flags.adam_beta1, flags.adam_beta2)
 
+    def mup_obstacle(self) -> None:
+        return None
+
+    def learning_rate_factor(self, info: "ParameterInfo") -> float:
+        """An element changes by about the learning rate, and an output is a sum over the fan-in."""
+        return 1.0 / info.fan_in_mult
+
+    def _epsilon(self, info: "ParameterInfo") -> float:
+        """Epsilon falls with the gradients of hidden matrices, as the learning rate does (arXiv 2203.03466, B.3)."""
+        return self._flags.adam_eps / info.fan_in_mult
+
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
         import torch
 
@@ -83,7 +96,11 @@ class Adam(UpdateRule):
         if not groups:
             # The rank's shard is padding; torch refuses an empty list.
             return lambda step: None
-        parameters = [{"params": [shard.weight for shard in group.shards]} for group in groups]
+        # Shards of a group have the same learning rate, and therefore the same fan-in.
+        parameters = [
+            {"params": [shard.weight for shard in group.shards], "eps": self._epsilon(group.shards[0].info)}
+            for group in groups
+        ]
         optimizer = context.adam(parameters, self._betas, self._flags.adam_eps)
         steps = []
         for shard in shards:
@@ -123,7 +140,7 @@ class Adam(UpdateRule):
             beta2=self._betas[1],
             lr=learning_rate,
             weight_decay=weight_decay,
-            eps=self._flags.adam_eps,
+            eps=self._epsilon(shard.info),
             maximize=False,
         )
         torch._foreach_copy_(narrow, [first, second])

@@ -109,6 +109,12 @@ class Muon(UpdateRule):
         """AdamW for vectors, and for weights with one row per token id."""
         return self if len(info.global_shape) == 2 and not info.is_vocabulary else self._others
 
+    def mup_obstacle(self) -> str | None:
+        """Updates keep their spectral norm over widths if the scale depends only on the ratio of rows and columns."""
+        if self._flags.muon_scale_mode != "spectral":
+            return None
+        return "with --muon-scale-mode spectral its updates grow with the width: use unit_rms_norm or shape_scaling."
+
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
         return {"momentum_buffer": weight.new_zeros(weight.shape)}
 

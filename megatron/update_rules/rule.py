@@ -85,6 +85,16 @@ class UpdateRule(ABC):
         """The rule that updates this parameter."""
         return self
 
+    def mup_obstacle(self) -> str | None:
+        """Why the rule does not support muP, and what to use instead; None for a rule with a
+        :meth:`learning_rate_factor`."""
+        return "how its updates grow with the width is not known: use adam, or remove --use-mup."
+
+    def learning_rate_factor(self, info: "ParameterInfo") -> float:
+        """Factor of the learning rate of a parameter with which updates keep their size over widths (muP). It must be 1
+        for a parameter whose fan-in and fan-out are those of the base model, as without ``--use-mup``."""
+        return 1.0
+
     @abstractmethod
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
         """The initial state tensors for ``weight``, each of its size."""

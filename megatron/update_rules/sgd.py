@@ -10,6 +10,8 @@ from megatron.update_rules.rule import Flags, Shard, UpdateRule
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron.core.parameter import ParameterInfo
+
 
 @dataclass(frozen=True)
 class SgdFlags(Flags):
@@ -28,6 +30,13 @@ class Sgd(UpdateRule):
 
     def __init__(self, flags: SgdFlags) -> None:
         self._momentum = flags.sgd_momentum
+
+    def mup_obstacle(self) -> None:
+        return None
+
+    def learning_rate_factor(self, info: "ParameterInfo") -> float:
+        """Gradients of a hidden matrix have the size that its updates need (arXiv 2203.03466, tables 3 and 8)."""
+        return info.fan_out_mult / info.fan_in_mult
 
     def state(self, weight: "Tensor") -> "dict[str, Tensor]":
         return {"momentum_buffer": weight.new_zeros(weight.shape)} if self._momentum else {}

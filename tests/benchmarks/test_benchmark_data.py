@@ -5,7 +5,14 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.benchmark_data import BENCHMARKS, Benchmark, BenchmarkConfig, _check_equal, compare_preprocessing
+from benchmarks.benchmark_data import (
+    BENCHMARKS,
+    Benchmark,
+    BenchmarkConfig,
+    _check_equal,
+    compare_preprocessing,
+    preprocess_one_by_one,
+)
 from benchmarks.data_rows import HEADER, Row
 from benchmarks.training_data_rows import loader_rows, order_rows, reading_rows
 from benchmarks.verification_rows import verification_rows
@@ -18,7 +25,7 @@ pytestmark = pytest.mark.slow(reason="a benchmark")
 def test_contenders_of_the_benchmark_write_the_same(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_bytes(LINES + b'{"text": ""}\n')
     config = BenchmarkConfig(workers=2, repeats=1)
-    row = compare_preprocessing(tmp_path / "text.jsonl", len(TEXTS) + 1, NULL, config)
+    row = compare_preprocessing(tmp_path / "text.jsonl", len(TEXTS) + 1, NULL, config, preprocess_one_by_one)
     assert row.ours > 0 and row.other and row.ours_peak_mb and row.ours_peak_mb > 10
     assert documents_of(tmp_path, "other") == documents_of(tmp_path, "ours") == TEXTS
     (tmp_path / "other_text_document.bin").write_bytes(b"1")

@@ -174,7 +174,7 @@ def test_a_test_that_fails_is_a_check(tmp_path: Path) -> None:
 
 def test_the_command_starts_with_torch_numpy_and_tyro_alone() -> None:
     """``None`` in ``sys.modules`` is a package that is not installed."""
-    absent = ("rich", "tqdm", "xxhash", "tensorboard", "pytest", "transformers", "wandb", "datasets", "splintr")
+    absent = ("rich", "tqdm", "xxhash", "tensorboard", "pytest", "transformers", "wandb", "datasets", "gigatoken")
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({absent}))

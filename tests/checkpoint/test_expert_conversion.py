@@ -16,10 +16,10 @@ from megatron.checkpoint import conversion
 from megatron.checkpoint.conversion import HuggingFaceImport
 from megatron.checkpoint.hugging_face import HuggingFaceMapping
 from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
+from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
 from megatron.config.model import preset
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture
-from tools.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
 
 transformers: Any = pytest.importorskip("transformers")
 

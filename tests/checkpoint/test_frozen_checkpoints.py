@@ -37,7 +37,20 @@ pytestmark = pytest.mark.processes
 KEPT = sorted(FROZEN.glob("v*/*"))
 
 
-@pytest.fixture(params=KEPT, ids=lambda path: f"{path.parent.name}-{path.name}")
+VERSIONS = sorted({path.parent.name for path in KEPT}, key=lambda name: int(name[1:]))
+
+
+def identity(path: Path) -> str:
+    return f"{path.parent.name}-{path.name}"
+
+
+def run_in_ci(path: Path) -> bool:
+    """Whether the run goes on in CI, too: from the oldest and the newest format, and from the first of each case."""
+    first = next(version for version in VERSIONS if (FROZEN / version / path.name).exists())
+    return path.parent.name in (VERSIONS[0], VERSIONS[-1], first)
+
+
+@pytest.fixture(params=KEPT, ids=identity)
 def kept(request: pytest.FixtureRequest) -> Iterator[Path]:
     """The folder of one frozen checkpoint, which must not change."""
     folder: Path = request.param
@@ -98,6 +111,15 @@ def test_every_number_is_loaded(kept: Path) -> None:
     assert read_checkpoint(kept, iteration).state["iteration"] == iteration
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(path, marks=() if run_in_ci(path) else pytest.mark.slow(reason="up to three runs of four ranks"))
+        for path in KEPT
+    ],
+    ids=identity,
+    indirect=True,
+)
 def test_the_run_goes_on_as_it_did(kept: Path, tmp_path: Path) -> None:
     """With the metrics that the past version had, and to the bit as from a checkpoint that this version writes."""
     iteration = start_of(kept.name)

@@ -19,6 +19,8 @@ from megatron.checkpoint import conversion
 from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
 from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
 from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
+from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
+from megatron.commands.weight_checkpoints import model_flags
 from megatron.config.model import preset
 from megatron.core.parameter import Box, ParameterInfo
 from megatron.errors import CheckpointError
@@ -26,7 +28,6 @@ from tests.checkpoint.test_expert_conversion import import_of
 from tests.checkpoint.test_hugging_face import assembled, numbered, part
 from tests.end_to_end.run_process import call_training
 from tests.model.llama4 import to_global
-from tools.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert, model_flags
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -13,7 +13,6 @@ REFUSED = [
         (f"{GOOD} {flag}", 2, f"{flag.split()[0]}, --num-experts")
         for flag in (
             "--expert-model-parallel-size 2",
-            "--expert-tensor-parallel-size 1",
             "--moe-router-topk 1",
             "--moe-ffn-hidden-size 64",
             "--moe-z-loss-coeff 1e-3",

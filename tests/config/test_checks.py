@@ -2,6 +2,8 @@
 
 import ast
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -9,8 +11,10 @@ from types import TracebackType
 import pytest
 
 import megatron
-from megatron.config.command_line import flag_names, parse_command_line
-from megatron.config.model import ModelConfig, preset
+from megatron.config.command_line import parse_command_line
+from megatron.config.flag_names import flag_names
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.model import preset
 from megatron.errors import ConfigError
 from megatron.schedules.registry import SCHEDULES
 from tests.config import expert_flags
@@ -140,13 +144,14 @@ POSITIVE = [
     "--peak-tflops",
     "--gpu-memory-gb",
     "--exit-duration-in-mins",
+    "--z-loss-multiplier",
     "--distributed-timeout-minutes",
     "--muon-extra-scale-factor",
     "--loss-scale",
     "--initial-loss-scale",
     "--min-loss-scale",
 ]
-BELOW_ONE = ["--adam-beta1", "--adam-beta2", "--sgd-momentum", "--muon-momentum", "--lr-warmup-fraction"]
+BELOW_ONE = ["--ema-decay", "--adam-beta1", "--adam-beta2", "--sgd-momentum", "--muon-momentum", "--lr-warmup-fraction"]
 
 FP8 = f"{GOOD} --bf16 --fp8-format hybrid"
 
@@ -158,9 +163,12 @@ BAD: list[Row] = [
     *((f"{GOOD} {flag} nan", 1, f"{flag} nan") for flag in ("--weight-decay", "--clip-grad", "--lr", "--rotary-base")),
     *((f"{GOOD} {flag} 1.0", 1, f"{flag} 1.0, 0, 1") for flag in BELOW_ONE),
     *((f"{GOOD} {flag} -0.1", 1, f"{flag} -0.1, 0, 1") for flag in BELOW_ONE),
+    (f"{GOOD} --eval-ema", 1, "--eval-ema, --ema-decay"),
+    (f"{GOOD} --eval-ema --skip-train", 1, "--eval-ema, --skip-train, --load"),
+    (f"{GOOD} --memory-snapshot-path a", 1, "--memory-snapshot-path, --record-memory-history"),
     # The command line itself.
-    (f"{GOOD} --lr fast", 1, "--lr, 'fast', --help"),
-    (f"{GOOD} --model huge", 1, "'huge', --model, 'llama3-8b', --help"),
+    (f"{GOOD} --lr fast", 1, "--lr, 'fast', 3e-4"),
+    (f"{GOOD} --model huge", 1, "--model 'huge', llama3-8b"),
     (f"{GOOD} --sequence-length 3", 1, "--sequence-length, --seq-length"),
     # The loader.
     (f"{GOOD} --num-workers 0 --dataloader-timeout 30", 1, "--dataloader-timeout 30, --num-workers 1"),
@@ -210,7 +218,7 @@ BAD: list[Row] = [
     (
         f"{GOOD} --recompute-activations --recompute-modules attention",
         1,
-        "'attention', --recompute-modules, 'core_attn', --help",
+        "--recompute-modules 'attention', core_attn",
     ),
     (f"{GOOD} {UNIFORM} 5", 1, "--recompute-num-layers 5, 4"),
     (f"{STAGES} --cpu-offloading-num-layers 5", 2, "--cpu-offloading-num-layers 5, 4"),
@@ -231,7 +239,7 @@ BAD: list[Row] = [
         "--distribute-saved-activations, --hidden-size 129, --tensor-model-parallel-size 2",
     ),
     # Kernels.
-    (f"{GOOD} --cuda-graph-impl local", 1, "'local', --cuda-graph-impl, 'none', --help"),
+    (f"{GOOD} --cuda-graph-impl local", 1, "--cuda-graph-impl 'local', none"),
     (f"{GOOD} --kernel norm=eager", 1, "--kernel norm=eager, rms_norm"),
     (f"{GOOD} --kernel rope=apex", 1, "--kernel rope=apex, eager, compiled"),
     (f"{GOOD} --kernel rope", 1, "--kernel rope, eager, compiled"),
@@ -249,10 +257,7 @@ BAD: list[Row] = [
         "--kernel adam=te, --use-precision-aware-optimizer",
     ),
     (f"{GOOD} --bf16 --kernel adam=te --grad-reduce-in-bf16", 1, "--kernel adam=te, --grad-reduce-in-bf16"),
-    *(
-        (f"{ENGINE} {flag}", 1, f"{flag}, --transformer-impl transformer_engine")
-        for flag in ("--no-gradient-accumulation-fusion", "--kernel weight_gradient=apex")
-    ),
+    (f"{ENGINE} --kernel weight_gradient=apex", 1, "--kernel weight_gradient=apex, --transformer-impl"),
     (f"{GOOD} --bf16 --kernel fp8_quantization=eager", 1, "--kernel fp8_quantization=eager, --fp8-format"),
     (f"{GOOD} --bf16 --kernel fp8_weight_gradient=triton", 1, "--kernel fp8_weight_gradient=triton, --fp8-format"),
     (
@@ -429,7 +434,7 @@ BAD: list[Row] = [
         "--tp-comm-overlap, --transformer-impl transformer_engine, --bf16",
     ),
     (
-        f"{OVERLAP} --bf16 --num-query-groups 8 --tensor-model-parallel-size 16",
+        f"{OVERLAP} --bf16 --num-attention-heads 16 --num-query-groups 16 --tensor-model-parallel-size 16",
         16,
         "--tp-comm-overlap, 2, 4, 8, --tensor-model-parallel-size 16",
     ),
@@ -770,6 +775,11 @@ BAD: list[Row] = [
     (f"{CORPUS} --train-data-path a --valid-data-path b --split 9,1", 1, "--split '9,1'"),
     (f"{CORPUS} --valid-data-path b", 1, "--valid-data-path, --train-data-path"),
     (
+        f"{GOOD} --sample-order best-fit",
+        1,
+        "--sample-order best-fit, --mock-data",
+    ),
+    (
         f"{GOOD} --sample-order extendable --dataloader-type cyclic",
         1,
         "--sample-order extendable, --dataloader-type cyclic",
@@ -778,6 +788,9 @@ BAD: list[Row] = [
     (f"{GOOD} --object-storage-cache-path s3://b/c", 1, "--object-storage-cache-path s3://b/c, --data-path"),
     (f"{GOOD} --new-data-stage a/b", 1, "--new-data-stage 'a/b', 64"),
     (f"{GOOD} --new-data-stage long --skip-train", 1, "--new-data-stage long, --skip-train"),
+    (f"{GOOD} --full-validation", 1, "--full-validation, --mock-data"),
+    (f"{GOOD} --validation-set-names a", 1, "--validation-set-names, --multiple-validation-sets"),
+    (f"{CORPUS} --data-path c --multiple-validation-sets --validation-set-names a a", 1, "--validation-set-names"),
     (
         f"{GOOD} --create-attention-mask-in-dataloader",
         1,
@@ -790,6 +803,17 @@ BAD: list[Row] = [
         "--tokenizer-type NullTokenizer, --vocab-size",
     ),
     (f"{GOOD} --tokenizer-type TikTokenizer", 1, "--tokenizer-type TikTokenizer, --tokenizer-model"),
+    (f"{GOOD} --tokenizer-type GPT2BPETokenizer --merge-file m", 1, "--tokenizer-type GPT2BPETokenizer, --vocab-file"),
+    (
+        f"{GOOD} --tokenizer-type GPT2BPETokenizer --merge-file m --vocab-file v --tokenizer-model t",
+        1,
+        "--tokenizer-model t, --tokenizer-type GPT2BPETokenizer",
+    ),
+    (
+        f"{GOOD} --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --vocab-file v",
+        1,
+        "--vocab-file, --tokenizer-type HuggingFaceTokenizer",
+    ),
     (GOOD.replace("--mock-data", ""), 1, "--data-path, --mock-data"),
     (GOOD.replace("--mock-data", "--data-path corpus"), 1, "--tokenizer-type, --data-path"),
     (GOOD.replace("--vocab-size 1000", ""), 1, "--mock-data, --vocab-size, --model"),
@@ -858,7 +882,6 @@ BAD: list[Row] = [
         1,
         "--nan-policy skip, --no-check-for-nan-in-loss-and-grad",
     ),
-    (f"{GOOD} --no-ckpt-fully-parallel-save", 1, "--no-ckpt-fully-parallel-save"),
     (f"{GOOD} --no-dist-ckpt-optim-fully-reshardable", 1, "--no-dist-ckpt-optim-fully-reshardable"),
     (f"{GOOD} --no-verify-integrity", 1, "--no-verify-integrity"),
     (
@@ -899,6 +922,11 @@ BAD: list[Row] = [
     (f"{GOOD} --attention-chunk-size 8 --no-rope-freq 1", 1, "--attention-chunk-size, --no-rope-freq 1"),
     (f"{GOOD} --qk-l2-norm --no-rope-freq 1", 1, "--qk-l2-norm, --no-rope-freq 1"),
     (f"{GOOD} --qk-l2-norm --qk-layernorm", 1, "--qk-l2-norm, --qk-layernorm"),
+    (f"{GOOD} --mup-base-hidden-size 32", 1, "--mup-base-hidden-size, --use-mup"),
+    (f"{GOOD} --use-mup --mup-base-hidden-size 32 --mup-output-mult 1", 1, "--mup-output-mult"),
+    (f"{GOOD} --use-mup --no-rope-freq 2", 1, "--use-mup, --no-rope-freq"),
+    (f"{GOOD} --use-mup --optimizer muon", 1, "--use-mup, --muon-scale-mode spectral, unit_rms_norm"),
+    (f"{GOOD} --use-mup --optimizer sgd --qk-layernorm", 1, "--use-mup, --optimizer sgd, --qk-layernorm"),
     (f"{GOOD} --no-rope-freq [0]*3", 1, "--no-rope-freq [0]*3, 3, 4"),
     (f"{GOOD} --no-rope-freq -1", 1, "--no-rope-freq -1"),
     (f"{GOOD} --attention-temperature-tuning", 1, "--attention-temperature-tuning, --no-rope-freq"),
@@ -916,6 +944,38 @@ BAD: list[Row] = [
     ),
     (f"{GOOD} --use-rope-scaling --rope-scaling-low-freq-factor 0", 1, "--rope-scaling-low-freq-factor 0"),
     (f"{GOOD} --use-rope-scaling --rope-scaling-high-freq-factor 0", 1, "--rope-scaling-high-freq-factor 0"),
+    (f"--config a --config b {GOOD}", 1, "--config"),
+    (f"--config {GOOD}", 1, "--config"),
+    # Words that are no flags and no values.
+    (f"{GOOD} --explain-edit", 1, "--explain-edit, --explain-flags"),
+    (f"{GOOD} --tokenizer-type GPT2BPETokenizer --merge-file m", 1, "--tokenizer-type GPT2BPETokenizer, --vocab-file"),
+    (
+        f"{GOOD} --tokenizer-type GPT2BPETokenizer --merge-file m --vocab-file v --tokenizer-model t",
+        1,
+        "--tokenizer-model t, --tokenizer-type GPT2BPETokenizer",
+    ),
+    (
+        f"{GOOD} --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --vocab-file v",
+        1,
+        "--vocab-file, --tokenizer-type HuggingFaceTokenizer",
+    ),
+    ("--help nothing", 1, "--help nothing"),
+    (f"stray {GOOD}", 1, "'stray'"),
+    (f"{GOOD} --swiglu True", 1, "'True'"),
+    (f"{GOOD} --lr 1 2", 1, "'2'"),
+    (f"{GOOD} --rampup-batch-size 1 2", 1, "--rampup-batch-size, 3, 2"),
+    (f"{GOOD} --rampup-batch-size 1 2 3 4", 1, "'4'"),
+    (f"{GOOD} --seq-length", 1, "--seq-length"),
+    (f"{GOOD} --seq-length 8k", 1, "--seq-length, '8k', 8192"),
+    (f"{GOOD} --train-iters 1e3", 1, "--train-iters, '1e3', 1000"),
+    (f"{GOOD} --seq-length long", 1, "--seq-length, 'long'"),
+    (f"{GOOD} --use-persistent-ckpt-worker yes", 1, "'yes'"),
+    (f"{GOOD} --async-strategy", 1, "--async-strategy"),
+    (f"{GOOD} --megatron-fsdp-main-params-dtype fp16", 1, "--megatron-fsdp-main-params-dtype fp16, fp32"),
+    (f"{GOOD} --learning-rate 1", 1, "--learning-rate, --lr"),
+    (f"{GOOD} --spec a b", 1, "--spec"),
+    (f"{GOOD} --moe-token-dispatcher-type flex", 1, "--moe-token-dispatcher-type flex, alltoall"),
+    (f"{GOOD} --use-megatron-fsdp", 1, "--use-megatron-fsdp, --data-parallel-sharding-strategy"),
     *expert_flags.REFUSED,
 ]
 
@@ -932,7 +992,8 @@ def refuse(arguments: str, world_size: int) -> ConfigError:
 def test_a_bad_combination_is_refused_by_a_sentence_that_helps(arguments: str, world_size: int, named: str) -> None:
     message = str(refuse(arguments, world_size))
     assert_helpful(message, named)
-    known = {*flag_names(), *("--no-" + name[2:] for name in flag_names()), "--sequence-length", "--help"}
+    known = {*flag_names(), *("--no-" + name[2:] for name in flag_names()), "--sequence-length"}
+    known |= {*NO_EFFECT, *NOT_SUPPORTED, "--learning-rate", "--help"}
     assert set(re.findall(r"--[a-z][a-z0-9-]*", message)) <= known, "the message names a flag that does not exist"
 
 
@@ -957,6 +1018,12 @@ def test_following_the_sentence_on_wsd_helps_a_run_counted_in_samples() -> None:
     assert_names(str(refuse(f"{SAMPLES} --lr-decay-style WSD", 1)), "--lr-wsd-decay-samples")
 
 
+def places_of(error: ConfigError) -> Iterator[tuple[Path, int]]:
+    """Where the error, or those that it collects, were raised."""
+    for one in error.causes or [error]:
+        yield raised_at(one.__traceback__)
+
+
 def raised_at(traceback: TracebackType | None) -> tuple[Path, int]:
     """(file, line) of the innermost frame."""
     assert traceback is not None
@@ -971,8 +1038,10 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         Path(package, name) for name in ("urls.py", "flags.py", "intervals.py", "ranges.py", "schedules/stages.py")
     ]
     modules += Path(package, "update_rules").glob("[!r]*.py")
-    # test_fault_grammar.py has the table of --inject-fault.
-    modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name != "faults.py")
+    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py and test_megatron_recipes.py of files;
+    # tests/inference of the flags of tools that use a model.
+    others = ("faults.py", "run_yaml.py", "recipes.py", "generation.py", "loaded_model.py")
+    modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.
     trees |= {
@@ -980,13 +1049,15 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         for file in sorted(Path(package, "metrics").glob("*.py"))
         for tree in [ast.parse(file.read_text())]
     }
-    reached = {raised_at(refuse(arguments, world_size).__traceback__) for arguments, world_size, _ in BAD}
+    reached = {place for arguments, world_size, _ in BAD for place in places_of(refuse(arguments, world_size))}
     missed = [
         f"{file.name}:{node.lineno}"
         for file, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise)
         and node.exc is not None
+        # An error that collects others, and the end of --help.
+        and ast.unparse(node.exc).partition("(")[0] not in ("ConfigError.of", "SystemExit")
         and not any((file, line) in reached for line in range(node.lineno, (node.end_lineno or 0) + 1))
     ]
     assert not missed, f"no row of the table reaches {missed}"
@@ -1004,6 +1075,8 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         (f"{GOOD} --tp-comm-overlap", 1),
         (f"{ENGINE} --tp-comm-overlap", 1),
         (f"{ENGINE} --kernel weight_gradient=in_place", 1),
+        (f"{ENGINE} --no-gradient-accumulation-fusion", 1),
+        (f"{GOOD} --expert-tensor-parallel-size 2", 1),
         (f"{OVERLAP} --bf16 --tensor-model-parallel-size 4 --fp8-format hybrid --first-last-layers-bf16", 8),
         (f"{OVERLAP} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --tensor-model-parallel-size 2 --seq-length 128", 2),
         (f"{GOOD} --use-distributed-optimizer --num-distributed-optimizer-instances 2", 4),
@@ -1090,7 +1163,7 @@ def test_a_good_combination_passes(arguments: str, world_size: int) -> None:
 def test_an_architecture_that_came_later_is_checked_like_one_of_the_flags() -> None:
     arguments = f"{UNKNOWN} --tensor-model-parallel-size 8".split()
     for defaults, named in (
-        (ModelConfig(), "--num-layers"),
+        (replace(preset("tiny"), num_layers=None), "--num-layers"),
         (preset("tiny"), "--num-query-groups 4, --tensor-model-parallel-size 8"),
     ):
         config = parse_command_line(arguments, defaults)

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron.architectures.registry import PRESETS
-from megatron.config.command_line import flag_names, parse_command_line
-from megatron.config.megatron_flags import NOT_SUPPORTED, NOT_SUPPORTED_VALUES
+from megatron.commands.pretrain_llama import main, name_flags_without_effect
+from megatron.config.command_line import parse_command_line, parse_line
+from megatron.config.compatibility import DESCRIPTIVE
+from megatron.config.flag_names import SYNONYMS, all_spellings, flag_names
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from pretrain_llama import main
 
 SCRIPT = Path(__file__).parents[2] / "pretrain_llama.py"
 GROUPS = [type(getattr(RunConfig(), field.name)) for field in fields(RunConfig)]
@@ -39,6 +41,9 @@ def run_script(*arguments: str, trace_imports: bool = False) -> subprocess.Compl
 
 def imported_modules(finished: subprocess.CompletedProcess[str]) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines() if line.startswith("import time")}
+
+
+RUN = "--model tiny --mock-data --vocab-size 100 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
 
 
 def refusal(*arguments: str) -> str:
@@ -97,11 +102,10 @@ def test_every_flag_has_a_docstring() -> None:
 
 @pytest.mark.processes
 def test_help_shows_every_flag_with_its_docstring() -> None:
-    shown = re.sub(r"[│─╭╮╰╯\s]+", " ", run_script("--help").stdout)
-    parts = re.split(r" (?=--[a-z])", shown)
+    printed = run_script("--help", "all").stdout
+    shown = " ".join(printed.split())
     for flag in flag_names():
-        described = [part for part in parts if re.match(rf"{flag}(,| |$)", part)]
-        assert described, f"{flag} is not in --help"
+        assert re.search(rf"^  {flag}( |$)", printed, re.MULTILINE), f"{flag} is not in --help all"
     for group in GROUPS:
         source = inspect.getsource(group)
         for text in re.findall(r'^    """(.*?)"""$', source, re.DOTALL | re.MULTILINE)[1:]:
@@ -162,13 +166,15 @@ def test_a_megatron_value_that_is_not_supported_says_so_and_what_to_do(flag: str
     assert refusal("--model", "tiny-moe", flag, value) == expected
     assert refusal(f"{flag.replace('-', '_').replace('__', '--', 1)}={value}") == expected
     # A value of another flag is no reason.
-    assert refusal("--run-dir", value, flag, "other").startswith(f"invalid choice 'other' for argument '{flag}'")
+    assert refusal("--run-dir", value, flag, "other").startswith(f"{flag} 'other' is unknown: use ")
 
 
 def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() -> None:
     known = {*flag_names(), *("--no-" + name[2:] for name in flag_names())}
-    assert not known & NOT_SUPPORTED.keys()
-    for remedy in set(NOT_SUPPORTED.values()):
+    assert not known & (NOT_SUPPORTED.keys() | NO_EFFECT.keys())
+    assert not NOT_SUPPORTED.keys() & NO_EFFECT.keys()
+    reasons = {one.reason for one in NO_EFFECT.values()} - {"it is a setting of --optimizer-cpu-offload"}
+    for remedy in set(NOT_SUPPORTED.values()) | reasons:
         assert set(re.findall(r"--[a-z][a-z0-9-]*", remedy)) <= known, remedy
 
 
@@ -180,7 +186,7 @@ def test_a_value_of_the_wrong_kind_is_one_sentence(arguments: list[str], capfd: 
         parse_command_line(arguments)
     sentence = str(refused.value)
     assert arguments[0] in sentence
-    assert sentence.endswith("see --help.")
+    assert sentence.endswith(".")
     assert not set("\n│╭─") & set(sentence)
     assert capfd.readouterr() == ("", "")
 
@@ -201,11 +207,101 @@ def test_only_one_rank_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: py
 
 @pytest.mark.processes
 def test_a_mistake_is_one_sentence_without_a_traceback() -> None:
-    finished = run_script("--model", "tiny", "--micro-batch", "2")
+    finished = run_script(*f"{RUN} --micro-batch 2".split())
     assert finished.returncode == 2
-    assert finished.stderr.startswith("ERROR: --micro-batch is not a flag")
+    assert (
+        finished.stderr == "ERROR: --micro-batch is not a flag of pretrain_llama.py: did you mean --micro-batch-size?\n"
+    )
     assert len(finished.stderr.splitlines()) == 1
     assert not finished.stdout
+
+
+def test_everything_that_is_wrong_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "--model tiny --mock-data --seq-length 8k --lr fast --learning-rate 1 --spec a b --optimizer soap "
+        "--hidden-dropout 0.1 --tensor-model-parallel-size 3 --async-save --no-swiglu"
+    )
+    assert main(arguments.split()) == 2
+    first, *others = capfd.readouterr().err.splitlines()
+    assert first == f"ERROR: {len(others)} corrections are needed:"
+    named = [
+        "--seq-length needs a whole number",
+        "--lr needs a number",
+        "--learning-rate is not a flag",
+        "--spec of Megatron-LM is not supported",
+        "--optimizer 'soap' is unknown",
+        "--async-save needs --save",
+        "--no-swiglu is not supported",
+        "--hidden-dropout 0.1 is not supported",
+        "--micro-batch-size is missing",
+        "--train-iters (or --train-samples) is missing",
+        "1 processes are not a multiple of --tensor-model-parallel-size 3",
+        "--mock-data without a tokenizer needs a vocabulary size",
+    ]
+    for sentence in named:
+        assert sum(line.startswith(f"- {sentence}") for line in others) == 1, (sentence, others)
+    # Flags with a mistake are not also called missing, and nothing is said twice.
+    assert len(others) == len(set(others)) == len(named), others
+
+
+def test_a_first_start_names_all_flags_that_are_missing() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_command_line([]).check(1)
+    for flag in ("--seq-length", "--micro-batch-size", "--lr", "--train-iters", "--num-layers", "--hidden-size"):
+        assert sum(flag in sentence.split()[0] for sentence in raised.value.sentences) == 1, raised.value
+    assert "No corpus: set --data-path to a tokenized corpus, or add --mock-data." in raised.value.sentences
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("--learning-rate", "--lr"), ("--tp", "--tensor-model-parallel-size"), ("--max_steps", "--train-iters")],
+)
+def test_the_names_of_other_programs_are_known(name: str, flag: str) -> None:
+    assert refusal(name, "3").endswith(f"did you mean {flag}?")
+
+
+def test_synonyms_are_no_flags_and_name_flags() -> None:
+    for name, flag in SYNONYMS.items():
+        assert f"--{name}" not in all_spellings(), name
+        assert set(flag.split(" or ")) <= {*all_spellings()}, flag
+
+
+# Flags without effect
+
+
+def given(flag: str) -> list[str]:
+    """The words that set a flag of ``NO_EFFECT``."""
+    values = NO_EFFECT[flag].values
+    return [flag] if values is None else [flag, (values or "value").split("|")[0].replace("*", "a")]
+
+
+def test_flags_without_effect_are_accepted_and_listed() -> None:
+    words = [word for flag in NO_EFFECT for word in given(flag)]
+    line = parse_line(RUN.split() + words)
+    assert not line.mistakes
+    assert line.config == parse_command_line(RUN.split())
+    assert list(line.no_effect) == [" ".join(given(flag)) for flag in NO_EFFECT]
+
+
+def test_what_describes_the_model_is_not_listed_and_what_is_machinery_is() -> None:
+    line = parse_line(
+        ["--swiglu", "--normalization", "RMSNorm", "--use-mcore-models", "--ckpt-format", "torch", "--bf16"]
+    )
+    assert line.no_effect == ("--use-mcore-models", "--ckpt-format torch")
+    assert {f"--{name.replace('_', '-')}" for name in DESCRIPTIVE} <= set(flag_names())
+
+
+def test_the_size_of_expert_shards_is_listed_without_experts() -> None:
+    words = ["--expert-tensor-parallel-size", "4"]
+    assert parse_line(words).no_effect == ("--expert-tensor-parallel-size",)
+    assert not parse_line([*words, "--num-experts", "8"]).no_effect
+
+
+def test_the_line_is_printed_by_the_first_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    name_flags_without_effect(["--use-mcore-models", "--async-strategy", "mcore", "--lr", "1"])
+    assert capsys.readouterr().out == "> no effect here: --use-mcore-models, --async-strategy mcore\n"
+    name_flags_without_effect(["--lr", "1"])
+    assert not capsys.readouterr().out
 
 
 # Presets and spellings

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.faults import (
     ITERATION,

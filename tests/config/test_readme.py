@@ -4,7 +4,8 @@ import re
 import shlex
 from pathlib import Path
 
-from megatron.config.command_line import flag_names, parse_command_line
+from megatron.config.command_line import parse_command_line
+from megatron.config.flag_names import flag_names
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 

@@ -34,6 +34,7 @@ NAMES_NO_PLACE = {
     "save_interval",
     "split",
     "step_batch_size_schedule",
+    "validation_set_names",
     "wandb_entity",
     "wandb_exp_name",
     "wandb_project",

@@ -422,58 +422,76 @@ def labels_of(vocab_size: int) -> Tensor:
     return (torch.arange(15) * 7 % vocab_size).view(5, 3)
 
 
-def run_cross_entropy(vocab_size: int, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of this rank's part of the logits."""
+def run_cross_entropy(
+    vocab_size: int, padded: int, dtype: torch.dtype, with_log_sum_exp: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, log-sum-exp and gradient of this rank's part of the logits."""
     ranks = (
         Communicator(range(dist.get_world_size()), dist.get_rank()) if dist.is_initialized() else Communicator((0,), 0)
     )
     part = whole_logits(vocab_size, padded, dtype).chunk(ranks.size, dim=-1)[ranks.rank].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(
+    loss, log_sum_exp = vocab_parallel_cross_entropy(
         part * 1.0, labels_of(vocab_size), ranks.rank * part.shape[-1], vocab_size, ranks
     )
     # Tokens count differently, as under a loss mask.
-    (loss * torch.arange(15).view(5, 3)).sum().backward()
+    total = loss + 0.5 * log_sum_exp.square() if with_log_sum_exp else loss
+    (total * torch.arange(15).view(5, 3)).sum().backward()
     assert part.grad is not None
-    return loss.detach(), part.grad
+    return loss.detach(), log_sum_exp.detach(), part.grad
 
 
-def assert_cross_entropy(parts: list[tuple[Tensor, Tensor]], vocab_size: int, padded: int, dtype: torch.dtype) -> None:
+def assert_cross_entropy(
+    parts: list[tuple[Tensor, Tensor, Tensor]],
+    vocab_size: int,
+    padded: int,
+    dtype: torch.dtype,
+    with_log_sum_exp: bool,
+) -> None:
     logits = wide_leaf(whole_logits(vocab_size, padded, dtype))
     labels = labels_of(vocab_size)
     expected = F.cross_entropy(logits[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(5, 3)
-    (expected * torch.arange(15).view(5, 3)).sum().backward()
+    expected_log_sum_exp = torch.logsumexp(logits[..., :vocab_size], dim=-1)
+    total = expected + 0.5 * expected_log_sum_exp.square() if with_log_sum_exp else expected
+    (total * torch.arange(15).view(5, 3)).sum().backward()
     assert logits.grad is not None
     loss_dtype = torch.promote_types(dtype, torch.float32)
-    for loss, _ in parts:
+    for loss, log_sum_exp, _ in parts:
         assert_close(loss, expected.detach(), loss_dtype)
-    gradient = torch.cat([grad for _, grad in parts], dim=-1)
+        assert_close(log_sum_exp, expected_log_sum_exp.detach(), loss_dtype)
+    gradient = torch.cat([grad for _, _, grad in parts], dim=-1)
     assert_close(gradient, logits.grad, dtype)
     assert not gradient[..., vocab_size:].any(), "padding ids get a gradient"
 
 
+with_and_without_log_sum_exp = pytest.mark.parametrize("with_log_sum_exp", [False, True])
+
+
 @every_dtype
+@with_and_without_log_sum_exp
 @pytest.mark.parametrize(("vocab_size", "padded"), [(15, 15), (13, 16), (1, 4)])
-def test_cross_entropy_is_torchs(vocab_size: int, padded: int, dtype: torch.dtype) -> None:
-    assert_cross_entropy([run_cross_entropy(vocab_size, padded, dtype)], vocab_size, padded, dtype)
+def test_cross_entropy_is_torchs(vocab_size: int, padded: int, dtype: torch.dtype, with_log_sum_exp: bool) -> None:
+    case = (vocab_size, padded, dtype, with_log_sum_exp)
+    assert_cross_entropy([run_cross_entropy(*case)], *case)
 
 
 @every_dtype
+@with_and_without_log_sum_exp
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     ("vocab_size", "padded"), [(16, 16), (13, 16), (6, 16)], ids=["no padding", "padded", "ranks with padding alone"]
 )
 def test_cross_entropy_over_ranks_is_torchs(
-    four_ranks: RankPool, vocab_size: int, padded: int, world_size: int, dtype: torch.dtype
+    four_ranks: RankPool, vocab_size: int, padded: int, world_size: int, dtype: torch.dtype, with_log_sum_exp: bool
 ) -> None:
-    parts = four_ranks.run(run_cross_entropy, vocab_size, padded, dtype, world_size=world_size)
-    assert_cross_entropy(parts, vocab_size, padded, dtype)
+    case = (vocab_size, padded, dtype, with_log_sum_exp)
+    assert_cross_entropy(four_ranks.run(run_cross_entropy, *case, world_size=world_size), *case)
 
 
 def test_cross_entropy_needs_no_memory_of_the_size_of_the_logits() -> None:
     logits = torch.randn(2048, 4096).bfloat16()
     product = (logits.requires_grad_(True) * 1.0).detach().requires_grad_(True)
     with PeakWatch() as watch:
-        loss = vocab_parallel_cross_entropy(product, torch.arange(2048), 0, 4096, Communicator((0,), 0))
+        loss, _ = vocab_parallel_cross_entropy(product, torch.arange(2048), 0, 4096, Communicator((0,), 0))
         loss.sum().backward()
     assert product.grad is not None and product.grad.data_ptr() == product.data_ptr()
     assert watch.peak < logits.nbytes / 2
@@ -481,7 +499,7 @@ def test_cross_entropy_needs_no_memory_of_the_size_of_the_logits() -> None:
 
 def test_cross_entropy_of_large_logits_does_not_overflow() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    loss = vocab_parallel_cross_entropy(logits * 1.0, torch.tensor([1]), 0, 3, Communicator((0,), 0))
+    loss, _ = vocab_parallel_cross_entropy(logits * 1.0, torch.tensor([1]), 0, 3, Communicator((0,), 0))
     loss.sum().backward()
     assert loss.tolist() == [2e4]
     assert logits.grad is not None
@@ -490,7 +508,7 @@ def test_cross_entropy_of_large_logits_does_not_overflow() -> None:
 
 def test_evaluation_needs_no_gradient() -> None:
     with torch.no_grad():
-        loss = vocab_parallel_cross_entropy(
+        loss, _ = vocab_parallel_cross_entropy(
             whole_logits(13, 16, torch.float32), labels_of(13), 0, 13, Communicator((0,), 0)
         )
     assert not loss.requires_grad

@@ -426,3 +426,43 @@ def test_the_optimizer_updates_and_measures_with_the_kernels_that_it_is_given() 
     run.optimizer = Optimizer(ADAM, run.data_parallel, single_process(), kernels)
     assert run.step(0).grad_norm == pytest.approx(2 * usual.step(0).grad_norm)
     assert calls == ["adam", "norm"]
+
+
+# The moving average of the weights
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_moving_average_follows_every_update(weight_dtype: torch.dtype) -> None:
+    """By the definition, from the master weights after each update; a skipped update changes nothing."""
+    dtype = torch.promote_types(weight_dtype, torch.float32)
+    run = Run(replace(ADAM, ema_decay=0.7), weight_dtype, dtype)
+    # The shards' master weights, which are the weights if these are as precise.
+    masters = [shard.weight for shard in run.optimizer._shards]
+    expected = [master.clone() for master in masters]
+    for number in range(4):
+        if number == 2:
+            run.step(number, factor=math.nan)
+        run.step(number, rate=0.1)
+        expected = [0.7 * average + 0.3 * master for average, master in zip(expected, masters)]
+    assert_all_close(list(run.optimizer.averages), expected, 1e-6 if dtype == torch.float32 else 1e-14)
+    assert all(average.dtype == dtype for average in run.optimizer.averages)
+    assert {state.kind for state in run.optimizer.state()} >= {"ema"}
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_model_has_the_average_for_an_evaluation_and_then_its_weights(weight_dtype: torch.dtype) -> None:
+    run = Run(replace(ADAM, ema_decay=0.7), weight_dtype, torch.promote_types(weight_dtype, torch.float32))
+    for number in range(3):
+        run.step(number, rate=0.1)
+    before, averages = run.everything(), [average.clone() for average in run.optimizer.averages]
+    with run.optimizer.averaged():
+        inside = run.weights()
+    by_name = {shard.info.name: average for shard, average in zip(run.data_parallel.param_shards, averages)}
+    for number, weight in enumerate(inside):
+        assert torch.equal(weight.flatten(), by_name[f"p{number}"].to(weight_dtype))
+    assert not any(torch.equal(one, other) for one, other in zip(inside, run.weights()))
+    assert all(torch.equal(one, other) for one, other in zip(run.everything(), before, strict=True))
+    with pytest.raises(KeyError), run.optimizer.averaged():
+        raise KeyError
+    # Without the weights of the model.
+    assert all(torch.equal(one, other) for one, other in zip(run.everything()[4:], before[4:], strict=True))

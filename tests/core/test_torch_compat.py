@@ -27,6 +27,12 @@ from tests.rank_pool import RankPool
 REPOSITORY = Path(__file__).parents[2]
 
 
+def test_the_history_of_gpu_memory_has_these_parameters() -> None:
+    record = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert {"enabled", "max_entries"} <= record.keys()
+    assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
+
+
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

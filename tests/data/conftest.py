@@ -2,25 +2,13 @@
 
 import base64
 import importlib.metadata
-import importlib.util
 import json
 import sysconfig
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def train_tokenizer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_tokenizer", ROOT / "tools" / "train_tokenizer.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 
 
 @pytest.fixture(scope="session")
@@ -31,32 +19,41 @@ def python_sources() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def sentencepiece_model(
-    tmp_path_factory: pytest.TempPathFactory, train_tokenizer: Any, python_sources: list[str]
-) -> str:
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory, python_sources: list[str]) -> str:
     directory = tmp_path_factory.mktemp("sentencepiece")
     with open(directory / "sources.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"code": source}) + "\n" for source in python_sources)
-    config = train_tokenizer.TrainTokenizerConfig(
+    config = TrainTokenizerConfig(
         input=(str(directory / "sources.jsonl"),),
         model_prefix=str(directory / "deeper" / "python"),
         vocab_size=1000,
         json_key="code",
         num_threads=2,
     )
-    path: str = train_tokenizer.train(config)
+    path = train(config)
     assert [file.name for file in (directory / "deeper").iterdir()] == ["python.model"]
     return path
 
 
 @pytest.fixture(scope="session")
 def llama3_model() -> str:
-    """Llama 3's tokenizer.model from the llama-models package, which is not imported."""
+    """Llama 3's tokenizer.model."""
+    return published_model("llama3")
+
+
+@pytest.fixture(scope="session")
+def llama4_model() -> str:
+    """Llama 4's tokenizer.model."""
+    return published_model("llama4")
+
+
+def published_model(family: str) -> str:
+    """The tokenizer.model of a family from the llama-models package, which is not imported."""
     try:
         files = importlib.metadata.files("llama-models") or []
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llama-models is not installed")
-    (model,) = (file for file in files if file.as_posix() == "llama_models/llama3/tokenizer.model")
+    (model,) = (file for file in files if file.as_posix() == f"llama_models/{family}/tokenizer.model")
     return str(model.locate())
 
 

@@ -2,24 +2,32 @@
 
 import json
 import random
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron.data.sentencepiece_ranks import SentencePieceRanks
+from benchmarks.benchmark_data import _check_equal, preprocess_in_batches, preprocess_whole_file
+from megatron.config.data import TokenizerConfig
+from megatron.data.llama3_tokens import LLAMA3_SPLIT
 from megatron.data.tokenizers import (
-    LLAMA3_SPLIT,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TikTokenizer,
     Tokenizer,
     _LibraryTokenizer,
 )
-from megatron.data.verified_encoder import Encode, VerifiedEncoder, fast_tiktoken, fast_tokenizer_json
+from megatron.data.verified_encoder import (
+    Encode,
+    TokenizedTexts,
+    VerifiedEncoder,
+    fast_sentencepiece,
+    fast_tiktoken,
+    fast_tokenizer_json,
+)
 from megatron.errors import TokenizerMismatchError
 
 
@@ -43,30 +51,38 @@ def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[s
     assert tokens.tolist() == [token for ids in expected for token in ids]
 
 
-def test_sentencepiece_by_ranks_of_bytes_gives_its_ids(sentencepiece_model: str, python_sources: list[str]) -> None:
+def test_fast_ids_are_those_of_sentencepiece(sentencepiece_model: str, python_sources: list[str]) -> None:
     tokenizer = SentencePieceTokenizer(sentencepiece_model)
     assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
 
 
-@pytest.mark.parametrize(
-    ("pieces", "parts"),
-    [((), 4), (("\ufffd",), 4), (("\U0001f600\U0001f600",), 4), (("7a",), 3), (("a:", "19"), 3), (("7a", "a:"), 2)],
-)
-def test_ranks_of_sentencepiece_cut_where_no_piece_reaches(
-    sentencepiece_model: str, tmp_path: Path, pieces: tuple[str, ...], parts: int
-) -> None:
-    """Blanks at the end, and letters, digits and others as far as no piece has them side by side."""
+def read_model(path: str) -> tuple[Any, Any]:
+    """A SentencePiece model, and the module of its messages."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto: Any = sentencepiece_model_pb2
-    model = proto.ModelProto.FromString(Path(sentencepiece_model).read_bytes())
-    for number, piece in enumerate(pieces):
-        model.pieces.add(piece=piece, score=-10_000 - number)
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(model.SerializeToString())
-    ranks = SentencePieceRanks.of(path.read_bytes())
-    assert ranks is not None and len(re.sub(r"\[.*?[^\\]\]", "", ranks.split).split("|")) == parts
-    assert_fast_ids_are_those_of_the_library(SentencePieceTokenizer(str(path)), list(unlikely_texts(1500)))
+    return proto.ModelProto.FromString(Path(path).read_bytes()), proto
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: [model.pieces.add(piece=piece, score=-1e6) for piece in ("\ufffd", "\U0001f600\U0001f600", "7a")],
+        lambda model: model.pieces.add(piece="of\u2581the", score=-1e6),
+        lambda model: setattr(model.pieces.add(), "piece", "qxqxqx"),  # that no merges come to
+        lambda model: setattr(model.pieces[600], "score", model.pieces[500].score),
+    ],
+    ids=["other characters", "a piece over a blank", "a piece that no merge gives", "equal scores"],
+)
+def test_fast_ids_are_those_of_unusual_sentencepiece_models(
+    sentencepiece_model: str, tmp_path: Path, change: Callable[[Any], None]
+) -> None:
+    model, _ = read_model(sentencepiece_model)
+    change(model)
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    tokenizer = SentencePieceTokenizer(str(tmp_path / "tokenizer.model"))
+    texts = ["of the of  the", "qxqxqx", *unlikely_texts(1500)]
+    assert_fast_ids_are_those_of_the_library(tokenizer, texts)
 
 
 @pytest.fixture
@@ -103,11 +119,8 @@ def test_fast_ids_are_those_of_llama2(llama2_model: str, python_sources: list[st
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model, proto: setattr(model.pieces.add(), "piece", "of\u2581the"),
-        lambda model, proto: setattr(model.pieces.add(), "piece", "qxqxqx"),  # that no merges come to
-        lambda model, proto: setattr(model.pieces[600], "score", model.pieces[500].score),
         lambda model, proto: setattr(model.pieces[600], "type", proto.ModelProto.SentencePiece.USER_DEFINED),
-        lambda model, proto: setattr(model.pieces[5], "type", proto.ModelProto.SentencePiece.NORMAL),
+        lambda model, proto: setattr(model.trainer_spec, "byte_fallback", False),
         lambda model, proto: setattr(model.normalizer_spec, "remove_extra_whitespaces", True),
         lambda model, proto: setattr(model.normalizer_spec, "add_dummy_prefix", False),
         lambda model, proto: setattr(model.normalizer_spec, "precompiled_charsmap", b"1"),
@@ -117,18 +130,16 @@ def test_fast_ids_are_those_of_llama2(llama2_model: str, python_sources: list[st
 def test_other_sentencepiece_models_are_left_to_the_library(
     sentencepiece_model: str, change: Callable[[Any, Any], None]
 ) -> None:
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto: Any = sentencepiece_model_pb2
-    model = proto.ModelProto.FromString(Path(sentencepiece_model).read_bytes())
+    model, proto = read_model(sentencepiece_model)
+    assert fast_sentencepiece(model.SerializeToString()) is not None
     change(model, proto)
-    assert SentencePieceRanks.of(model.SerializeToString()) is None
+    assert fast_sentencepiece(model.SerializeToString()) is None
 
 
 def test_fast_ids_are_those_of_tiktoken(llama3_model: str) -> None:
-    """For every character in places where its kind matters (what lies beyond U+32000 has none), and for mixtures."""
+    """For every character in places where its kind matters (what lies beyond U+33500 has none), and for mixtures."""
     tokenizer = TikTokenizer(llama3_model)
-    characters = [chr(code) for code in range(0x32000) if not 0xD800 <= code < 0xE000]
+    characters = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
     around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in characters]
     texts = ["".join(around[start : start + 500]) for start in range(0, len(around), 500)]
     assert_fast_ids_are_those_of_the_library(tokenizer, [*texts, *unlikely_texts(5000)])
@@ -169,49 +180,81 @@ def test_fast_ids_are_those_of_hugging_face(hugging_face_directory: Path) -> Non
 )
 def test_other_tokenizer_json_are_left_to_the_library(hugging_face_directory: Path, change: dict[str, Any]) -> None:
     content = json.loads((hugging_face_directory / "tokenizer.json").read_text())
-    assert fast_tokenizer_json(json.dumps(content).encode(), LLAMA3_SPLIT) is not None
+    assert fast_tokenizer_json(json.dumps(content).encode()) is not None
     changed = content | change | {"model": content["model"] | change.get("model", {})}
-    assert fast_tokenizer_json(json.dumps(changed).encode(), LLAMA3_SPLIT) is None
+    assert fast_tokenizer_json(json.dumps(changed).encode()) is None
 
 
-def test_merges_in_another_order_than_their_ids_are_left_to_the_library(hugging_face_directory: Path) -> None:
-    content = json.loads((hugging_face_directory / "tokenizer.json").read_text())
+QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@pytest.mark.parametrize("split", [LLAMA3_SPLIT, QWEN2_SPLIT])
+def test_fast_ids_are_those_of_splits_of_hugging_face(hugging_face_directory: Path, split: str) -> None:
+    path = hugging_face_directory / "tokenizer.json"
+    cuts = {"type": "Sequence", "pretokenizers": [split_at(split), BYTE_LEVEL | {"use_regex": False}]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cuts}))
+    characters = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
+    texts = ["".join(f"{one},e {one}1234\n" for one in characters[start::500]) for start in range(500)]
+    assert_fast_ids_are_those_of_the_library(HuggingFaceTokenizer(str(path)), [*texts, *unlikely_texts(1500)])
+
+
+def test_fast_ids_are_those_of_merges_in_another_order_than_their_ids(hugging_face_directory: Path) -> None:
+    path = hugging_face_directory / "tokenizer.json"
+    content = json.loads(path.read_text())
     content["model"]["merges"].reverse()
-    assert fast_tokenizer_json(json.dumps(content).encode(), LLAMA3_SPLIT) is None
+    path.write_text(json.dumps(content))
+    assert_fast_ids_are_those_of_the_library(HuggingFaceTokenizer(str(path)), list(unlikely_texts(1500)))
+
+
+def test_runs_of_blanks_are_cut_as_for_tiktoken(byte_ranks: str) -> None:
+    """tiktoken fails on long runs of blanks, so both libraries get the same parts."""
+    texts = ["a" + " " * 250_000 + "b", "", "ab", "\n" * 100_001]
+    assert_fast_ids_are_those_of_the_library(TikTokenizer(byte_ranks), texts)
 
 
 def test_a_library_that_differs_is_not_used(byte_ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert TikTokenizer(byte_ranks).encoded_by == "splintr"
+    assert TikTokenizer(byte_ranks).encoded_by == "gigatoken"
 
-    def wrong_for_crlf(content: bytes, split: str) -> Encode:
-        encode = fast_tiktoken(content, split)
+    def wrong_for_crlf(ranks: Mapping[bytes, int], split: str) -> Encode:
+        encode = fast_tiktoken(ranks, split)
         assert encode is not None
-        return lambda text: encode(text.replace("\r\n", "\n"))
+        return lambda texts: encode([text.replace("\r\n", "\n") for text in texts])
 
     monkeypatch.setattr("megatron.data.tokenizers.fast_tiktoken", wrong_for_crlf)
     assert TikTokenizer(byte_ranks).encoded_by == "tiktoken"
 
 
 def test_ids_that_differ_stop_the_run_and_halves_of_characters_are_left_to_the_library() -> None:
-    def encode(text: str) -> bytes:
-        return text.encode("utf-32-le", "replace")
+    def encode(texts: Sequence[str]) -> TokenizedTexts:
+        tokens = np.frombuffer("".join(texts).encode("utf-32-le", "replace"), np.int32)
+        return TokenizedTexts(tokens, np.array([*map(len, texts)], np.int32))
 
-    def wrong_for_z(text: str) -> bytes:
-        return text.encode("utf-32-le").replace(b"z", b"y")
+    def wrong_for_z(texts: Sequence[str]) -> TokenizedTexts:
+        for text in texts:
+            text.encode()
+        return encode([text.replace("z", "y") for text in texts])
 
     class PanicException(BaseException):
         """As libraries in Rust raise it."""
 
-    def failing(text: str) -> bytes:
+    def panicking(texts: Sequence[str]) -> TokenizedTexts:
         raise PanicException
 
+    def failing(texts: Sequence[str]) -> TokenizedTexts:
+        raise TypeError("another interface")
+
+    def assert_equal(found: TokenizedTexts, texts: list[str]) -> None:
+        assert all(map(np.array_equal, found, encode(texts)))
+
     encoder = VerifiedEncoder(wrong_for_z, encode, "tiktoken")
-    assert encoder.encode_batch([]) == []
-    assert encoder.encode_batch(["abc", "z"]) == [encode("abc"), encode("y")]  # the first is compared, then the second
-    with pytest.raises(TokenizerMismatchError, match="splintr and tiktoken give different ids for the text 'z'"):
+    assert_equal(encoder.encode_batch([]), [])
+    assert_equal(encoder.encode_batch(["abc", "z"]), ["abc", "y"])  # the first is compared, then the second
+    with pytest.raises(TokenizerMismatchError, match="gigatoken and tiktoken give different ids for the text 'z'"):
         encoder.encode_batch(["abc", "z"])
-    assert encoder.encode_batch(["\ud800"]) == [encode("\ud800")]
-    assert VerifiedEncoder(failing, encode, "tiktoken").encode_batch(["z"]) == [encode("z")]
+    assert_equal(encoder.encode_batch(["\ud800"]), ["\ud800"])
+    assert_equal(VerifiedEncoder(panicking, encode, "tiktoken").encode_batch(["z"]), ["z"])
+    with pytest.raises(TypeError, match="another interface"):
+        VerifiedEncoder(failing, encode, "tiktoken").encode_batch(["z"])
     long = "a" * 100_000
     at_end = VerifiedEncoder(wrong_for_z, encode, "tiktoken")
     with pytest.raises(TokenizerMismatchError):  # not only the beginning of a long text is compared
@@ -219,10 +262,20 @@ def test_ids_that_differ_stop_the_run_and_halves_of_characters_are_left_to_the_l
             at_end.encode_batch([long + "z" * 2000])
 
 
-def test_without_splintr_the_libraries_do_all(
+def test_texts_of_other_lengths_differ() -> None:
+    """Equal ids in all, divided in another way."""
+
+    def divided(*lengths: int) -> Encode:
+        return lambda texts: TokenizedTexts(np.arange(3, dtype=np.int32), np.array(lengths, np.int32))
+
+    assert VerifiedEncoder(divided(1, 2), divided(1, 2), "tiktoken").agree_on(["a", "b"])
+    assert not VerifiedEncoder(divided(2, 1), divided(1, 2), "tiktoken").agree_on(["a", "b"])
+
+
+def test_without_gigatoken_the_libraries_do_all(
     byte_ranks: str, sentencepiece_model: str, hugging_face_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "splintr", None)
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
     texts = list(unlikely_texts(50))
     for tokenizer in (
         TikTokenizer(byte_ranks),
@@ -232,3 +285,24 @@ def test_without_splintr_the_libraries_do_all(
         assert tokenizer._encoder is None
         expected = [token for ids in tokenizer.tokenize_batch(texts) for token in ids]
         assert tokenizer.tokenize_to_arrays(texts).tokens.tolist() == expected
+
+
+def test_the_contender_of_the_benchmark_writes_the_same(
+    byte_ranks: str,
+    sentencepiece_model: str,
+    hugging_face_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GigaToken on the whole file, as in Megatron-LM's preprocess_data_fast.py."""
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "def a():"}\n{"text": "\\u00e9 <s> 12"}\n')
+    for tokenizer in (
+        TokenizerConfig("HuggingFaceTokenizer", str(hugging_face_directory / "tokenizer.json")),
+        TokenizerConfig("SentencePieceTokenizer", sentencepiece_model),
+        TokenizerConfig("TikTokenizer", byte_ranks),
+    ):
+        preprocess_whole_file(text, str(tmp_path / "other"), tokenizer, 1)
+        preprocess_in_batches(text, str(tmp_path / "ours"), tokenizer, 1)
+        _check_equal(tmp_path)

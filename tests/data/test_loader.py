@@ -244,8 +244,9 @@ def test_blend_of_many_small_shares_gets_enough_samples() -> None:
     assert [train[i]["tokens"].shape for i in range(len(train))] == [(8,)] * len(train)
 
 
+@pytest.mark.parametrize("order", ["extendable", "best-fit"])
 @pytest.mark.parametrize("words", [("a",), ("0.7", "a", "0.3", "b"), ("a", "b")])
-def test_longer_run_in_extendable_order_begins_with_the_shorter(words: tuple[str, ...]) -> None:
+def test_longer_run_in_such_an_order_begins_with_the_shorter(words: tuple[str, ...], order: str) -> None:
     """Whatever the corpora; in Megatron-LM's order a run past its epoch is shuffled anew."""
 
     def samples(count: int, order: str, shown: int) -> list[list[int]]:
@@ -253,7 +254,7 @@ def test_longer_run_in_extendable_order_begins_with_the_shorter(words: tuple[str
         return [train[index]["tokens"].tolist() for index in range(shown)]
 
     for shorter, longer in ((5, 8), (8, 90), (30, 31)):
-        assert samples(longer, "extendable", shorter) == samples(shorter, "extendable", shorter)
+        assert samples(longer, order, shorter) == samples(shorter, order, shorter)
     assert samples(90, "megatron", 8) != samples(8, "megatron", 8)
 
 

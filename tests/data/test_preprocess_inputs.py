@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron.commands.inspect_dataset import InspectConfig, inspect
+from megatron.commands.merge_datasets import find_prefixes
+from megatron.commands.preprocess_data import PreprocessConfig, preprocess
+from megatron.commands.preprocessing.progress import Counts
 from megatron.config.data import TokenizerConfig
 from megatron.data import text_inputs
 from megatron.data.corpus_digests import corpus_fingerprint
@@ -28,10 +32,6 @@ from megatron.data.text_inputs import (
 )
 from megatron.errors import ConfigError, DataError
 from tests.data.test_indexed_dataset import md5, write
-from tools.inspect_dataset import InspectConfig, inspect
-from tools.merge_datasets import find_prefixes
-from tools.preprocess_data import PreprocessConfig, preprocess
-from tools.support.preprocess_progress import Counts
 
 pytestmark = pytest.mark.processes
 
@@ -260,7 +260,7 @@ def test_two_nodes_that_end_last_merge_once(inputs: Path, monkeypatch: pytest.Mo
 
     name, found = str(inputs / "in.jsonl"), []
     other = threading.Thread(target=run_other)
-    monkeypatch.setattr("tools.support.preprocess_partitions.merge_datasets", slowly)
+    monkeypatch.setattr("megatron.commands.preprocessing.partitions.merge_datasets", slowly)
     run(inputs, "out", name, partitions=2, partition=0)
     found.append(run(inputs, "out", name, partitions=2, partition=1))
     other.join()

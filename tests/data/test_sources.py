@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.config.data import DataConfig
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
@@ -20,7 +21,6 @@ from megatron.data.remote import RemoteFile
 from megatron.data.sources import Blend, Sources, read_sources
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
-from tools.inspect_dataset import InspectConfig, inspect
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 from megatron.config.data import TokenizerConfig
+from megatron.config.run import RunConfig
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
     Llama2Tokenizer,
@@ -20,6 +22,7 @@ from megatron.data.tokenizers import (
     describe_tokenizer,
 )
 from megatron.errors import ConfigError, DataError, UserError
+from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 
 AWKWARD_TEXTS = [
     "",
@@ -71,37 +74,37 @@ def test_trained_sentencepiece_keeps_source_code(sentencepiece_model: str, pytho
 
 @pytest.mark.parametrize("kind", ["huggingface", "tiktoken"])
 def test_trained_byte_level_tokenizers_keep_text(
-    tmp_path: Path, train_tokenizer: Any, python_sources: list[str], kind: str
+    tmp_path: Path, python_sources: list[str], kind: Literal["huggingface", "tiktoken"]
 ) -> None:
     (tmp_path / "folder").mkdir()
     for number, source in enumerate(python_sources[:10]):
         (tmp_path / "folder" / f"{number}.txt").write_text(source, encoding="utf-8")
-    config = train_tokenizer.TrainTokenizerConfig((str(tmp_path / "folder"),), str(tmp_path / "bpe"), 700, kind=kind)
-    path = train_tokenizer.train(config)
+    config = TrainTokenizerConfig((str(tmp_path / "folder"),), str(tmp_path / "bpe"), 700, kind=kind)
+    path = train(config)
     tokenizer = HuggingFaceTokenizer(path) if kind == "huggingface" else TikTokenizer(path)
     specials = 256 if kind == "tiktoken" else 0
     assert tokenizer.vocab_size == 700 + specials
     assert_text_survives(tokenizer)
     assert len(tokenizer.tokenize(python_sources[0])) < len(python_sources[0]) / 2
-    assert tokenizer.encoded_by == "splintr"
+    assert tokenizer.encoded_by == "gigatoken"
     with pytest.raises(DataError, match="choose another --vocab-size, above 256, or give more text"):
-        train_tokenizer.train(replace(config, vocab_size=90_000))
+        train(replace(config, vocab_size=90_000))
     with pytest.raises(ConfigError, match="--input-sentence-size is for --kind sentencepiece"):
-        train_tokenizer.train(replace(config, input_sentence_size=5))
+        train(replace(config, input_sentence_size=5))
 
 
-def test_training_reports_its_errors(tmp_path: Path, train_tokenizer: Any) -> None:
-    def train(content: bytes, vocab_size: int = 300) -> None:
+def test_training_reports_its_errors(tmp_path: Path) -> None:
+    def train_on(content: bytes, vocab_size: int = 300) -> None:
         (tmp_path / "in.jsonl").write_bytes(content)
         prefix = str(tmp_path / "out")
-        train_tokenizer.train(train_tokenizer.TrainTokenizerConfig((str(tmp_path / "in.jsonl"),), prefix, vocab_size))
+        train(TrainTokenizerConfig((str(tmp_path / "in.jsonl"),), prefix, vocab_size))
 
     with pytest.raises(DataError, match=r"in\.jsonl, line 2 is not valid JSON"):
-        train(b'{"text": "a"}\n{"text')
+        train_on(b'{"text": "a"}\n{"text')
     with pytest.raises(DataError, match=r"in\.jsonl, line 1 has no key 'text': name the right key with --json-key,"):
-        train(b'{"content": "a"}')
+        train_on(b'{"content": "a"}')
     with pytest.raises(DataError, match=r"cannot train 300 pieces on this text .*choose another --vocab-size"):
-        train(b'{"text": "a b"}')
+        train_on(b'{"text": "a b"}')
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -217,9 +220,17 @@ def test_bad_flags_are_one_sentence(flags: dict[str, Any], sentence: str) -> Non
         build_tokenizer(TokenizerConfig(**flags))
 
 
-def test_vocabulary_size_must_be_the_tokenizer_s_own(sentencepiece_model: str) -> None:
-    with pytest.raises(ConfigError, match="--vocab-size 32000 differs from the 1000 ids of"):
-        build_tokenizer(TokenizerConfig("SentencePieceTokenizer", sentencepiece_model, vocab_size=32_000))
+def test_a_model_has_no_fewer_ids_than_its_tokenizer(sentencepiece_model: str) -> None:
+    with pytest.raises(ConfigError, match="--vocab-size 999 is below the 1000 ids of"):
+        build_tokenizer(TokenizerConfig("SentencePieceTokenizer", sentencepiece_model, vocab_size=999))
+    tokenizer = TokenizerConfig("SentencePieceTokenizer", sentencepiece_model, vocab_size=1100)
+    assert build_tokenizer(tokenizer).vocab_size == 1000
+    assert load_vocabulary(RunConfig(tokenizer=tokenizer)) == Vocabulary(1100, build_tokenizer(tokenizer).eod)
+
+
+def test_llama_4_s_file_is_refused_because_of_its_pattern(llama4_model: str) -> None:
+    with pytest.raises(DataError, match="Llama 4 or of another model: use --tokenizer-type HuggingFaceTokenizer"):
+        build_tokenizer(TokenizerConfig("TikTokenizer", llama4_model))
 
 
 def test_description_tells_tokenizers_apart() -> None:

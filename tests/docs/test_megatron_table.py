@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron.commands.flag_reference import MegatronFlag, accepted_flags, megatron_flags
 from megatron.config.command_line import parse_command_line
-from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.flag_docs import Flag
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from tools.flag_reference import Flag, MegatronFlag, accepted_flags, megatron_flags
 
 PAGE = Path(__file__).parents[2] / "docs/coming_from_megatron.md"
 RANKS = 8
@@ -66,6 +67,7 @@ NEEDS = {
     "--fp8-format": "--bf16",
     "--fp8-param-gather": f"{FP8} --use-distributed-optimizer",
     "--fp8-recipe": f"{FP8} --transformer-impl transformer_engine",
+    "--full-validation": f"{CORPUS} --data-path a",
     "--hierarchical-context-parallel-sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     "--loss-scale": "--fp16",
     "--lr-decay-samples": SAMPLES,
@@ -116,6 +118,11 @@ NEEDS = {
     "--moe-router-load-balancing-type none": EXPERTS,
     "--moe-router-num-groups": f"{EXPERTS} --moe-router-group-topk 2",
     "--moe-shared-expert-overlap": f"{EXPERTS} --moe-shared-expert-intermediate-size 64",
+    "--multiple-validation-sets": f"{CORPUS} --data-path a",
+    **{
+        f"--mup-{name}": "--use-mup"
+        for name in ("base-hidden-size", "embedding-mult", "output-mult", "base-head-dim", "attn-scale-power")
+    },
     "--num-layers-per-virtual-pipeline-stage": STAGES,
     "--num-virtual-stages-per-pipeline-rank": STAGES,
     "--overlap-param-gather": "--use-distributed-optimizer",
@@ -139,9 +146,11 @@ NEEDS = {
     "--tiktoken-pattern": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model file",
     "--tokenizer-model": "--tokenizer-type TikTokenizer",
     "--tokenizer-type": "--tokenizer-model file",
+    "--tokenizer-type GPT2BPETokenizer": "--vocab-file file --merge-file file",
     "--train-data-path": CORPUS,
     "--train-samples": "--train-iters=",
     "--use-checkpoint-args": "--load run",
+    "--use-megatron-fsdp": "--data-parallel-sharding-strategy optim_grads_params",
     "--use-pytorch-profiler": "--profile --save run",
     "--valid-data-path": f"{CORPUS} --train-data-path corpus",
     "--wandb-entity": "--wandb-project llama",
@@ -158,6 +167,7 @@ ALONE = {
     "--fp16",
     "--qk-l2-norm",
     "--use-checkpoint-opt-param-scheduler",
+    "--use-mup",
     "--use-torch-fsdp2",
 }
 """Flags that need nothing, but contradict another flag of the table."""
@@ -226,6 +236,9 @@ class Row(NamedTuple):
         """The values that Megatron-LM documents; one empty word for a flag without a value."""
         if self.asked.choices:
             return self.asked.choices.split()
+        if self.asked.flag in NO_EFFECT:
+            values = NO_EFFECT[self.asked.flag].values
+            return [""] if values is None else (values.strip("*") or "text").split("|")
         flag = our_flag(self.asked.flag)
         if flag is None or flag.values == "on, off":
             return [""]
@@ -310,6 +323,8 @@ LINES = [[given for given in line if given is not None and needs_of(*given) is N
 
 def assert_taken(config: RunConfig, given: Iterable[Given]) -> None:
     for flag, value in given:
+        if flag in NO_EFFECT:
+            continue  # tests/config/test_command_line.py shows that these change nothing.
         found = value_of(config, flag)
         assert is_same(found, value), f"{flag} {value} became {found!r}"
 

@@ -10,15 +10,20 @@ from typing import get_type_hints
 import pytest
 
 from megatron.architectures.registry import PRESETS
+from megatron.commands.flag_reference import accepted_flags, megatron_flags
 from megatron.config.command_line import parse_command_line
+from megatron.config.flag_docs import Flag, flags_of
+from megatron.config.generation import GenerationConfig
+from megatron.config.loaded_model import LoadedModelConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from tools.flag_reference import Flag, accepted_flags, flags_of, megatron_flags
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
 SCRIPTS = sorted(path for suffix in ("sh", "sbatch") for path in REPOSITORY.glob(f"examples/**/*.{suffix}"))
-PROGRAMS = {path.stem: path for place in ("tools", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")}
+PROGRAMS = {
+    path.stem: path for place in ("megatron/commands", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")
+}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: path.name)
@@ -30,7 +35,7 @@ _SLURM = """--nodes --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per
     --account --time --job-name --output --error --array --mem --signal --requeue --open-mode
     --kill-on-bad-exit --no-kill --export"""
 _OTHERS = """--help --unit --slow --whole-matrix --kills --faults --capture-range --pid --no-build-isolation
-    --config-settings --build-option --cpp_ext --cuda_ext"""
+    --config-settings --build-option --cpp_ext --cuda_ext --system-site-packages --build-arg --patch --type"""
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
 
@@ -39,7 +44,18 @@ NAMED_AS_REFUSED = {
 }
 """Flags that a page names in order to say that they are not there."""
 
-FOREIGN_PROGRAMS = {"torchrun", "srun", "sbatch", "pip", "scontrol", "squeue", "wandb", "nvidia-smi", "python", "git"}
+FOREIGN_PROGRAMS = {
+    "torchrun",
+    "srun",
+    "sbatch",
+    "pip",
+    "scontrol",
+    "squeue",
+    "wandb",
+    "nvidia-smi",
+    "python",
+    "git",
+} | {"docker", "kubectl"}
 
 
 def sections(page: Path) -> set[str]:
@@ -86,6 +102,9 @@ def pretrain_flags() -> frozenset[str]:
     return frozenset(spellings(accepted_flags().values()))
 
 
+TAKEN_OVER = {group.__name__: group for group in (GenerationConfig, LoadedModelConfig)}
+
+
 @cache
 def flags_of_script(path: Path) -> frozenset[str]:
     """The flags of a tool or benchmark: the fields of its dataclasses, and of the groups that these take over."""
@@ -95,6 +114,12 @@ def flags_of_script(path: Path) -> frozenset[str]:
         if isinstance(definition, ast.ClassDef) and definition.decorator_list:
             fields = [statement for statement in definition.body if isinstance(statement, ast.AnnAssign)]
             found |= {flag for one in fields for flag in flags_of_field(one)}
+            for base in map(ast.unparse, definition.bases):
+                found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
+    if path == PROGRAMS["overfit_check"]:
+        found |= pretrain_flags()
+    if path == PROGRAMS["evaluate"]:
+        found |= pretrain_flags() | flags_of_script(REPOSITORY / "megatron/config/evaluate.py")
     return frozenset(found)
 
 
@@ -165,6 +190,40 @@ def test_commands_are_read_to_their_end() -> None:
     code = "torchrun --nnodes 2 a.py \\\n  --one 1 \\\n  --two=2 | tools/b.py --three # --comment\nX=(--array)"
     ours, theirs = [("a.py", {"--one"}), ("a.py", {"--two"}), ("tools/b.py", {"--three"})], ("torchrun", {"--nnodes"})
     assert commands(code) == [theirs, *ours]
+
+
+BEGIN_WITH_A_COMMAND = [
+    "arithmetic",
+    "checkpoints",
+    "coming_from_megatron",
+    "context_parallel",
+    "data",
+    "data_parallel",
+    "evaluation",
+    "generation",
+    "installing",
+    "kernels",
+    "kubernetes",
+    "llama4",
+    "moe",
+    "mup",
+    "optimizer",
+    "pipeline",
+    "planner",
+    "precision",
+    "preprocessing",
+    "recipes",
+    "slurm",
+    "tensor_parallel",
+    "training",
+    "tutorial",
+]
+
+
+@pytest.mark.parametrize("name", BEGIN_WITH_A_COMMAND)
+def test_a_page_begins_with_a_command(name: str) -> None:
+    lines = (REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8").splitlines()
+    assert "```bash" in lines[:27]
 
 
 @cache

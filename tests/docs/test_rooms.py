@@ -10,14 +10,16 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = (
-    ("planner",),
+    ("commands",),
+    ("planner", "inference"),
     ("training",),
     ("checkpoint",),
     ("data",),
     ("operation",),
     ("core",),
     ("config",),
-    ("architectures", "schedules", "metrics", "reports", "update_rules"),
+    ("architectures", "schedules", "metrics", "update_rules"),
+    ("reports",),
     ("console", "flags", "intervals", "ranges", "torch_compat", "urls"),
     ("errors",),
 )

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,7 +29,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
 from megatron.operation import accounting, failure
 from tests.forked import fork_context
@@ -335,12 +336,22 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# Below the ports that a system gives to outgoing connections (32768 and up on Linux, 49152 elsewhere): a port that
+# was free when it was asked for isn't taken by somebody's connection before the rank listens on it.
+LISTENING_PORTS = range(10_000, 32_768)
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that no connection takes meanwhile."""
+    for _ in range(1000):
+        port = random.SystemRandom().choice(LISTENING_PORTS)  # apart from seeds, which tests fix alike in both workers
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"all of a thousand ports of {LISTENING_PORTS} are taken")
 
 
 def descendants(pid: int) -> list[int]:

@@ -22,6 +22,9 @@ from megatron.checkpoint.checkpointing import load_checkpoint
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsStream
+from megatron.commands import convert_checkpoint, generate_text, inspect_checkpoint
+from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
+from megatron.commands.weight_checkpoints import DtypeName, model_flags
 from megatron.config.data import TokenizerConfig
 from megatron.config.moe import MoEConfig
 from megatron.core.models.layer import BuildContext
@@ -48,8 +51,6 @@ from tests.end_to_end.run_process import (
 )
 from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
 from tests.whole_model import logits_of
-from tools import convert_checkpoint, generate_text, inspect_checkpoint
-from tools.convert_checkpoint import DtypeName, FromHuggingFace, ToHuggingFace
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -309,7 +310,9 @@ def test_master_weights_are_what_other_formats_come_from(tmp_path_factory: Any, 
     tokenizer = build_tokenizer(TokenizerConfig(**state["flags"]["tokenizer"]))
     assert tokenizer.eod == json.loads((tmp_path / "keep" / "config.json").read_text())["eos_token_id"]
     assert tokenizer.vocab_size == state["architecture"]["vocab_size"]
-    request = generate_text.GenerateConfig(str(tmp_path / "ours"), "def ", max_new_tokens=2, temperature=0.0)
+    request = generate_text.GenerateConfig(
+        load=str(tmp_path / "ours"), prompt="def ", max_new_tokens=2, temperature=0.0
+    )
     assert "".join(generate_text.generate(request)).startswith("def ")
 
 
@@ -485,9 +488,10 @@ def test_sizes_of_shards() -> None:
 
 
 def test_a_presets_name_is_advised() -> None:
-    assert convert_checkpoint.model_flags(
-        TransformerConfig(32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192, rotary_base=500000.0)
-    ) == ["--model", "llama3-8b"]
+    assert model_flags(TransformerConfig(32, 4096, 14336, 32, 8, 128, 128256, 128256, 8192, rotary_base=500000.0)) == [
+        "--model",
+        "llama3-8b",
+    ]
 
 
 # --- the commands ----------------------------------------------------------------------------------------------

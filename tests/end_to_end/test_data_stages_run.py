@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import pretrain_llama
+from megatron.commands import inspect_checkpoint, pretrain_llama
+from megatron.commands.inspect_checkpoint import InspectConfig
 from megatron.data.loader import Microbatch
 from tests.checkpoint.frozen_checkpoints import CASES, FROZEN, SAVED_AT, flags_of_case
 from tests.data.test_indexed_dataset import write
@@ -36,8 +37,6 @@ from tests.end_to_end.run_process import (
     latest_iteration,
     words_of,
 )
-from tools import inspect_checkpoint
-from tools.inspect_checkpoint import InspectConfig
 
 Flags = dict[str, FlagValue | Path]
 

@@ -1,14 +1,20 @@
-"""Text from a model with experts: the same from one process and from two, and with the biases of the experts."""
+"""Text from a model with experts: the same from one process and from two, with the biases of the experts; from a
+prompt, a file of prompts, and line by line."""
 
+import json
+import re
+import sys
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.commands import generate_text
 from megatron.core.topology import single_process
+from megatron.inference.loading import load_model
 from tests.end_to_end.run_process import FlagValue, call_training, flags_of, run_tool, tiny_corpus
 from tests.end_to_end.test_upcycling import tensors_of
-from tools import generate_text
-from tools.generate_text import GenerateConfig
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_biases_of_the_experts_are_loaded(trained: Path) -> None:
-    model, _ = generate_text.load_model(GenerateConfig(str(trained), "import "), single_process())
+    model = load_model(str(trained), single_process()).model
     assert model.expert_balance is not None
     (bias,) = model.expert_balance.state().values()
     assert bias.abs().max() >= 0.5
@@ -42,3 +48,87 @@ def test_text_is_the_same_from_one_process_and_from_two(trained: Path) -> None:
     alone = run_tool("tools/generate_text.py", *arguments)
     assert len(alone) > len("import \n")
     assert run_tool("tools/generate_text.py", *arguments, processes=2) == alone
+
+
+def generate(monkeypatch: pytest.MonkeyPatch, *words: object, stdin: str = "") -> int:
+    """Run the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["generate_text.py", *map(str, words)])
+    monkeypatch.setattr(sys, "stdin", StringIO(stdin))
+    return generate_text.main()
+
+
+def test_a_file_of_prompts_becomes_lines_of_json(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every text is the one that its prompt has alone, and the other fields of a prompt are kept."""
+    prompts: list[dict[str, Any]] = [
+        {"prompt": "import ", "id": 7},
+        {"prompt": "def read_file(path):\n    return", "id": "x"},
+        {"prompt": "é"},
+    ]
+    rows, output = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    rows.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts) + "\n")
+    common = ("--load", trained, "--max-new-tokens", 6, "--temperature", 1.5)
+    arguments = ("--prompts", rows, "--output", output, "--batch-size", 2, "--seed", 3)
+    assert generate(monkeypatch, *common, *arguments) == 0
+    stdout, stderr = capsys.readouterr()
+    assert stdout == "" and re.fullmatch(r"tokens/s: prompts [0-9.,]+, new [0-9.,]+\n", stderr.splitlines(True)[-1])
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    for number, (prompt, result) in enumerate(zip(prompts, found, strict=True)):
+        alone = ("--prompt", prompt["prompt"], "--seed", 3 + number)
+        assert generate(monkeypatch, *common, *alone) == 0
+        assert capsys.readouterr().out == f"{result['prompt']}{result['text']}\n"
+        assert result == {**prompt, "text": result["text"], "tokens": 6, "finish": "max_new_tokens"}
+
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("import \n\né\n")
+    assert generate(monkeypatch, *common, "--prompts", lines, "--seed", 3) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [result["prompt"] for result in printed] == ["import ", "é"]
+    assert printed[0]["text"] == found[0]["text"]
+
+
+def test_a_line_continues_the_text_before_it(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty line begins a new text, and so does a text that is too long."""
+    common = ("--load", trained, "--max-new-tokens", 3, "--temperature", 0, "--max-position-embeddings", 40)
+    assert (
+        generate(monkeypatch, *common, "--interactive", stdin="import \nx\n\nimport \n" + "a" * 50 + "\nimport ") == 0
+    )
+    first, second, third, refused, fifth = capsys.readouterr().out.split("\n")[:-1]
+    assert first == third == fifth != ""
+    assert refused.endswith("a text has at most 40: a new text begins.)")
+    assert generate(monkeypatch, *common, "--prompt", f"import {first}\nx") == 0
+    assert capsys.readouterr().out == f"import {first}\nx{second}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "Exactly one of --prompt, --prompts, --interactive is needed, and none of them is given"),
+        (("--prompt", "a", "--interactive"), "and --prompt and --interactive is given"),
+        (("--prompt", "a", "--output", "b"), "--output b needs --prompts"),
+        (("--prompts", "{}/no.txt"), "no.txt cannot be read (No such file or directory): check the path"),
+        (("--prompts", "{}/empty.txt"), "empty.txt holds no prompt"),
+        (("--prompts", "{}/bad.jsonl"), "Line 2 of {}/bad.jsonl is not JSON"),
+        (("--prompts", "{}/key.jsonl"), 'is not an object with a text under "prompt"'),
+        (("--prompts", "{}/empty.txt", "--output", "{}/no/texts"), "--output {}/no/texts cannot be written"),
+        (("--prompt", "a", "--expert-model-parallel-size", "2"), "does not divide the 1 processes of a stage"),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_sentence(
+    trained: Path,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    (tmp_path / "key.jsonl").write_text('{"text": "a"}\n')
+    assert generate(monkeypatch, "--load", trained, *(word.format(tmp_path) for word in words)) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == "" and stderr.startswith("ERROR: ") and stderr.count("\n") == 1
+    assert sentence.format(tmp_path) in stderr

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 
-import pretrain_llama
 from megatron.checkpoint import storage
 from megatron.checkpoint.safetensors_file import write_safetensors
-from megatron.operation import accounting, failure
+from megatron.commands import pretrain_llama
+from megatron.operation import accounting, failure, run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
@@ -56,7 +56,8 @@ def command(corpus: Corpus, save: Path, **changes: FlagValue | Path) -> list[str
 
 def names(root: Path) -> list[str]:
     """What lies in a directory of checkpoints, but the records of attempts and of their failures."""
-    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY}
+    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
+    records.add(run_files.EARLIER)
     return sorted(set(os.listdir(root)) - records)
 
 

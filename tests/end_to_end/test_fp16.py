@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.manifest import read_checkpoint
+from megatron.commands import convert_checkpoint, generate_text, inspect_checkpoint
 from tests.end_to_end.run_process import (
     Corpus,
     assert_close,
@@ -22,7 +23,6 @@ from tests.end_to_end.run_process import (
     losses,
     tiny_corpus,
 )
-from tools import convert_checkpoint, generate_text, inspect_checkpoint
 
 LENGTH, MIDDLE = 10, 5
 RESTLESS: dict[str, Any] = {
@@ -164,6 +164,6 @@ def test_tools_know_fp16(whole: Path, tmp_path: Path) -> None:
     convert_checkpoint.convert(convert_checkpoint.FromHuggingFace(str(hugging_face), str(back)))
     assert read_checkpoint(back, 0).state["flags"]["precision"]["fp16"]
     for directory in whole, back:
-        request = generate_text.GenerateConfig(str(directory), "def ", max_new_tokens=2, temperature=0.0)
+        request = generate_text.GenerateConfig(load=str(directory), prompt="def ", max_new_tokens=2, temperature=0.0)
         assert "".join(generate_text.generate(request)).startswith("def ")
     assert "precision fp16" in inspect_checkpoint.written_by(read_checkpoint(whole, LENGTH).state["flags"])

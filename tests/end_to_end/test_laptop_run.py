@@ -30,6 +30,7 @@ BEGINNINGS = (
     "> memory on this rank:",
     "> MFU is relative to",
     r" \[.*\] iteration ",
+    "> trained:",
     "> stopped:",
 )
 
@@ -42,5 +43,5 @@ def test_a_run_without_directories_is_as_quiet_as_it_was(tmp_path: Path, monkeyp
     assert [line for line in lines if not any(re.match(beginning, line) for beginning in BEGINNINGS)] == []
     once = [line.partition(":")[0] for line in lines if line.startswith(">")]
     assert len(once) == len(set(once))
-    assert sum(" iteration " in line for line in lines) == 3
+    assert sum("] iteration " in line for line in lines) == 3
     assert os.listdir(tmp_path) == []

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Llama4ForCausalLM
 
-from megatron.core.models.parallelize import build_executor
 from megatron.core.ops.documents import Documents
 from megatron.core.topology import single_process
-from megatron.schedules.registry import build_schedule
+from megatron.inference.cached_model import CachedModel
+from megatron.inference.loading import load_model
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -26,8 +26,6 @@ from tests.end_to_end.run_process import (
     run_tool,
     tiny_corpus,
 )
-from tools import generate_text
-from tools.generate_text import GenerateConfig
 
 CHUNK, FLOOR, LENGTH = 8, 4, 32
 LLAMA4: dict[str, FlagValue] = {
@@ -103,15 +101,14 @@ def test_a_run_goes_from_layout_to_layout_and_equals_one_process(corpus: Corpus,
 
 
 def next_logits(checkpoint: Path, texts: Iterator[list[int]]) -> Iterator[Tensor]:
-    """What the generator computes after each text."""
-    model, _ = generate_text.load_model(GenerateConfig(str(checkpoint), "-"), single_process())
-    executor = build_executor(
-        model, single_process(), lambda count: build_schedule("1f1b", 1, count), seq_length=1, micro_batch_size=1
+    """What the generator computes after each text, from its tokens, and from the last one and the cache."""
+    from_all, from_last = (
+        CachedModel(load_model(str(checkpoint), single_process()).model, single_process()) for _ in range(2)
     )
     for ids in texts:
-        logits = generate_text.next_logits(model, executor, ids)
-        assert logits is not None
-        yield logits
+        for logits in (from_all.start([ids, ids], len(ids)), from_last.start([ids], len(ids))):
+            assert logits is not None
+            yield logits[0]
 
 
 @torch.no_grad()
@@ -120,9 +117,11 @@ def test_the_borders_of_chunks_are_right_after_prompts_of_every_length(
 ) -> None:
     ids = torch.randint(theirs.config.vocab_size, (3 * CHUNK + 2,), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [ids[: length + 1] for length in range(len(ids))]
-    for prompt, found in zip(prompts, next_logits(trained, iter(prompts)), strict=True):
+    found = next_logits(trained, iter(prompts))
+    for prompt in prompts:
         wanted = theirs(torch.tensor([prompt]), use_cache=False).logits[0, -1]
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(next(found), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(next(found), wanted, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -135,7 +134,7 @@ def test_a_document_of_a_sequence_is_what_transformers_computes_of_it_alone(
     alone = [torch.randint(theirs.config.vocab_size, (1, length), generator=generator) for length in lengths]
     starts = torch.cat([torch.arange(length) == 0 for length in lengths]).unsqueeze(0)
     documents = Documents(starts, masks_attention=True, resets_positions=True, device=torch.device("cpu"))
-    model, _ = generate_text.load_model(GenerateConfig(str(trained), "-"), single_process())
+    model = load_model(str(trained), single_process(), with_cache=False).model
     found = model.chunks[0](torch.cat(alone, dim=1), documents)[:, 0, : theirs.config.vocab_size]  # [s, v]
     wanted = torch.cat([theirs(ids, use_cache=False).logits[0] for ids in alone])
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -152,13 +151,14 @@ def greedy(model: Llama4ForCausalLM, ids: list[int], count: int) -> list[int]:
 def test_text_is_what_transformers_generates_from_the_export(trained: Path, theirs: Llama4ForCausalLM) -> None:
     """From a prompt longer than a chunk to one longer than the sequences of the training, across borders of chunks; in
     one process and with the tensor and expert parallelism of two."""
-    _, tokenizer = generate_text.load_model(GenerateConfig(str(trained), PROMPT), single_process())
+    tokenizer = load_model(str(trained), single_process()).tokenizer
     prompt = tokenizer.tokenize(PROMPT)
     assert len(prompt) > 2 * CHUNK
     count = 3 * CHUNK
     ids = greedy(theirs, prompt, count)
     assert tokenizer.eod not in ids
     wanted = tokenizer.detokenize(ids) + "\n"
-    arguments = ("--load", trained, "--prompt", PROMPT, "--temperature", 0, "--max-new-tokens", count)
+    longest = ("--max-new-tokens", count, "--max-position-embeddings", len(prompt) + count)
+    arguments = ("--load", trained, "--prompt", PROMPT, "--temperature", 0, *longest)
     assert run_tool("tools/generate_text.py", *arguments) == wanted
     assert run_tool("tools/generate_text.py", *arguments, processes=2) == wanted

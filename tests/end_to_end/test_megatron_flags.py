@@ -149,6 +149,11 @@ def test_a_profile_holds_the_iterations_that_were_asked_for(corpus: Corpus, tmp_
     assert f"profile written to {trace}" in outcome.stdout
     names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == 2
+    # The passes of the four microbatches of both iterations.
+    for action in ("F0.0", "F3.0", "B0.0", "B3.0"):
+        assert names.count(action) == 2, action
+    refused = call_training(flags_of(corpus, record_memory_history=True))
+    assert "--record-memory-history records the allocations of a GPU" in refused.errors[0]
 
     late = call_training(
         flags_of(corpus, train_iters=1, lr_warmup_iters=0, tensorboard_dir=tmp_path / "late", **window)

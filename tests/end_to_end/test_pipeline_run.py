@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
+from megatron.commands import generate_text
 from megatron.schedules.registry import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Timeline
@@ -49,7 +50,6 @@ from tests.end_to_end.run_process import (
     run_training,
     tiny_corpus,
 )
-from tools import generate_text
 
 TOLERANCE = 1e-9
 
@@ -314,7 +314,7 @@ def continued(corpus: Corpus, in_stages: Runs, alone: Runs, tmp_path_factory: py
     add("from one process", alone.directory / "stopped", TWO_STAGES["interleaved"])
     for name, words in TEXTS.items():
         arguments = generation(in_stages.directory / "1f1b tied", *words, "--pipeline-model-parallel-size", "2")
-        commands[name] = "tools.generate_text", arguments
+        commands[name] = "megatron.commands.generate_text", arguments
     runs = Runs(directory, run_in_turn(commands, directory))
     call_training(
         flags_of(corpus, **tied, load=in_stages.directory / "stopped", metrics_jsonl=runs.metrics("one process"))

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from megatron.commands import check_node
 from megatron.errors import ExitCode
 from megatron.operation.causes import Cause
 from megatron.operation.preflight.check import Needs
@@ -24,7 +25,6 @@ from tests.end_to_end.run_process import (
     fork_training,
     words_of,
 )
-from tools import check_node
 
 RUN: dict[str, FlagValue] = {
     "model": "tiny",

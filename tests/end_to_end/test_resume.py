@@ -19,6 +19,7 @@ from tests.end_to_end.run_process import (
     RunningTraining,
     assert_close,
     assert_same_tensors,
+    bytes_under,
     call_training,
     checkpoint_of,
     computed,
@@ -81,7 +82,7 @@ def uninterrupted(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> R
     # What follows compares nothing unless the run learns, ramps up and evaluates on both sides of the stop.
     assert losses(metrics)[-1] < losses(metrics)[0] - 0.3
     assert [record["global_batch_size"] for record in iterations(metrics)] == [4] * 3 + [8] * 5
-    assert [record["iteration"] for record in computed(metrics) if "validation_loss" in record] == [3, 6]
+    assert [record["iteration"] for record in computed(metrics) if "validation_loss" in record] == [3, 6, LENGTH]
     return Reference(metrics, checkpoint_of(directory, LENGTH))
 
 
@@ -190,8 +191,20 @@ def test_signal_saves_the_finished_iteration_and_the_run_goes_on_from_it(
     assert_same_tensors(checkpoint_of(interrupted, done + 2), checkpoint_of(whole, done + 2))
 
 
+def test_a_start_of_a_complete_run_removes_what_a_kill_left(corpus: Corpus, tmp_path: Path) -> None:
+    """A kill between the last checkpoint and its tracker: the next start has nothing to train, and saves nothing."""
+    flags = flags_of(corpus, train_iters=2, save=tmp_path, load=tmp_path)
+    call_training(flags).succeeded()
+    before = bytes_under(checkpoint_of(tmp_path, 2))
+    draft = tmp_path / ".latest_checkpointed_iteration.txt.saving-c6f3ad69"
+    draft.write_text("2")
+    call_training(flags).succeeded()
+    assert not draft.exists()
+    assert bytes_under(checkpoint_of(tmp_path, 2)) == before and latest_iteration(tmp_path) == 2
+
+
 def test_run_stops_gracefully_when_its_minutes_are_over(corpus: Corpus, tmp_path: Path) -> None:
-    minutes = 0.01
+    minutes = 0.1  # longer than a busy machine needs for the first iteration
     outcome = call_training(endless_flags(corpus, tmp_path, exit_duration_in_mins=minutes))
     assert_stopped_after_whole_iteration(outcome, tmp_path, f"--exit-duration-in-mins {minutes}")
     assert outcome.seconds < PROMPT

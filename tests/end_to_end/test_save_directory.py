@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_llama
 from megatron.checkpoint import lock as lock_module
 from megatron.checkpoint.lock import LEASE, LOCK, acquire
+from megatron.commands import pretrain_llama
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.data import loader_processes
 from megatron.training.loop import trainer
 from tests.end_to_end.run_process import (

@@ -331,7 +331,7 @@ def test_memory_falls_from_strategy_to_strategy(runs: Runs) -> None:
 LAST_WORDS = """
 import os, sys
 sys.path.insert(0, {repository!r})
-import pretrain_llama
+from megatron.commands import pretrain_llama
 
 exit_code = pretrain_llama.main(sys.argv[1:])
 print("threads:", sorted(open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")))

@@ -28,6 +28,7 @@ from tests.end_to_end.run_process import (
     tokenize,
     write_documents,
 )
+from tests.megatron_log_parsers import PARSERS, final_loss_and_perplexity, periodic_validation, time_stamps
 
 ITERATION_KEYS = [
     "iteration",
@@ -54,8 +55,6 @@ CONSOLE_FIELDS = [
     "consumed samples",
     "elapsed time per iteration (ms)",
     "throughput per GPU (TFLOP/s/GPU)",
-    "tokens/s per GPU",
-    "MFU",
     "learning rate",
     "global batch size",
     "lm loss",
@@ -63,11 +62,13 @@ CONSOLE_FIELDS = [
     "grad norm",
     "num zeros",
     "params norm",
-    "effective time",
     "number of skipped iterations",
     "number of nan iterations",
+    "tokens/s per GPU",
+    "MFU",
+    "effective time",
 ]
-"""Megatron-LM's fields in its order, and tokens/s and MFU."""
+"""Megatron-LM's fields in its order, and then our own."""
 
 LENGTH, STOP, EVALUATION = 12, 7, 4
 SEQUENCE = 32
@@ -159,8 +160,9 @@ def test_metrics_file_has_the_fixed_keys_and_consistent_numbers(watched: Watched
     # Full precision: two layouts can be compared to 1e-9 by this file.
     assert any(len(repr(record["lm_loss"])) > 12 for record in steps)
     clock = ["time", "elapsed_s"]
-    assert [list(record) for record in evaluations] == [["iteration", "validation_loss", *clock]] * 3 + [
-        ["iteration", "test_loss", *clock]
+    assert [list(record) for record in evaluations] == [
+        *[["iteration", "validation_loss", "validation_bits_per_byte", *clock]] * 3,
+        ["iteration", "test_loss", "test_bits_per_byte", *clock],
     ]
     assert [record["iteration"] for record in evaluations] == [4, 8, 12, 12]
 
@@ -205,6 +207,41 @@ def test_console_line_has_megatrons_fields_in_its_order(watched: WatchedRun) -> 
     assert f"validation loss at iteration {LENGTH} on test set | lm loss value: " in watched.stdout
 
 
+def test_parsers_of_megatrons_log_read_this_log(watched: WatchedRun) -> None:
+    steps = iterations(watched.metrics)
+    wanted = {
+        "iteration": [float(step["iteration"]) for step in steps],
+        "train iters": [float(LENGTH)] * LENGTH,
+        "number of nan iterations": [0.0] * LENGTH,
+        "number of skipped iterations": [step["skipped"] for step in steps],
+        "throughput per GPU (TFLOP/s/GPU)": [step["tflops_per_gpu"] for step in steps],
+        "elapsed time per iteration (ms)": [step["iteration_time_ms"] for step in steps],
+        "MFU": [100 * step["mfu"] for step in steps],
+        "effective time": [100 * step["effective_time"] for step in steps],
+        "tokens/s per GPU": [step["tokens_per_s_per_gpu"] for step in steps],
+    }
+    for parser in PARSERS:
+        for name, values in parser(watched.stdout).items():
+            expected = wanted.get(name) or [step[name.replace(" ", "_")] for step in steps]
+            assert len(values) == LENGTH, (parser, name)
+            # What the line rounds away; of a throughput below 1 it has two digits.
+            digit = {"MFU": 0.0051, "effective time": 0.0051, "tokens/s per GPU": 0.051}.get(name, 0.0)
+            relative = 0.06 if name.startswith("throughput") else 5e-3
+            close = [
+                math.isclose(*pair, rel_tol=relative, abs_tol=digit) for pair in zip(values, expected, strict=True)
+            ]
+            assert all(close), (parser, name, values, expected)
+    stamps, seconds = time_stamps(watched.stdout), [step["time"] for step in steps]
+    assert all(abs(stamp.timestamp() - second) < 1.0 for stamp, second in zip(stamps, seconds, strict=True))
+    validation = [record for record in records(watched.metrics) if "validation_loss" in record]
+    assert [iteration for iteration, _ in periodic_validation(watched.stdout)] == [4, 8, 12]
+    printed = [loss for _, loss in periodic_validation(watched.stdout)]
+    assert_close(printed, [record["validation_loss"] for record in validation], 1e-6)
+    loss, perplexity = final_loss_and_perplexity(watched.stdout)
+    assert_close([loss, math.log(perplexity)], [validation[-1]["validation_loss"]] * 2, 1e-6)
+    assert final_loss_and_perplexity(watched.stdout, "test")[0] != loss
+
+
 def test_console_says_what_runs_where(watched: WatchedRun) -> None:
     assert "2 ranks on CPU = tensor 2 x pipeline 1 x data 1" in watched.first.stdout
     assert "measured on this CPU" in watched.first.stdout
@@ -243,10 +280,8 @@ def test_skip_train_evaluates_and_changes_nothing(watched: WatchedRun, corpus: C
         corpus, train_iters=LENGTH, lr=None, lr_warmup_iters=0, eval_iters=2, skip_train=True, load=watched.checkpoints
     )
     outcome = call_training([*flags, "--use-checkpoint-opt-param-scheduler"]).succeeded()
-    values = re.findall(
-        rf"validation loss at iteration {LENGTH}( on test set)? \| lm loss value: (\S+)", outcome.stdout
-    )
-    assert [split for split, _ in values] == ["", " on test set"]
+    values = re.findall(rf"validation loss at iteration {LENGTH}( on \w+ set)? \| lm loss value: (\S+)", outcome.stdout)
+    assert [split for split, _ in values] == [" on validation set", " on test set"]
     assert all(abs(float(loss) - losses(watched.metrics)[-1]) < 0.5 for _, loss in values)
     assert not re.search(r"\] iteration ", outcome.stdout)
     assert bytes_under(watched.checkpoints) == before

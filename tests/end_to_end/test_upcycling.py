@@ -10,6 +10,8 @@ from torch import Tensor
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
+from megatron.commands import convert_checkpoint
+from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
 from megatron.config.model import ModelConfig
 from megatron.core.initialization import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
@@ -17,8 +19,6 @@ from tests.end_to_end.run_process import bytes_under, call_training, words_of
 from tests.end_to_end.test_convert_checkpoint import our_model
 from tests.model.test_transformers_parity import relative_error
 from tests.whole_model import logits_of
-from tools import convert_checkpoint
-from tools.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
 
 EXPERTS = 4
 DENSE_RUN: dict[str, Any] = {

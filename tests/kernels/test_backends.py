@@ -175,7 +175,7 @@ WITHOUT_BACKENDS = """
 import subprocess
 import sys
 sys.modules["megatron.core.backends"] = None  # every import of it fails
-from pretrain_llama import main
+from megatron.commands.pretrain_llama import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-import pretrain_llama
+from megatron.commands import pretrain_llama
 from megatron.config.faults import parse_faults
 from megatron.operation.heartbeat import Heartbeat, Section
 

@@ -165,9 +165,9 @@ class Campaign:
         began.unlink(missing_ok=True)
         if fault.kind == "loader":
             pid = int((self._directory / f"pid.{fault.rank}").read_text())
-            (loader,) = child_processes(pid)
+            loader = loader_process(pid)
             began.write_text(repr(time.time()))
-            os.kill(loader.pid, signal.SIGSTOP)
+            os.kill(loader, signal.SIGSTOP)
         else:
             draft = self._directory / "draft"
             draft.write_text(f"{fault.kind} {fault.section}")
@@ -188,6 +188,18 @@ class Campaign:
 
     def _reports(self) -> list[Path]:
         return sorted((self._run / "failures").glob("[0-9]*.json"))
+
+
+def loader_process(rank_pid: int) -> int:
+    """The process that loads the data of a rank: a fork of it. Rank 0 may also still run git for the run files."""
+    rank_program = os.readlink(f"/proc/{rank_pid}/exe")
+    found = []
+    for child in child_processes(rank_pid):
+        with suppress(FileNotFoundError):  # the child has ended
+            if os.readlink(f"/proc/{child.pid}/exe") == rank_program:
+                found.append(child.pid)
+    (loader,) = found
+    return loader
 
 
 def run_campaign(

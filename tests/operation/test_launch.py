@@ -57,18 +57,20 @@ class Node:
         return self.process.exitcode
 
 
-def start(directory: Path, body: str, *flags: str, node: int = 0) -> Node:
+def start(directory: Path, body: str, *flags: str, node: int = 0, reads_nodes_every: float | None = None) -> Node:
     """Start the launcher, with a script whose ranks run ``body``."""
     script, log = directory / "rank.py", directory / f"node{node}.log"
     script.write_text(RANK.format(repository=str(REPOSITORY), directory=directory, body=body))
-    process = fork_context().Process(target=_launch, args=([*flags, str(script)], log))
+    process = fork_context().Process(target=_launch, args=([*flags, str(script)], log, reads_nodes_every))
     process.start()
     return Node(process, log)
 
 
-def _launch(words: list[str], log: Path) -> None:
+def _launch(words: list[str], log: Path, reads_nodes_every: float | None = None) -> None:
     """Run the launcher in this process, with its output in ``log``."""
     os.setsid()
+    if reads_nodes_every is not None:
+        launch._NODES_SECONDS = reads_nodes_every
     with log.open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -210,17 +212,23 @@ def test_the_sentence_stands_in_the_last_box(tmp_path: Path, module: str, body: 
 # --- several nodes -------------------------------------------------------------------------------------------
 
 
-def two_nodes(directory: Path, kind: str, body: str, restarts: int) -> list[Node]:
+def two_nodes(
+    directory: Path, kind: str, body: str, restarts: int, reads_nodes_every: float | None = None
+) -> list[Node]:
     port, address = free_port(), "127.0.0.1"
     flags = ["--nnodes", "2", "--max-restarts", str(restarts), "--local-addr", address]
     places = {
         "static": ["--master-addr", address, "--master-port", str(port)],
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", "job"],
     }[kind]
+    ranks = [["--node-rank", str(node)] if kind == "static" else [] for node in range(2)]
     return [
-        start(directory, body, *flags, *places, *(["--node-rank", str(node)] if kind == "static" else []), node=node)
+        start(directory, body, *flags, *places, *ranks[node], node=node, reads_nodes_every=reads_nodes_every)
         for node in range(2)
     ]
+
+
+RESTART = "hang() if RANK and not ATTEMPT else sys.exit(0 if ATTEMPT else (wait_until_others_wait(), 1)[1])"
 
 
 @pytest.mark.slow(reason="launchers on two nodes")
@@ -236,7 +244,7 @@ def two_nodes(directory: Path, kind: str, body: str, restarts: int) -> list[Node
         ("sys.exit(2) if RANK == 1 else time.sleep(600) if ATTEMPT else sys.exit(1)", 2, None),
         ("sys.exit(75)", 75, 1),
         # All nodes restart together.
-        ("hang() if RANK and not ATTEMPT else sys.exit(0 if ATTEMPT else (wait_until_others_wait(), 1)[1])", 0, 2),
+        (RESTART, 0, 2),
         ("hang() if RANK else (wait_until_others_wait(), sys.exit(1))", 1, 3),
     ],
     ids=["2 on the first", "2 on the second", "2 and 1", "1 and 2", "75", "a restart", "no restarts left"],
@@ -248,3 +256,11 @@ def test_all_nodes_end_or_restart_together(
     assert [node.exit_code() for node in nodes] == [exit_code] * 2, [node.log.read_text() for node in nodes]
     if number is not None:
         assert attempts(tmp_path) == number
+
+
+@pytest.mark.slow(reason="launchers on two nodes")
+def test_a_restart_is_counted_on_a_node_that_sees_the_other_one_join(tmp_path: Path) -> None:
+    """The node without a crash sees that the other one waits for it before it reads the request of a restart."""
+    nodes = two_nodes(tmp_path, "c10d", RESTART, restarts=2, reads_nodes_every=1e9)
+    assert [node.exit_code() for node in nodes] == [0, 0], [node.log.read_text() for node in nodes]
+    assert attempts(tmp_path) == 2

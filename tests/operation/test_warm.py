@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operation.warm import RankCommand, WarmProcesses
+from megatron.operation.warm import RankCommand, Standby, WarmProcesses
 from tests.end_to_end.run_process import wait_until
 from tests.operation.jobs import LAUNCH, PATIENCE, Job, environment_of, has_imported, is_alive, standby_processes
 
@@ -76,6 +76,18 @@ def test_ranks_that_start_as_usual(tmp_path: Path, warm: WarmProcesses) -> None:
     assert not warm.are_ready() and warm.take(0, quick) is None
 
 
+def test_a_standby_becomes_a_rank_of_a_module(tmp_path: Path, warm: WarmProcesses) -> None:
+    (tmp_path / "warm_module.py").write_text(SCRIPT.format(hook="pass"))
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    command = RankCommand((), "warm_module", ("--lr", "1"), is_module=True)
+    standby = Standby(command, environment)
+    wait_until(standby.is_ready, PATIENCE)
+    process = standby.become(environment, (str(tmp_path / "out"), None))
+    assert process.wait(PATIENCE) == 7
+    arguments, _, has_imported, _, _ = json.loads((tmp_path / "out").read_text())
+    assert arguments == [str(tmp_path / "warm_module.py"), "--lr", "1"] and has_imported
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -95,6 +107,8 @@ def test_commands_with_standby(tmp_path: Path) -> None:
     plain = words(tmp_path, "--lr", "1")
     bound = ["numactl", "-N", "0", *plain]
     assert RankCommand.parse(plain) == RankCommand((), plain[2], ("--lr", "1"))
+    module = [sys.executable, "-u", "-m", "megatron.commands.pretrain_llama", "--lr", "1"]
+    assert RankCommand.parse(module) == RankCommand((), module[3], ("--lr", "1"), is_module=True)
     assert RankCommand.parse(bound) == RankCommand(("numactl", "-N", "0"), plain[2], ("--lr", "1"))
 
 

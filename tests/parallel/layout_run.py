@@ -150,6 +150,7 @@ class Task:
     fp8: PrecisionConfig | None = None
     """Quantise as these flags say; the products of quantised numbers are computed in fp64, too."""
     moe: MoEConfig = NO_BALANCE
+    z_loss_multiplier: float | None = None
 
     @property
     def marks_documents(self) -> bool:
@@ -169,11 +170,14 @@ class Trace:
     """One rank's record of every step."""
 
     losses: list[float] = field(default_factory=list)
+    z_losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     loss_scales: list[float] = field(default_factory=list)
     """After the step."""
     gradients: list[list[LocalTensor]] = field(default_factory=list)
     weights: list[list[LocalTensor]] = field(default_factory=list)
+    averages: list[list[LocalTensor]] = field(default_factory=list)
+    """The moving averages of the weights after each step, if there are any."""
     balance: list[Mapping[str, float]] = field(default_factory=list)
     """Losses and loads of experts."""
     choices: list[list[Choices]] = field(default_factory=list)
@@ -347,6 +351,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         micro_batch_size,
         layout.overlap_p2p,
         documents if task.marks_documents else None,
+        task.z_loss_multiplier,
     )
     config = ParallelConfig(
         data_parallel_sharding_strategy=layout.strategy,
@@ -468,12 +473,16 @@ def make_steps(
             timers=Timers(0),
         )
         trace.losses.append(outcome.loss)
+        trace.z_losses += [outcome.metrics["lm_z_loss"]] if task.z_loss_multiplier is not None else []
         trace.grad_norms.append(outcome.grad_norm)
         trace.loss_scales.append(loss_scaler.scale)
         trace.choices.append(recorder.choices)
         if optimizer.experts is not None:
-            trace.balance.append({name: value for name, value in outcome.metrics.items() if name != "grad_norm"})
+            trace.balance.append(
+                {name: value for name, value in outcome.metrics.items() if name not in ("grad_norm", "lm_z_loss")}
+            )
             trace.biases.append({name: bias.clone() for name, bias in optimizer.experts.state().items()})
+        trace.averages.append(_boxes(list(zip(data_parallel.param_shards, optimizer.averages))))
         trace.weights.append(_boxes([(shard, shard.weight) for shard in data_parallel.param_shards]))
     data_parallel.finish_param_all_gather()
     trace.margin = recorder.margin

@@ -82,8 +82,8 @@ def experts_reduced_like_dense_weights() -> Patch:
 def no_sum_of_router_gradients() -> Patch:
     """Under sequence parallelism each rank has the router's gradient of its own tokens."""
 
-    def wrong(*arguments: Any) -> ParameterInfo:
-        return replace(ParameterInfo(*arguments), gradient_is_partial=False)
+    def wrong(*arguments: Any, **keywords: Any) -> ParameterInfo:
+        return replace(ParameterInfo(*arguments, **keywords), gradient_is_partial=False)
 
     return mock.patch.object(moe_layer, "ParameterInfo", wrong)
 

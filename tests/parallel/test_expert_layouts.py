@@ -27,6 +27,7 @@ from megatron.schedules.registry import SCHEDULES
 from tests.parallel.covering import covering
 from tests.parallel.layout_run import BATCH, MODEL, TIED_MODEL, Layout, Task, Trace, train
 from tests.parallel.test_layouts import (
+    MUP_FIELDS,
     TOLERANCE,
     Case,
     compare_traces,
@@ -51,6 +52,7 @@ MIX_LOSSES = MoEConfig(
 MIX = Task(SGD_FLAGS, MIX_MODEL, steps=3, moe=MIX_LOSSES)
 MIX_ADAM = replace(MIX, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 MIX_TIED = replace(MIX_ADAM, model=replace(TIED_MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24))
+MIX_MUP = replace(MIX_ADAM, model=replace(MIX_MODEL, moe_shared_expert_intermediate_size=40, **MUP_FIELDS), steps=2)
 DEEP_MIX = replace(MIX, model=replace(MIX_MODEL, num_layers=8), steps=2)
 DSV = Task(
     OptimizerConfig(weight_decay=0.1, clip_grad=0.05),
@@ -138,6 +140,7 @@ def _all_foldings() -> Iterator[Case]:
 
 def expert_matrix() -> Iterator[Case]:
     """What Megatron-LM's users found wrong, and everything that runs again, later, or in another order."""
+    yield MIX_MUP, Layout(2, 2, True, etp=2, ep=2, strategy="optim", microbatches=2)
     yield MIX, Layout(etp=2, dp=2)
     yield MIX, Layout(2, etp=1, sequence_parallel=True)
     yield MIX, Layout(2, etp=1, sequence_parallel=True, dispatcher="allgather")

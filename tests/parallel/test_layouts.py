@@ -103,7 +103,19 @@ MUON_OTHER = replace(
 )
 QWEN3 = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
 QWEN3_1P = replace(QWEN3, model=replace(QWEN3.model, apply_layernorm_1p=True))
+EMA = replace(TIED_SHORT, optimizer=replace(TIED.optimizer, ema_decay=0.7))
+Z_LOSS = replace(SGD_SHORT, z_loss_multiplier=0.1)
 QWEN2 = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True))
+MUP_FIELDS: dict[str, Any] = {
+    "use_mup": True,
+    "mup_base_hidden_size": 8,
+    "mup_output_mult": 0.25,
+    "mup_embedding_mult": 3.0,
+    "mup_base_head_dim": 2.0,
+}
+MUP_SGD = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True, **MUP_FIELDS))
+MUP_ADAM = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, **MUP_FIELDS))
+MUP_MUON = replace(MUON_OTHER, model=replace(MODEL, **MUP_FIELDS), steps=2)
 UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
 
@@ -393,6 +405,26 @@ def loss_chunk_matrix() -> Iterator[Case]:
     yield SGD_SHORT, Layout(2, 1, True, microbatches=2, activations=everything)
 
 
+def z_loss_matrix() -> Iterator[Case]:
+    """The z-loss of the output layer, with whatever divides its tokens or its vocabulary, and in both kinds of loss."""
+    deep = replace(DEEP_TIED_SHORT, z_loss_multiplier=0.1)
+    yield Z_LOSS, Layout(4, microbatches=4)
+    yield replace(CONTEXT_IN_DOCUMENTS, z_loss_multiplier=0.1), Layout(2, 1, True, cp=2)
+    for chunk_size in (None, 37):
+        activations = ActivationConfig(loss_chunk_size=chunk_size)
+        yield Z_LOSS, Layout(2, 2, True, "optim", microbatches=2, activations=activations)
+        yield Z_LOSS, Layout(1, 4, strategy="optim_grads_params", instances=2, activations=activations)
+        yield deep, Layout(2, 1, pp=2, schedule="zb-v", microbatches=4, activations=activations)
+
+
+def average_matrix() -> Iterator[Case]:
+    """The moving average of the weights under every strategy, and where both ends of a pipeline have a weight."""
+    for strategy in get_args(ShardingStrategy):
+        yield EMA, Layout(2, 2, True, strategy, microbatches=2)
+    yield EMA, Layout(1, 4, strategy="optim_grads_params", instances=2)
+    yield replace(EMA, model=DEEP_TIED_MODEL), Layout(1, 2, pp=2, schedule="zb-h1", microbatches=2, strategy="optim")
+
+
 def fp8_matrix() -> Iterator[Case]:
     """What divides a tensor, or delays a product of it. Under delayed scaling no division changes a scale; under
     tensorwise scaling only the batch does that."""
@@ -493,6 +525,17 @@ def architecture_matrix() -> Iterator[Case]:
     yield QWEN2, Layout(2, 2, True, "optim_grads_params", activations=selective("core_attn", "layernorm"))
 
 
+def mup_matrix() -> Iterator[Case]:
+    """muP, whose multipliers are applied to what each layout divides, and whose learning rates to each shard."""
+    yield MUP_SGD, Layout(4, sequence_parallel=True, microbatches=2)
+    yield MUP_SGD, Layout(2, 1, True, cp=2, activations=ActivationConfig(loss_chunk_size=37))
+    yield MUP_ADAM, Layout(2, 2, True, "optim", pp=2, schedule="1f1b", microbatches=2, bucket_size=3000)
+    yield MUP_ADAM, Layout(1, 2, pp=2, schedule="zb-v", microbatches=4, strategy="optim_grads")
+    yield MUP_ADAM, Layout(1, 4, strategy="optim_grads_params", activations=selective("core_attn", "layernorm", "mlp"))
+    yield MUP_ADAM, Layout(2, 2, True, "optim_grads_params", transformer_engine=True)
+    yield MUP_MUON, Layout(2, 2, True, "optim", microbatches=2)
+
+
 def factors_of(cases: list[Case]) -> list[dict[str, Hashable]]:
     """What tells the rows of a product apart, by row."""
     rows = [{"task": task} | {one.name: getattr(layout, one.name) for one in fields(layout)} for task, layout in cases]
@@ -559,7 +602,9 @@ def _identifier(value: object) -> str:
     documents = "-documents" if value.masks_documents else ""
     fp8 = "" if value.fp8 is None else f"-fp8-{value.fp8.fp8_recipe}"
     gains = "-1p" if value.model.apply_layernorm_1p else ""
-    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{gains}{documents}{fp8}"
+    mup = "-mup" if value.model.use_mup else ""
+    z_loss = "-z" if value.z_loss_multiplier is not None else ""
+    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{gains}{documents}{fp8}{mup}{z_loss}"
 
 
 def _name_activations(activations: ActivationConfig) -> str:
@@ -616,6 +661,17 @@ def test_loss_of_some_tokens_at_a_time_equals_one_process(sixteen_ranks: RankPoo
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
+@pytest.mark.parametrize(("task", "layout"), rows_of(z_loss_matrix()), ids=_identifier)
+def test_z_loss_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(average_matrix()), ids=_identifier)
+def test_moving_average_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+    compare_with_one_process(sixteen_ranks, task, layout)
+    assert len(assemble(one_process(task).averages[-1])) == len(assemble(one_process(task).weights[-1]))
+
+
 @pytest.mark.parametrize(("task", "layout"), rows_of(tensor_parallel_overlap_matrix()), ids=_identifier)
 def test_overlapped_tensor_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
@@ -630,6 +686,11 @@ def test_fp8_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Lay
 @pytest.mark.parametrize(("task", "layout"), rows_of(transformer_engine_matrix()), ids=_identifier)
 def test_transformer_engine_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     """Layers that Transformer Engine's interface stands between are those that stand here."""
+    compare_with_one_process(sixteen_ranks, task, layout)
+
+
+@pytest.mark.parametrize(("task", "layout"), rows_of(mup_matrix()), ids=_identifier)
+def test_mup_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
@@ -651,9 +712,10 @@ def compare_traces(traces: list[Trace], expected: Trace) -> None:
     """Compare the traces of all ranks with that of one process."""
     for trace in traces:
         assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert trace.z_losses == pytest.approx(expected.z_losses, rel=TOLERANCE)
         assert trace.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
     for step in range(len(expected.losses)):
-        for kind in ("gradients", "weights"):
+        for kind in ("gradients", "weights", "averages"):
             found = assemble([part for trace in traces for part in getattr(trace, kind)[step]])
             wanted = assemble(getattr(expected, kind)[step])
             assert found.keys() == wanted.keys()
@@ -703,6 +765,29 @@ def test_one_process_has_the_gradient_of_the_mean_over_unmasked_tokens() -> None
         assert (weights[info.name] - updated).abs().max() < TOLERANCE, info.name
         squares += float(wanted.square().sum())
     assert trace.grad_norms[0] == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
+
+
+def test_one_process_has_the_gradient_of_the_cross_entropy_and_the_z_loss() -> None:
+    """By autograd of the definition (PaLM, arXiv 2204.02311, section 5). The reported loss is the cross entropy."""
+    task = replace(SGD_UNCLIPPED, z_loss_multiplier=0.1)
+    trace, without = one_process(task), one_process(SGD_UNCLIPPED)
+    model = build_model(MODEL, context(single_process(), Layout()), SEED)
+    (batch,) = microbatches(0, Layout(), 0)
+    logits = model.transformer_chunks[0](batch["tokens"])[..., : MODEL.vocab_size].transpose(0, 1)  # [b, s, v]
+    unmasked = batch["loss_mask"] > 0
+    cross_entropy = torch.nn.functional.cross_entropy(logits[unmasked], batch["labels"][unmasked])
+    z_loss = torch.logsumexp(logits[unmasked], dim=-1).square().mean()
+    (cross_entropy + 0.1 * z_loss).backward()
+    assert trace.losses[0] == without.losses[0] == pytest.approx(cross_entropy.item(), rel=TOLERANCE)
+    assert trace.z_losses[0] == pytest.approx(z_loss.item(), rel=TOLERANCE)
+    gradients = assemble(trace.gradients[0])
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        wanted = parameter.grad[: info_of(parameter).global_shape[0]]
+        error = (gradients[info_of(parameter).name] - wanted).abs().max()
+        assert error < TOLERANCE * wanted.abs().max(), info_of(parameter).name
+    assert trace.grad_norms[0] != pytest.approx(without.grad_norms[0], rel=1e-3)
+    assert without.z_losses == []
 
 
 def test_gains_of_one_plus_a_weight_train_as_gains_do() -> None:

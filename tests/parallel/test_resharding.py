@@ -20,6 +20,7 @@ from tests.parallel.layout_run import (
     LocalTensor,
     RecordingOptimizer,
     Task,
+    Trace,
     assemble,
     build,
     make_steps,
@@ -35,11 +36,12 @@ TOLERANCE = 1e-9
 ADAM = OptimizerConfig(weight_decay=0.1, clip_grad=0.05)
 UNTIED = Task(ADAM, model=DEEP_MODEL, steps=STEPS)
 TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)
+AVERAGED = replace(TIED, optimizer=replace(ADAM, ema_decay=0.7))
 MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
 MUON = Task(MUON_FLAGS, model=DEEP_TIED_MODEL, steps=STEPS)
 MOE = replace(DSV, steps=STEPS, moe=replace(DSV.moe, moe_z_loss_coeff=1e-3))
 LLAMA4 = replace(RESTARTED, optimizer=ADAM, steps=STEPS)
-TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon", MOE: ", experts", LLAMA4: ", llama 4"}
+TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon", AVERAGED: ", averaged", MOE: ", experts", LLAMA4: ", llama 4"}
 
 LAYOUTS = {
     "one": Layout(),
@@ -77,6 +79,7 @@ PAIRS += [
         ("cp2-fsdp2", "pp2-fsdp2"),
     )
 ]
+PAIRS += [(AVERAGED, "tp2-dp2-zero1", "pp2-fsdp2"), (AVERAGED, "pp2-fsdp2", "uneven pp3")]
 EXPERT_NAMES = ["one", *EXPERT_LAYOUTS]
 PAIRS += [(MOE, one, EXPERT_NAMES[(place + 3) % len(EXPERT_NAMES)]) for place, one in enumerate(EXPERT_NAMES)]
 PAIRS += [(LLAMA4, "cp2-ep4", "tp2-ep2-pp2-zero1"), (LLAMA4, "etp2-ep2-fsdp", "cp2-ep4")]
@@ -113,7 +116,7 @@ def continue_in(
     optimizer.num_steps = load_checkpoint(root, SAVED, tensors, topology.control)["steps"]
     different = differences(root, tensors)
     trace = make_steps(task, layout, topology, executor, data_parallel, optimizer, range(SAVED, STEPS))
-    return different, trace.losses, trace.grad_norms, trace.weights[-1]
+    return different, trace.losses, trace.grad_norms, trace.weights[-1] + renamed_averages(trace)
 
 
 def differences(root: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -130,11 +133,16 @@ def differences(root: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
     return wrong
 
 
+def renamed_averages(trace: Trace) -> list[LocalTensor]:
+    """The last moving averages, if there are any, under names of their own."""
+    return [(f"average of {name}", shape, box, local) for name, shape, box, local in trace.averages[-1]]
+
+
 @cache
 def uninterrupted(task: Task) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """One process from start to end."""
     trace = train(task, Layout())
-    return trace.losses[SAVED:], trace.grad_norms[SAVED:], assemble(trace.weights[-1])
+    return trace.losses[SAVED:], trace.grad_norms[SAVED:], assemble(trace.weights[-1] + renamed_averages(trace))
 
 
 @pytest.fixture(scope="module")

@@ -623,7 +623,9 @@ def test_without_overlap_only_groups_longer_than_the_pipeline_receive_ahead(
     """Nine microbatches on four stages, interleaved, deadlock in one hardware queue otherwise."""
     schedule = build_schedule("interleaved", 4, num_microbatches, num_chunks=2)
     activations = SimpleNamespace(empty=lambda: torch.empty(0), device=CPU)
-    executor = SimpleNamespace(stage=1, activations=activations, readers=set(), channels=None, overlap=overlap)
+    executor = SimpleNamespace(
+        stage=1, activations=activations, readers=set(), channels=None, overlap=overlap, num_sums=2
+    )
     run = _Pass(cast(PipelineExecutor, executor), schedule, iter(()))
     p2p = mock.create_autospec(P2PCommunicator, instance=True)
     run.p2p = p2p

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
+from megatron.commands import pipeline_schedule
 from megatron.errors import DataError
 from megatron.schedules.registry import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
@@ -25,7 +26,6 @@ from megatron.schedules.simulator import (
     simulate,
 )
 from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
-from tools import pipeline_schedule
 
 pytestmark = pytest.mark.processes
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.commands.predict_runs import predict_rows, report
 from megatron.planner.step_time.published import TABLE, PublishedRun, read_published
-from tools.predict_runs import predict_rows, report
 
 with TABLE.open(newline="", encoding="utf-8") as _file:
     ROWS = list(csv.DictReader(_file))

@@ -12,12 +12,15 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(
     path
-    for place in ("megatron", "tools", "benchmarks", "pretrain_llama.py")
+    for place in ("megatron", "megatron_llama", "tools", "benchmarks", "pretrain_llama.py")
     for path in ([REPOSITORY / place] if place.endswith(".py") else (REPOSITORY / place).rglob("*.py"))
 )
 
-MODULES = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle")
-"""Modules whose readers execute what they read."""
+MODULES = (
+    *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"),
+    "pickletools",
+)
+"""Modules whose readers execute what they read, and the one that decodes pickles without executing them."""
 
 BUILTINS = ("eval", "exec", "compile", "__import__")
 """Builtins that run text."""
@@ -56,10 +59,15 @@ _FROM_RANKS = "unpickles what the ranks of the run send, not files: see docs/sec
 ALLOWED = {
     ("megatron/core/control.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
     ("megatron/core/control.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
+    ("megatron/commands/verbs.py", COMPUTED_IMPORT): "imports the modules of its own table",
+    ("megatron_llama/__init__.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron/core/kernels/choice.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
     ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",
     ("benchmarks/gpu_day_stages/__main__.py", COMPUTED_IMPORT): "imports the modules of its own table",
+    ("megatron/checkpoint/megatron_lm/pickle_opcodes.py", "import pickletools"): (
+        "reads Megatron-LM's checkpoints: decodes opcodes, imports and calls nothing"
+    ),
     ("benchmarks/checkpoint_contenders.py", "torch.load"): "reads what it has just written, with weights_only=True",
 }
 """Reason by file (relative to the repository) and finding."""

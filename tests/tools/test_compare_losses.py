@@ -4,11 +4,13 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.commands import compare_losses, plot_metrics
 from megatron.errors import ConfigError
-from tools import compare_losses, plot_metrics
+from megatron.metrics.history import read_history
 
 FALLING = [8.0 - 0.1 * iteration for iteration in range(10)]
 Losses = list[float | None]
@@ -110,6 +112,53 @@ def test_several_curves_are_drawn_smoothed_under_their_names(tmp_path: Path) -> 
     plot_metrics.draw(plot_metrics.PlotConfig(paths, str(picture), names=("one", "other"), smooth=4))
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert plot_metrics.moving_mean([1.0, 2.0, 6.0], 2) == [1.5, 4.0]
+
+
+def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.pyplot as plt
+
+    (tmp_path / "my-run").mkdir()
+    path = tmp_path / "my-run" / "metrics.jsonl"
+    first: dict[str, Any] = {"run": {"flags": {"data": {"seq_length": 100}}}}
+    rows: list[dict[str, Any]] = []
+    for iteration in (10, 20, 30):
+        if iteration == 30:  # a process with longer sequences
+            first = {"run": {"flags": {"data": {"seq_length": 200}}}}
+        row = {"iteration": iteration, "consumed_samples": 4 * iteration, "lm_loss": 5.0 - iteration / 10}
+        rows.append({**row, "grad_norm": 1.0 + iteration, "learning_rate": 1e-3 / iteration, **first})
+        first = {}
+    rows += [{"iteration": 25, "validation_loss": 3.0}, {"iteration": 30, "validation_loss": 2.5}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    history = read_history("--metrics", str(path))
+    assert history.curve("lm_loss") == [(4000, 4.0), (8000, 3.0), (16000, 2.0)]
+    assert history.curve("validation_loss") == [(12000, 3.0), (16000, 2.5)]
+    assert history.curve("lm_loss", in_tokens=False)[0] == (10, 4.0)
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    plot_metrics.draw(plot_metrics.PlotConfig((str(path),), str(tmp_path / "a.png")))
+    (figure,) = figures
+    assert figure.get_suptitle() == "my-run"
+    losses, rates, norms = figure.axes
+    assert norms.get_xlabel() == "tokens"
+    assert [list(line.get_xdata()) for line in losses.lines] == [[4000, 8000, 16000], [12000, 16000]]
+    assert list(rates.lines[0].get_ydata()) == [1e-4, 5e-5, 1e-3 / 30]
+    assert list(norms.lines[0].get_ydata()) == [11, 21, 31]
+    # The label of the last loss is inside of the frame.
+    (label,) = losses.texts
+    renderer = figure.canvas.get_renderer()
+    assert losses.get_window_extent(renderer).x1 > label.get_window_extent(renderer).x1
+
+
+@pytest.mark.parametrize(("content", "words"), [("", "is empty"), ('{"iteration": 1}\n', "has no losses")])
+def test_a_file_without_losses_is_a_sentence_and_exit_code_2(
+    content: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, picture = tmp_path / "metrics.jsonl", tmp_path / "a.png"
+    path.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["plot_metrics", "--metrics", str(path), "--output", str(picture)])
+    assert plot_metrics.main() == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"ERROR: --metrics {path} {words}: name the file") and not picture.exists()
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from typing import Literal
 
 import pytest
 
-from megatron.config.command_line import flag_names
+from megatron.commands import flag_reference
+from megatron.commands.flag_reference import MegatronFlag, ReferenceConfig
+from megatron.config import flag_docs
+from megatron.config.flag_names import flag_names
 from megatron.config.megatron_flags import NOT_SUPPORTED
 from megatron.errors import ConfigError
-from tools import flag_reference
-from tools.flag_reference import MegatronFlag, ReferenceConfig
 
 DOCS = flag_reference.REPOSITORY / "docs"
 
@@ -108,7 +109,7 @@ def test_a_flag_of_megatron_without_an_answer_is_an_error() -> None:
     ],
 )
 def test_values_are_described(kind: object, expected: str) -> None:
-    assert flag_reference.describe_values(kind) == expected
+    assert flag_docs.describe_values(kind) == expected
 
 
 def test_help_cannot_break_a_table() -> None:

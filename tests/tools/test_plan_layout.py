@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-import pretrain_llama
+from megatron.commands import plan_layout, pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
 from megatron.planner.search.report import print_result
-from tools import plan_layout
 
 TINY = ["--model", "tiny", "--vocab-size", "1024", "--seq-length", "256", "--global-batch-size", "8"]
 FEW = ["--use-distributed-optimizer", "--no-grad-reduce-in-bf16", "--micro-batch-size", "1"]
@@ -145,6 +144,12 @@ def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.Ca
     assert "--plan needs --num-gpus" in capsys.readouterr().err
     assert pretrain_llama.main([*words, "--num-gpus", "2", "--plan-measured", "none.jsonl"]) != ExitCode.COMPLETE
     assert "--plan-measured none.jsonl cannot be read" in capsys.readouterr().err
+
+
+def test_a_flag_of_the_job_is_not_repeated() -> None:
+    words = ["--num-gpus", "4", *TINY, "--bf16", "--tensor-model-parallel-size", "2"]
+    _, job = plan_layout.parse(words)
+    assert job.arguments.count("--bf16") == 1 and "--tensor-model-parallel-size" in job.arguments
 
 
 def test_flags_are_left_out_with_their_values() -> None:

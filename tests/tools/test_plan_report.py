@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.commands.pages import plan_charts, plan_roofline
+from megatron.commands.pages.plan_charts import days, seconds, short
+from megatron.commands.pages.plan_report import plan_page
 from megatron.planner.memory_chart import gib
 from megatron.planner.search.report import command
 from megatron.planner.search.result import SearchResult
@@ -14,9 +17,6 @@ from megatron.planner.step_time.workload import TERMS
 from megatron.reports.svg import percentage
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser
 from tests.tools.sample_search import planned, sample_layout, sample_result
-from tools.support import plan_charts, plan_roofline
-from tools.support.plan_charts import days, seconds, short
-from tools.support.plan_report import plan_page
 
 
 @pytest.fixture(scope="module")

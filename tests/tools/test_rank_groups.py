@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.rank_groups import RankGroupsConfig, describe, draw, grid_of
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
-from tools.rank_groups import RankGroupsConfig, describe, draw, grid_of
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import report_run
+from megatron.commands.pages.run_charts import interrupted
 from megatron.errors import ExitCode
 from megatron.operation.accounting import CURRENT, Attempt, append_attempt, write_current
 from megatron.operation.effective_time import Costs, SimulatedJob, simulate
 from megatron.operation.run_summary import read_run
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, load, needs_browser
-from tools import report_run
-from tools.support.run_charts import interrupted
 
 
 @pytest.fixture
@@ -69,6 +69,45 @@ def test_the_page_shows_attempts_faults_saves_and_losses(run: Path, monkeypatch:
         assert name in page.attributes["class"]
     assert sum("validation loss" in tip for tip in tips) == 3
     assert 'class="line"' in text and "Save interval" in text and "node1" in text
+
+
+def test_the_page_shows_the_training_over_tokens_and_its_alarms(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"run": {"flags": {"data": {"seq_length": 100}, "operation": {"straggler_threshold": 1.2}}}}
+    with (run / "metrics.jsonl").open("w") as metrics:
+        for iteration in range(1, 101):
+            record = {
+                "iteration": iteration,
+                "consumed_samples": 1000 * iteration,
+                "lm_loss": 9.0 - iteration / 20,
+                **first,
+            }
+            record |= {"learning_rate": 1e-4, "grad_norm": 1.5, "tokens_per_s_per_gpu": 9500.0, "mfu": 0.4}
+            record |= {"skipped": int(iteration == 20), "peak_memory_gib": 61.5, "time": 1.7e9 + 60 * iteration}
+            record |= {"spike": 7.5} if iteration == 40 else {}
+            record["operation/slowest_rank_ratio"] = 1.31 if iteration == 60 else 1.19
+            metrics.write(json.dumps(record) + "\n")
+            first = {}
+        metrics.write(json.dumps({"iteration": 50, "validation_loss": 6.75, "time": 1.7e9 + 3000}) + "\n")
+    # The file in the run directory is found without --metrics.
+    target = run.parent / "page.html"
+    assert call(monkeypatch, run, "--html", target) == 0
+    text = target.read_text()
+    page = Page(text)
+    training = Page(text.partition("<h2>Training</h2>")[2].partition("</section>")[0])
+    assert_loads_nothing(text)
+    for words in ("learning rate, last value 0.0001", "gradient norm, last value 1.5", "tokens/s per GPU", "61.5 GiB"):
+        assert words in training.text
+    assert "MFU, last value 40 %" in training.text and "10 M tokens" in training.text
+    # 50 of 100 iterations: half of the axis.
+    assert training.attributes["data-tip"].count("validation loss 6.7500") == 1 and 'cx="50.000%"' in text
+    tips = [tip.replace("\n", ", ") for tip in page.attributes["data-tip"]]
+    unusual = (
+        "1 updates skipped, iteration 20",
+        "spike 7.5, iteration 40",
+        "slowest rank 1.31 times the median, iteration 60",
+    )
+    assert [tips.count(one) for one in unusual] == [2, 2, 2]  # over tokens, and over wall time
+    assert sum(tip.startswith("attempt ") and tip.endswith(" failed") for tip in tips) == 4
 
 
 def test_the_page_loads_nothing_and_executes_nothing_but_its_script(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,6 +172,6 @@ def test_the_page_works_in_a_browser(width: int, run: Path, monkeypatch: pytest.
     rows = "[...document.querySelectorAll('table.sortable')].at(-1).tBodies[0].rows.length"
     bars = "document.querySelectorAll('svg rect.step').length"
     found = load(write_page(monkeypatch, run).read_text(), width, f"return [{rows}, {bars}]")
-    assert found["title"] == "run-7" and found["tip"].startswith("attempt 1")
+    assert found["title"] == "run-7" and found["tip"] == "validation loss 3.1000"
     recorded = read_run(run).attempts
     assert found["more"] == [len(recorded), sum(one.second("step") > 0 for one in recorded)]

@@ -13,10 +13,14 @@ from tests.end_to_end.run_process import REPOSITORY
 
 URL = "s3://bucket/place"
 
-SCRIPTS = {path.stem: path for place in ("tools", "benchmarks") for path in sorted((REPOSITORY / place).glob("*.py"))}
+COMMANDS = {path.stem: REPOSITORY / "megatron" / "commands" / path.name for path in (REPOSITORY / "tools").glob("*.py")}
+SCRIPTS = dict(sorted(COMMANDS.items())) | {
+    path.stem: path for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))
+}
 
 PLANNED = ["--num-gpus", "8", "--seq-length", "8", "--global-batch-size", "8"]
 REFUSED = [
+    ("average_checkpoints", "--save", ["--load", "a", "--iterations", "1", "2"]),
     ("benchmark_checkpoint", "--directory", []),
     ("benchmark_checkpoint", "--json", []),
     ("benchmark_cpu", "--json", []),
@@ -24,6 +28,8 @@ REFUSED = [
     ("benchmark_data", "--json", []),
     ("benchmark_data", "--sentencepiece-model", []),
     ("benchmark_data", "--tiktoken-model", []),
+    ("benchmark_data", "--huggingface-model", []),
+    ("benchmark_generate", "--json", []),
     ("benchmark_planner_cpu", "--json", []),
     ("benchmark_step", "--json", []),
     ("calibrate_cluster", "--base", ["--out", "a.toml"]),
@@ -34,15 +40,28 @@ REFUSED = [
     ("compare_losses", "--reference", ["--metrics", "a.jsonl", "--bands", "1"]),
     ("convert_checkpoint from-hf", "--hf", ["--save", "a"]),
     ("convert_checkpoint from-hf", "--save", ["--hf", "a"]),
+    ("convert_checkpoint from-megatron", "--load", ["--save", "a"]),
+    ("convert_checkpoint from-megatron", "--save", ["--load", "a"]),
+    ("convert_checkpoint from-megatron", "--tokenizer-model", ["--load", "a", "--save", "b"]),
     ("convert_checkpoint to-hf", "--hf", ["--load", "a"]),
     ("convert_checkpoint upcycle", "--save", ["--load", "a", "--num-experts", "8"]),
+    ("evaluate_tasks", "--include-path", ["--load", "a", "--tasks", "b"]),
+    ("evaluate_tasks", "--json", ["--load", "a", "--tasks", "b"]),
+    ("evaluate_tasks", "--load-hf", ["--tasks", "b"]),
+    ("evaluate_tasks", "--tokenizer-model", ["--load", "a", "--tasks", "b"]),
     ("flag_reference", "--docs", []),
+    ("generate_text", "--load-hf", ["--prompt", "b"]),
+    ("generate_text", "--output", ["--load", "a", "--prompts", "b"]),
+    ("generate_text", "--prompts", ["--load", "a"]),
     ("generate_text", "--tokenizer-model", ["--load", "a", "--prompt", "b"]),
     ("gpu_day", "--out", []),
     ("gpu_day_report", "--out", []),
     ("gpu_day_report", "--page", ["--out", "a"]),
     ("inspect_dataset", "--plot", ["a"]),
     ("merge_datasets", "--output-prefix", ["--input", "a"]),
+    ("mup_transfer", "--json", []),
+    ("mup_transfer", "--plot", []),
+    ("parallelism_pictures", "--output", []),
     ("pipeline_schedule", "--json", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
     ("pipeline_schedule", "--measured", []),
     ("pipeline_schedule", "--png", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
@@ -64,7 +83,9 @@ REFUSED = [
     ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
 ]
 TAKES_A_URL = {
+    "average_checkpoints": {"load"},
     "convert_checkpoint": {"load"},
+    "evaluate_tasks": {"load"},
     "generate_text": {"load"},
     "inspect_checkpoint": {"load"},
     "inspect_dataset": {"prefix"},
@@ -87,6 +108,7 @@ NAMES_NO_PLACE = {
     "prompt",
     "rows",
     "shapes",
+    "tasks",
 }
 
 
@@ -130,12 +152,31 @@ def places(script: Path) -> set[str]:
         parsed |= named
     return {
         field.target.id
-        for one in tree.body
+        for one in [*tree.body, *_classes_of_bases(tree, parsed)]
         if isinstance(one, ast.ClassDef) and one.name in parsed
         for field in one.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if {"str", "Path"} & _names(field.annotation)
     }
+
+
+def _classes_of_bases(tree: ast.Module, parsed: set[str]) -> list[ast.stmt]:
+    """The definitions in megatron/config that classes of the script take over; their names join ``parsed``."""
+    bases = {
+        base.id
+        for one in tree.body
+        if isinstance(one, ast.ClassDef)
+        for base in one.bases
+        if isinstance(base, ast.Name)
+    }
+    found: list[ast.stmt] = []
+    for one in tree.body:
+        if isinstance(one, ast.ImportFrom) and one.module and one.module.startswith("megatron.config."):
+            taken_over = {alias.name for alias in one.names} & bases
+            source = REPOSITORY.joinpath(*one.module.split(".")).with_suffix(".py")
+            found += ast.parse(source.read_text()).body if taken_over else []
+            parsed |= taken_over
+    return found
 
 
 def _names(tree: ast.AST) -> set[str]:

@@ -99,7 +99,7 @@ def test_an_added_writer_and_an_added_value_meet(flags: dict[str, object], tmp_p
         assert record["doubled_grad_norm"] == 2 * record["grad_norm"]
         record.pop("run", None)
         assert list(record)[-4:] == ["skipped", "doubled_grad_norm", "time", "elapsed_s"]
-        assert f"| doubled grad norm: {record['doubled_grad_norm']:.6E} | number of skipped iterations:" in line
+        assert line.rstrip().endswith(f"| doubled grad norm: {record['doubled_grad_norm']:.6E} |")
 
 
 def test_the_check_of_an_added_writer_is_made(flags: dict[str, object]) -> None:

@@ -127,7 +127,7 @@ def test_the_ranks_of_a_node_share_its_cores() -> None:
 def test_they_are_set_before_torch_is_imported() -> None:
     code = """
 import sys
-import pretrain_llama
+from megatron.commands import pretrain_llama
 
 def prepare(config, environment, num_cores, local_world_size):
     print(config.parallel.tensor_model_parallel_size, num_cores > 0, local_world_size, "torch" in sys.modules)

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from datetime import datetime
@@ -16,7 +15,13 @@ import pytest
 from megatron.config.logging import LoggingConfig
 from megatron.errors import ConfigError
 from megatron.metrics import wandb as wandb_writer
-from megatron.metrics.console import ConsoleWriter, format_console_line, format_evaluation_lines
+from megatron.metrics.console import (
+    CompactConsoleWriter,
+    ConsoleWriter,
+    format_compact_line,
+    format_console_line,
+    format_evaluation_lines,
+)
 from megatron.metrics.jsonl import JsonlWriter
 from megatron.metrics.progress_bar import ProgressBar
 from megatron.metrics.record import EvaluationRecord, IterationRecord
@@ -66,14 +71,23 @@ class _Terminal(io.StringIO):
 # Console
 
 
-def test_the_console_line_is_megatrons_with_our_fields_after_the_throughput() -> None:
+def test_the_console_line_is_megatrons_and_our_fields_follow_it() -> None:
     assert format_console_line(_record(), NOW) == (
         " [2026-11-20 05:00:00.001234] iteration        5/     100 | consumed samples:           80 |"
-        " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 0.1 |"
-        " tokens/s per GPU: 512.0 | MFU: 41.23% | learning rate: 1.000000E-04 | global batch size:    16 |"
+        " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 0.12 |"
+        " learning rate: 1.000000E-04 | global batch size:    16 |"
         " lm loss: 6.912345E+00 | loss scale: 1.0 | grad norm: 1.234 |"
         " number of skipped iterations:   0 | number of nan iterations:   0 |"
+        " tokens/s per GPU: 512.0 | MFU: 41.23% |"
     )
+
+
+@pytest.mark.parametrize(
+    ("tflops", "text"),
+    [(412.26, "412.3"), (1.04, "1.0"), (0.96, "1.0"), (0.149, "0.15"), (0.00047, "0.00047"), (0.0, "0.0")],
+)
+def test_throughput_of_a_cpu_is_not_rounded_to_nothing(tflops: float, text: str) -> None:
+    assert f"(TFLOP/s/GPU): {text} |" in format_console_line(_record(tflops_per_gpu=tflops), NOW)
 
 
 def test_optional_fields_stand_at_megatrons_places() -> None:
@@ -84,7 +98,6 @@ def test_optional_fields_stand_at_megatrons_places() -> None:
         "skipped samples",
         "elapsed time per iteration (ms)",
         "throughput per GPU (TFLOP/s/GPU)",
-        "tokens/s per GPU",
         "learning rate",
         "global batch size",
         "lm loss",
@@ -94,6 +107,7 @@ def test_optional_fields_stand_at_megatrons_places() -> None:
         "params norm",
         "number of skipped iterations",
         "number of nan iterations",
+        "tokens/s per GPU",
     ]
 
 
@@ -106,25 +120,9 @@ def test_balance_of_experts_stands_where_megatron_has_it_without_single_layers()
     }
     line = format_console_line(_record(**balance), NOW)
     assert " lm loss: 6.912345E+00 | load_balancing_loss: 1.250000E+00 | z_loss: 4.500000E+00 | loss scale: " in line
-    assert " | grad norm: 1.234 | expert load max: 1.750 |" in line
+    assert " | grad norm: 1.234 | number of skipped" in line
+    assert line.endswith(" MFU: 41.23% | expert load max: 1.750 |")
     assert "layer" not in line
-
-
-def test_a_log_parser_written_for_megatron_reads_the_line() -> None:
-    """The two habits of parsers in the wild: one regular expression, and key: value between bars."""
-    line = format_console_line(_record(), NOW)
-    pattern = (
-        r"iteration\s+(\d+)/\s*(\d+) \| consumed samples:\s+(\d+) \|"
-        r" elapsed time per iteration \(ms\): ([\d.]+) \|.*learning rate: ([\d.E+-]+) \|"
-        r" global batch size:\s+(\d+) \| lm loss: ([\d.E+-]+) \|"
-        r" loss scale: ([\d.]+) \| grad norm: ([\d.]+) \| number of skipped iterations:\s+(\d+) \|"
-        r" number of nan iterations:\s+(\d+) \|$"
-    )
-    match = re.search(pattern, line)
-    assert match is not None
-    assert [float(text) for text in match.groups()] == [5, 100, 80, 123.4, 1e-4, 16, 6.912345, 1, 1.234, 0, 0]
-    values = dict(field.split(":", 1) for field in line.split("|")[1:-1])
-    assert float(values[" lm loss"]) == 6.912345
 
 
 def test_a_skipped_iteration_has_no_loss_and_no_norm() -> None:
@@ -137,10 +135,73 @@ def test_a_skipped_iteration_has_no_loss_and_no_norm() -> None:
 
 def test_the_evaluation_stands_between_dashes_as_long_as_megatrons() -> None:
     above, line, below = format_evaluation_lines(_evaluation(100)).split("\n")
-    assert line.startswith(" validation loss at iteration 100 | lm loss value: 4.512345E+00 |")
-    assert line.endswith("| lm loss PPL: 9.113528E+01 | ")
+    assert line == " validation loss at iteration 100 | lm loss value: 4.512345E+00 | lm loss PPL: 9.113528E+01 | "
     assert above == below == "-" * (len(line) + 1)
-    assert "iteration 7 on test set |" in format_evaluation_lines(_evaluation(7, split="test"))
+
+
+def test_the_set_is_named_after_the_last_iteration_as_in_megatron() -> None:
+    """Its parsers look for ``iteration N |`` during training, for ``iteration N on validation set |`` at the end."""
+    places = {
+        (True, False): [" | "],
+        (False, True): [" on validation set | "],
+        (True, True): [" | ", " on validation set | "],
+    }
+    for (is_periodic, is_final), wanted in places.items():
+        record = _evaluation(7, is_periodic=is_periodic, is_final=is_final)
+        lines = [line for line in format_evaluation_lines(record).split("\n") if not line.startswith("---")]
+        found = [line.removeprefix(" validation loss at iteration 7").partition("lm loss")[0] for line in lines]
+        assert found == wanted
+    test = format_evaluation_lines(_evaluation(7, split="test", is_periodic=False, is_final=True))
+    assert test.count("validation loss at iteration 7 on test set | lm loss value") == 1
+
+
+def test_a_terminal_gets_one_short_line_for_each_record_and_files_get_megatrons() -> None:
+    for stream, flag, is_compact in (
+        (_Terminal(), None, True),
+        (io.StringIO(), None, False),
+        (io.StringIO(), "compact", True),
+        (_Terminal(), "megatron", False),
+    ):
+        config = LoggingConfig(progress_bar=False, log_format=flag)  # type: ignore[arg-type]
+        (console,) = _build(config, stream=stream)
+        console.write_iteration(_record())
+        console.write_evaluation(_evaluation(5))
+        lines = stream.getvalue().splitlines()
+        assert lines[0].startswith(" [") is not is_compact
+        assert len(lines) == (2 if is_compact else 4)
+
+
+def test_the_short_line_fits_a_terminal_and_says_what_is_left() -> None:
+    stream = _Terminal()
+    writer = CompactConsoleWriter(stream, log_throughput=True, train_iters=480_000)
+    facts: dict[str, Any] = {"train_iters": 480_000, "tokens_per_s_per_gpu": 12345.6, "iteration_time_ms": 2000.0}
+    writer.write_iteration(_record(1000, elapsed_s=2000.0, **facts))
+    # With evaluations and saves: 4 s for each of 100 iterations since the first record.
+    writer.write_iteration(_record(1100, elapsed_s=2400.0, **facts))
+    writer.write_iteration(_record(480_000, elapsed_s=2500.0, **facts))
+    first, second, last = stream.getvalue().splitlines()
+    assert second == ("  1100/480000  loss 6.9123  lr 1.00e-04  grad 1.234  12,346 tokens/s/GPU  MFU 41.2%  22 d left")
+    assert first.endswith("MFU 41.2%  11 d left") and "left" not in last
+    assert max(map(len, (first, second, last))) <= 100
+
+
+def test_the_short_line_shows_what_is_unusual() -> None:
+    record = _record(lm_loss=None, grad_norm=None, skipped=2, nan_iterations=1, spike=7.25)
+    line = format_compact_line(record, None)
+    assert "loss  none   lr" in line and "grad  none" in line
+    assert line.endswith("  skipped 2  not finite 1  spike 7.2")
+    assert "tokens/s" not in format_compact_line(record, None, log_throughput=False)
+    assert "skipped" not in format_compact_line(_record(), None)
+
+
+def test_the_bar_draws_nothing_before_the_first_record() -> None:
+    stream = _Terminal()
+    bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
+    stream.write("> model: 5 parameters\n")
+    assert stream.getvalue() == "> model: 5 parameters\n"
+    bar.write_iteration(_record(5))
+    bar.close()
+    assert "5/10" in stream.getvalue()
 
 
 def test_timers_follow_the_line() -> None:
@@ -149,7 +210,7 @@ def test_timers_follow_the_line() -> None:
     writer.write_iteration(_record(timer_report="max time across ranks (ms):\n    forward: 1.00"))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
-    assert lines[0].endswith("nan iterations:   0 |")
+    assert "nan iterations:   0 |" in lines[0]
     assert lines[1].startswith("max time")
 
 

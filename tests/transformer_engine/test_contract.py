@@ -57,7 +57,7 @@ class Bench:
     def engine(self) -> TransformerEngine:
         return TransformerEngine.find(self.device) if self.is_real else transformer_engine()
 
-    def context(self, precision: PrecisionConfig | None = None) -> BuildContext:
+    def context(self, precision: PrecisionConfig | None = None, is_fused: bool = True) -> BuildContext:
         topology = single_process(self.device)
         fp8 = None if precision is None else TransformerEngineFp8(self.engine, precision, topology.stage_ranks)
         return BuildContext(
@@ -65,7 +65,7 @@ class Bench:
             self.dtype,
             self.device,
             ReferenceAttention(),
-            provider=TransformerEngineProvider(self.engine),
+            provider=TransformerEngineProvider(self.engine, fuses_weight_gradient=is_fused),
             fp8=fp8,
         )
 
@@ -133,12 +133,14 @@ def gradients_by_autograd(
     return output.detach(), inputs.grad, *[gradient for gradient in gradients if gradient is not None]
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("kind", ["column", "row", "column, apply_layernorm_1p"])
-def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str) -> None:
+def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str, is_fused: bool) -> None:
     """The first microbatch overwrites what is stale, the second adds, and each is one delivery."""
     kind, _, one_plus = kind.partition(", ")
     config = replace(CONFIG, apply_layernorm_1p=bool(one_plus))
-    layer = bench.row(bench.context()) if kind == "row" else bench.column(bench.context(), config)
+    context = bench.context(is_fused=is_fused)
+    layer = bench.row(context) if kind == "row" else bench.column(context, config)
     main_grads = with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
     deliveries: list[str] = []
     for name, main_grad in main_grads.items():
@@ -158,8 +160,9 @@ def test_a_layer_adds_its_gradients_to_their_buffers(bench: Bench, kind: str) ->
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
-def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench) -> None:
-    layer = bench.row(bench.context())
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench, is_fused: bool) -> None:
+    layer = bench.row(bench.context(is_fused=is_fused))
     weight = parameters_of(layer)["linear.weight"]
     main_grad = MainGrad()
     allocated: list[Tensor] = []
@@ -178,8 +181,9 @@ def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench) -> None:
     assert bench.is_close(allocated[0], gradients_by_autograd(bench, layer, False, 0)[2])
 
 
-def test_without_a_buffer_the_gradient_goes_to_autograd(bench: Bench) -> None:
-    layer = bench.column(bench.context())
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_without_a_buffer_the_gradient_goes_to_autograd(bench: Bench, is_fused: bool) -> None:
+    layer = bench.column(bench.context(is_fused=is_fused))
     output = layer(bench.inputs())
     output.backward(bench.numbers(*output.shape, seed=100))
     for name, wanted in zip(("linear.weight", "norm.weight"), gradients_by_autograd(bench, layer, True, 0)[2:]):

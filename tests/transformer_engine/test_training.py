@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import pretrain_llama
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.precision import PrecisionConfig
 from megatron.core.backends.transformer_engine.fp8 import build_recipe

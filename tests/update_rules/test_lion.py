@@ -93,3 +93,7 @@ def test_its_steps_are_those_of_the_paper() -> None:
     # The weights before the first step are what it is the step from.
     start = (one - first) / (1 - 1e-3 * 0.1)
     torch.testing.assert_close(assemble(trace.weights[-1])[name], slow_lion(gradients, start), rtol=1e-9, atol=1e-12)
+
+
+def test_a_rule_of_unknown_scaling_does_not_support_mup() -> None:
+    assert "use adam" in str(Lion(LionFlags()).mup_obstacle())

@@ -99,10 +99,10 @@ def check_kernels(run: "RunConfig", world_size: int) -> None:
     if attention is not None and backend != "auto":
         raise ConfigError(f"{attention.flag} and --attention-backend {backend} exclude each other: remove one of them.")
     product = run.kernels.wanted("weight_gradient")
-    if run.model.transformer_impl != "local" and product is not None and product.implementation != "in_place":
+    if run.model.transformer_impl != "local" and product is not None and product.implementation == "apex":
         raise ConfigError(
-            f"{product.flag} is not supported by --transformer-impl transformer_engine, which accumulates weight "
-            "gradients in place: remove it, or use --transformer-impl local."
+            f"{product.flag} is not supported by --transformer-impl transformer_engine, which has its own kernels for "
+            "weight gradients: use --kernel weight_gradient=in_place or separate, or --transformer-impl local."
         )
     for operation in ("fp8_quantization", "fp8_weight_gradient"):
         kernel = run.kernels.wanted(operation)

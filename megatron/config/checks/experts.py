@@ -22,7 +22,8 @@ def check_experts(run: "RunConfig", world_size: int) -> None:
     if not model.num_experts:
         dependent = [field.name for field in fields(model) if field.name.startswith("moe_")]
         given = changed_flags(model, *dependent) + changed_flags(run.moe, *(field.name for field in fields(run.moe)))
-        parallel = changed_flags(run.parallel, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        # --expert-tensor-parallel-size, which divides nothing then, is among the flags without effect.
+        parallel = changed_flags(run.parallel, "expert_model_parallel_size")
         load = changed_flags(run.dry_run, "dry_run_expert_load")
         require_flag("--num-experts", False, given + parallel + load)
         return
@@ -156,7 +157,7 @@ def check_expert_layout(run: "RunConfig", world_size: int) -> None:
             "all experts: remove it."
         )
     largest = model.largest_expert_load(size)
-    if load > largest:
+    if load > max(largest, 1):
         raise ConfigError(
             f"--dry-run-expert-load {load:g} exceeds {largest:g}, the load of a rank whose experts every token chooses "
             f"with --expert-model-parallel-size {size}: lower it."

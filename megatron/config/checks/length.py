@@ -10,22 +10,28 @@ if TYPE_CHECKING:
 
 
 def check_required(run: "RunConfig", world_size: int) -> None:
-    required = {
+    required: dict[str, float | None] = {
         "--seq-length": run.data.seq_length,
         "--micro-batch-size": run.training.micro_batch_size,
-        "--lr": run.learning_rate.lr if not run.validation.skip_train else 0.0,
-        "--train-iters (or --train-samples)": run.training.train_iters or run.training.train_samples,
     }
-    for flag, value in required.items():
-        if value is None:
-            raise ConfigError(f"{flag} is missing: set it.")
+    if not run.validation.skip_train:
+        required["--lr"] = run.learning_rate.lr
+        required["--train-iters (or --train-samples)"] = run.training.train_iters or run.training.train_samples
+    missing = [flag for flag, value in required.items() if value is None]
+    if missing:
+        raise ConfigError(*(f"{flag} is missing: set it." for flag in missing))
 
 
 def check_data_source(run: "RunConfig", world_size: int) -> None:
     if not run.data.sources:
         raise ConfigError("No corpus: set --data-path to a tokenized corpus, or add --mock-data.")
+    if any(run.data.split_paths.values()) and not run.data.train_data_path and not run.validation.skip_train:
+        (first, *_) = run.data.sources
+        raise ConfigError(f"{first} needs --train-data-path: add it with the corpora to train on.")
     if run.tokenizer.tokenizer_type is None and not run.data.mock_data:
-        raise ConfigError("--tokenizer-type is missing: set it to the tokenizer of the corpus of --data-path.")
+        two_files = run.tokenizer.vocab_file is not None and run.tokenizer.merge_file is not None
+        tokenizer = "GPT2BPETokenizer, if it is the tokenizer" if two_files else "the tokenizer"
+        raise ConfigError(f"--tokenizer-type is missing: set it to {tokenizer} of the corpus of --data-path.")
     if run.tokenizer.tokenizer_type is None and run.mock_vocab_size is None:
         raise ConfigError(
             "--mock-data without a tokenizer needs a vocabulary size: add --vocab-size, or a Llama 2 or 3 preset with "
@@ -72,6 +78,21 @@ def check_data_stage(run: "RunConfig", world_size: int) -> None:
         raise ConfigError(
             f"--new-data-stage {run.data.new_data_stage} and --skip-train exclude each other: remove one of them."
         )
+
+
+def check_validation_sets(run: "RunConfig", world_size: int) -> None:
+    for flag in changed_flags(run.validation, "full_validation", "multiple_validation_sets"):
+        if run.data.mock_data:
+            raise ConfigError(f"{flag} needs corpora, and --mock-data has none: remove one of them.")
+
+
+def check_evaluation_of_average(run: "RunConfig", world_size: int) -> None:
+    if not run.validation.eval_ema:
+        return
+    if run.validation.skip_train and run.checkpoint.load is None:
+        raise ConfigError("--eval-ema with --skip-train needs a checkpoint with a moving average: add --load.")
+    if not run.validation.skip_train and run.optimizer.ema_decay is None:
+        raise ConfigError("--eval-ema needs a moving average of the weights: add --ema-decay.")
 
 
 def check_evaluation_batch(run: "RunConfig", world_size: int) -> None:

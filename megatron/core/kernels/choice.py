@@ -53,6 +53,10 @@ class Choice:
     operation: str
     implementation: str
     reason: str
+    is_forced: bool = False
+    """Whether a flag asked for it."""
+    is_stand_in: bool = False
+    """Whether a better one is not available here."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,10 @@ class Candidate(Generic[T]):
     cost: str = ""
     """What it costs in this run, for the log; empty if nothing is to be said."""
 
-    def choice(self, operation: str, reason: str) -> Choice:
+    def choice(self, operation: str, reason: str, is_forced: bool = False, is_stand_in: bool = False) -> Choice:
         """The choice of this candidate."""
-        return Choice(operation, self.name, f"{reason}; {self.cost}" if self.cost else reason)
+        reason = f"{reason}; {self.cost}" if self.cost else reason
+        return Choice(operation, self.name, reason, is_forced, is_stand_in)
 
 
 def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | None) -> tuple[T, Choice]:
@@ -91,14 +96,14 @@ def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | 
             obstacles.append(f"{candidate.name}: {error}")
             continue
         passed_over = f" (not {'; not '.join(obstacles)})" if obstacles else ""
-        return made, candidate.choice(operation, candidate.merit + passed_over)
+        return made, candidate.choice(operation, candidate.merit + passed_over, is_stand_in=bool(obstacles))
     raise ConfigError(f"No implementation of {operation} is available: {'; '.join(obstacles)}.")
 
 
 def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted) -> tuple[T, Choice]:
     candidate = next(candidate for candidate in candidates if candidate.name == wanted.implementation)
     try:
-        return candidate.make(), candidate.choice(operation, f"asked for by {wanted.flag}")
+        return candidate.make(), candidate.choice(operation, f"asked for by {wanted.flag}", is_forced=True)
     except Unavailable as error:
         available = [other.name for other in candidates if other is not candidate and _is_available(other)]
         raise ConfigError(

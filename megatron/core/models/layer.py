@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
+from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
@@ -60,6 +61,14 @@ class BuildContext(LayerContext):
     kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
     experts: ExpertParallel | None = field(default=None, kw_only=True)
     """What mixture-of-experts layers share; None for a model without them."""
+    cache: KeyValueCache | None = field(default=None, kw_only=True)
+    """Keys and values of earlier tokens, for generation; None: every pass has whole sequences."""
+
+    def attention(self, layer: int, has_chunks: bool) -> Attention:
+        """The attention of layer number ``layer``, with chunks or without."""
+        if self.cache is not None:
+            return self.cache.attention(has_chunks, self.attention_kernel)
+        return self.context_parallel.attention(layer, self.attention_kernel)
 
     def of_layer(self, layer: int, num_layers: int) -> "BuildContext":
         """The context of one layer: the first and last layers may be excluded from FP8."""
@@ -82,7 +91,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.epsilon, self.is_zero_centered = config.norm_epsilon, config.apply_layernorm_1p
         self.kernel = context.kernels.rms_norm
-        info = context.gain(name, size, self.is_zero_centered, gradient_is_partial)
+        info = context.gain(name, size, self.is_zero_centered, gradient_is_partial, config.width_mult)
         self.weight = context.empty_parameter(info)
 
     def forward(self, x: Tensor, quantization: DelayedQuantization | None = None) -> Tensor | QuantizedActivation:
@@ -145,11 +154,15 @@ class LocalProvider:
     ) -> nn.Module:
         return NormLinear(
             RMSNorm(norm, config.hidden_size, config, context),
-            ColumnParallelLinear(name, config.hidden_size, output_sections, context, config.init_method_std),
+            ColumnParallelLinear(
+                name, config.hidden_size, output_sections, context, config.hidden_init_std, config.width_mult
+            ),
         )
 
     def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: BuildContext) -> nn.Module:
-        return RowParallelLinear(name, input_size, config.hidden_size, context, config.residual_init_std)
+        return RowParallelLinear(
+            name, input_size, config.hidden_size, context, config.residual_init_std, config.width_mult
+        )
 
 
 @dataclass(frozen=True)
@@ -211,13 +224,15 @@ class SelfAttention(nn.Module):
         self.norm_qkv = context.provider.norm_linear(
             f"layers.{layer}.input_layernorm", f"{name}.linear_qkv", sections, config, context
         )
-        self.qkv_bias = Bias(f"{name}.linear_qkv", sections, context) if config.add_qkv_bias else nn.Identity()
+        self.qkv_bias: nn.Module = nn.Identity()
+        if config.add_qkv_bias:
+            self.qkv_bias = Bias(f"{name}.linear_qkv", sections, context, config.width_mult)
         self.qk_norm = HeadNorm(name, self.shape, config, context) if config.qk_layernorm else nn.Identity()
         has_rope = config.rope_layers()[layer]
         self.embed_positions = RotaryPositions(self.shape, config, context) if has_rope else NoPositions(self.shape)
         self.attend_proj = AttentionProjection(
             self.shape,
-            context.context_parallel.attention(layer, context.attention_kernel),
+            context.attention(layer, has_chunks=has_rope and config.attention_chunk_size is not None),
             context.provider.row_linear(f"{name}.linear_proj", config.query_size, config, context),
         )
 
@@ -284,11 +299,12 @@ class SharedExperts(nn.Module):
 
     def __init__(self, name: str, width: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
+        hidden, width_mult = config.hidden_size, config.width_mult
         self.linear_fc1 = ColumnParallelLinear(
-            f"{name}.linear_fc1", config.hidden_size, (width, width), context, config.init_method_std
+            f"{name}.linear_fc1", hidden, (width, width), context, config.hidden_init_std, width_mult
         )
         linear_fc2 = RowParallelLinear(
-            f"{name}.linear_fc2", width, config.hidden_size, context, config.residual_init_std
+            f"{name}.linear_fc2", width, hidden, context, config.residual_init_std, width_mult
         )
         self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
 

@@ -69,6 +69,7 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
         config.micro_batch_size,
         config.pipeline.overlap_p2p_communication,
         documents,
+        config.training.z_loss_multiplier,
     )
     # Gradient buffers, ZeRO and FSDP replace the weights' memory, so they come last.
     formats = number_formats(config.precision, config.optimizer)
@@ -93,7 +94,7 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int,
             topology.context_parallel_levels(config.parallel.hierarchical_context_parallel_sizes),
         ),
         fp8=build_fp8(config, topology, kernels),
-        provider=layer_provider(kernels, tensor_parallel),
+        provider=layer_provider(config, kernels, tensor_parallel),
         weights_device=weights_device(config, topology),
         experts=build_experts(architecture, config.moe, topology, config.dry_run.dry_run_expert_load),
     )
@@ -163,12 +164,14 @@ def build_experts(
     )
 
 
-def layer_provider(kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
+def layer_provider(config: RunConfig, kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
     if kernels.engine is None:
         return LocalProvider()
     from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
 
-    return TransformerEngineProvider(kernels.engine, overlaps=tensor_parallel.has_overlap)
+    wanted = config.kernels.wanted("weight_gradient")
+    is_fused = wanted is None or wanted.implementation == "in_place"
+    return TransformerEngineProvider(kernels.engine, tensor_parallel.has_overlap, fuses_weight_gradient=is_fused)
 
 
 def weights_device(config: RunConfig, topology: Topology) -> torch.device | None:
@@ -269,8 +272,11 @@ def build_executor(
     micro_batch_size: int,
     overlap: bool = True,
     documents: ReadDocuments | None = None,
+    z_loss_multiplier: float | None = None,
 ) -> PipelineExecutor:
     """The executor of this rank's chunks. Collective over the pipeline: it creates process groups."""
+    if model.output_layer is not None:
+        model.output_layer.has_z_loss = z_loss_multiplier is not None
     return PipelineExecutor(
         model.transformer_chunks,
         None if model.output_layer is None else model.output_layer.token_losses,
@@ -282,6 +288,7 @@ def build_executor(
         overlap,
         documents,
         chunks_loss=model.output_layer is not None and model.output_layer.loss_chunk_size is not None,
+        z_loss_multiplier=z_loss_multiplier,
     )
 
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -40,7 +41,10 @@ class PositionTables:
 
     def __call__(self, length: int, rows: int, documents: Documents | None = None) -> SequencePositions:
         """For this rank's ``length`` positions of ``rows`` sequences: rotations ``[length, 1, 1, head size / 2]``,
-        complex; if positions restart at each document, ``[length, b, 1, head size / 2]``."""
+        complex; if positions restart at each document, ``[length, b, 1, head size / 2]``. With a cache, for the
+        positions that it gives."""
+        if self._context.cache is not None:
+            return self._with_spans(self._tables(self._context.cache.positions), rows, None)
         if documents is not None and documents.resets_positions:
             positions = documents.positions()[self._context.context_parallel.split.positions(documents.starts.shape[1])]
             return self._with_spans(self._tables(positions), rows, documents)
@@ -76,10 +80,13 @@ class OutputLayer(nn.Module):
 
     loss_chunk_size: int | None = None
     """Tokens whose logits are computed at a time for the loss; None: all."""
+    has_z_loss: bool = False
+    """Whether losses are ``[2, b, s/cp]``, the cross entropy and the squared log-sum-exp of the logits."""
 
     def __init__(self, config: TransformerConfig, context: BuildContext, output_layer: VocabParallelWeight) -> None:
         super().__init__()
         self.config, self.context = config, context
+        self.multiplier = config.output_multiplier
         # The weight gradient is never deferred: that would keep the gradient of the logits, which is larger than all
         # saved tensors of a layer.
         gemm = PlainGemm(context.weight_gradient)
@@ -90,9 +97,11 @@ class OutputLayer(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included.
 
-        With ``labels`` ``[b, s/cp]`` to the loss of every token, ``[b, s/cp]``, without the logits of all tokens.
+        With ``labels`` ``[b, s/cp]`` to the :meth:`token_losses`, without the logits of all tokens.
         """
         normed, weight = self.final_layernorm(hidden), self.vocab_weight.weight
+        if self.multiplier != 1.0:
+            normed = normed * self.multiplier  # smaller than the logits
         if labels is not None:
             return self._chunked_losses(normed, weight, labels)
         logits: Tensor = LinearFunction.apply(normed, weight, self.op, self.op.input_layout(), False)
@@ -109,21 +118,31 @@ class OutputLayer(nn.Module):
             self.context.kernels.cross_entropy,
         )
         kernel = self.context.weight_gradient or SeparateWeightGradient()
-        return chunked_cross_entropy(
-            normed, weight, labels.t(), ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
-        ).t()
+        return self._losses(
+            *chunked_cross_entropy(
+                normed, weight, labels.t(), ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
+            )
+        )
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``."""
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            labels.t(),
-            self.vocab_weight.first_id,
-            self.config.vocab_size,
-            self.context.parallel.communicator,
-            self.context.kernels.cross_entropy,
+        """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``; with
+        ``has_z_loss`` ``[2, b, s]``."""
+        return self._losses(
+            *vocab_parallel_cross_entropy(
+                logits,
+                labels.t(),
+                self.vocab_weight.first_id,
+                self.config.vocab_size,
+                self.context.parallel.communicator,
+                self.context.kernels.cross_entropy,
+            )
         )
-        return loss.t()
+
+    def _losses(self, cross_entropy: Tensor, log_sum_exp: Tensor) -> Tensor:
+        """From ``[s, b]`` to the losses that :meth:`token_losses` returns."""
+        if not self.has_z_loss:
+            return cross_entropy.t()
+        return torch.stack((cross_entropy.t(), log_sum_exp.t().square()))
 
 
 class TransformerChunk(nn.Module):

@@ -35,7 +35,13 @@ class ExpertShard:
     etp_size: int = 1
 
     def column_weight(
-        self, name: str, num_experts: int, input_size: int, sections: Sequence[int], init_std: float
+        self,
+        name: str,
+        num_experts: int,
+        input_size: int,
+        sections: Sequence[int],
+        init_std: float,
+        width_mult: float = 1.0,
     ) -> ParameterInfo:
         """The facts of the weight ``[E_l out/etp, in]`` of the column-parallel layer ``name``. The rows of each expert
         are ``sections``, of which every rank has its part."""
@@ -45,15 +51,22 @@ class ExpertShard:
         else:
             sections = tuple(sections) * local
         _, local_shape, boxes = sharded_boxes(sections, (input_size,), self.etp_rank, self.etp_size)
-        return self._info(name, (sum(sections) * self.ep_size, input_size), local_shape, boxes, init_std)
+        global_shape = sum(sections) * self.ep_size, input_size
+        return self._info(name, global_shape, local_shape, boxes, init_std, width_mult)
 
     def row_weight(
-        self, name: str, num_experts: int, input_size: int, output_size: int, init_std: float
+        self,
+        name: str,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        init_std: float,
+        width_mult: float = 1.0,
     ) -> ParameterInfo:
         """The facts of the weight ``[E_l out, in/etp]`` of the row-parallel layer ``name``."""
         rows = num_experts // self.ep_size * output_size
         _, local_shape, boxes = columns_box(rows, input_size, self.etp_rank, self.etp_size)
-        return self._info(name, (rows * self.ep_size, input_size), local_shape, boxes, init_std)
+        return self._info(name, (rows * self.ep_size, input_size), local_shape, boxes, init_std, width_mult)
 
     def _info(
         self,
@@ -62,6 +75,7 @@ class ExpertShard:
         local_shape: tuple[int, ...],
         boxes: tuple[Box, ...],
         init_std: float,
+        width_mult: float,
     ) -> ParameterInfo:
         """``boxes`` are counted from this rank's first expert."""
         first_row = global_shape[0] // self.ep_size * self.ep_rank
@@ -77,6 +91,8 @@ class ExpertShard:
             weight_decay=True,
             tensor_parallel_sharded=True,
             is_expert=True,
+            fan_in_mult=width_mult,
+            fan_out_mult=width_mult,
         )
 
 
@@ -165,8 +181,12 @@ class Experts(nn.Module):
         super().__init__()
         experts, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
         assert experts is not None and width is not None
-        fc1 = shard.column_weight(f"{name}.linear_fc1", experts, hidden, (width, width), config.init_method_std)
-        fc2 = shard.row_weight(f"{name}.linear_fc2", experts, width, hidden, config.residual_init_std)
+        fc1 = shard.column_weight(
+            f"{name}.linear_fc1", experts, hidden, (width, width), config.hidden_init_std, config.width_mult
+        )
+        fc2 = shard.row_weight(
+            f"{name}.linear_fc2", experts, width, hidden, config.residual_init_std, config.width_mult
+        )
         self.linear_fc1 = GroupedLinear(fc1, context, kernels.grouped_gemm)
         linear_fc2 = GroupedLinear(fc2, context, kernels.grouped_gemm)
         self.swiglu_fc2 = GroupedSwiGLULinear(kernels.swiglu, linear_fc2)

@@ -72,7 +72,15 @@ class Router(nn.Module):
         self.balance, self.with_loss = parallel.balance.add_router(layer), parallel.balance.with_loss
         layout = sharded_boxes((self.rule.num_experts,), (config.hidden_size,), rank=0, size=1)
         is_partial = context.parallel.sequence_parallel
-        info = ParameterInfo(f"{name}.weight", *layout, config.init_method_std, True, False, is_partial)
+        info = ParameterInfo(
+            f"{name}.weight",
+            *layout,
+            config.router_init_std,
+            weight_decay=True,
+            tensor_parallel_sharded=False,
+            gradient_is_partial=is_partial,
+            fan_in_mult=config.width_mult,
+        )
         self.weight = context.empty_parameter(info)
 
     def forward(self, tokens: Tensor, num_sequences: int) -> Routing:

@@ -4,7 +4,8 @@ Shards whose weights have the master weights' dtype are their own master weights
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +15,14 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels
+from megatron.core.optimizer.weight_average import WeightAverage
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.core.topology import Topology
 from megatron.update_rules.registry import build_rule
 from megatron.update_rules.rule import Group, Shard, UpdateContext, UpdateRule
+
+AVERAGE = "ema"
+"""The kind of the state that holds the moving average of the weights."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class _GroupKey:
     rule: UpdateRule
     decays: bool
     is_vocabulary: bool
+    learning_rate_factor: float
 
 
 class Optimizer:
@@ -103,6 +109,7 @@ class Optimizer:
             torch.empty(0, dtype=master_dtype, device=topology.device),
         )
         self._groups = self._grouped(config.weight_decay)
+        self._average = None if config.ema_decay is None else WeightAverage(config.ema_decay, self._masters)
         # Ranks without a shard bind and update as well: a rule may communicate.
         rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
         self._updates = [
@@ -113,7 +120,8 @@ class Optimizer:
         groups: dict[_GroupKey, Group] = {}
         for shard in self._shards:
             info = shard.info
-            key = _GroupKey(self._rule.rule_for(info), info.weight_decay, info.is_vocabulary)
+            rule = self._rule.rule_for(info)
+            key = _GroupKey(rule, info.weight_decay, info.is_vocabulary, rule.learning_rate_factor(info))
             group = groups.setdefault(key, Group([], weight_decay if info.weight_decay else 0.0))
             group.shards.append(shard)
         return groups
@@ -136,7 +144,7 @@ class Optimizer:
         if factor != 1.0 and self._param_shards:
             torch._foreach_mul_([shard.gradient for shard in self._param_shards], factor)
         for key, group in self._groups.items():
-            group.learning_rate = hyperparameters.learning_rate
+            group.learning_rate = hyperparameters.learning_rate * key.learning_rate_factor
             if hyperparameters.vocabulary_learning_rate is not None and key.is_vocabulary:
                 group.learning_rate = hyperparameters.vocabulary_learning_rate
             if hyperparameters.weight_decay is not None and key.decays:
@@ -144,6 +152,8 @@ class Optimizer:
         self.num_steps += 1
         for update in self._updates:
             update(self.num_steps)
+        if self._average is not None:
+            self._average.update()
         self.publish()
         return StepResult(grad_norm, is_applied=True, metrics={"grad_norm": grad_norm})
 
@@ -164,6 +174,31 @@ class Optimizer:
         for shard, master in zip(self._param_shards, self._masters):
             if shard.weight is not master:
                 master.copy_(shard.weight)
+
+    @property
+    def averages(self) -> Sequence[Tensor]:
+        """The moving average of every shard of the data parallelism; empty without ``--ema-decay``."""
+        return () if self._average is None else self._average.averages
+
+    def reset_average(self) -> None:
+        """Let the moving average, if there is one, begin with the current weights."""
+        if self._average is not None:
+            self._average.reset()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model the moving average instead of the weights, for an evaluation; a collective.
+
+        After an error the optimizer has its weights again, but not the model: publishing them is a collective.
+        """
+        assert self._average is not None
+        self._average.exchange()
+        try:
+            self.publish()
+            yield
+        finally:
+            self._average.exchange()
+        self.publish()
 
     def global_norm(self, tensors: list[Tensor]) -> float:
         """L2 norm over the ``tensors`` of all ranks with different shards."""
@@ -193,12 +228,15 @@ class Optimizer:
                 yield OptimizerState("master", shard.info, shard.start, updated.weight)
             for kind, tensor in updated.state.items():
                 yield OptimizerState(kind, shard.info, shard.start, tensor)
+        for shard, average in zip(self._param_shards, self.averages):
+            yield OptimizerState(AVERAGE, shard.info, shard.start, average)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of master weights and moments on this rank."""
-        sizes = {"master weights": 0, "moments": 0}
+        """Bytes of master weights, moments and moving average on this rank."""
+        names = {"master": "master weights", AVERAGE: "moving average"}
+        sizes = {"master weights": 0, "moments": 0, "moving average": 0}
         for state in self.state():
-            sizes["master weights" if state.kind == "master" else "moments"] += state.tensor.nbytes
+            sizes[names.get(state.kind, "moments")] += state.tensor.nbytes
         return sizes
 
 

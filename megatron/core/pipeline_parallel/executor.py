@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.p2p import Channels, P2PCommunicator, open_channels
-from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.core.pipeline_parallel.recorder import Recorder
 from megatron.schedules.launch_queue import needs_receives_ahead
 from megatron.schedules.schedule import Action, Schedule, Step
 from megatron.schedules.verifier import verify
@@ -31,14 +31,15 @@ ReadDocuments = Callable[[Tensor], Documents]
 
 
 class Chunk(Protocol):
-    """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to the loss
-    of every token ``[b, s]``."""
+    """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to what
+    :data:`TokenLosses` returns."""
 
     def __call__(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor: ...
 
 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``."""
+"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``; under a z-loss to ``[2, b, s]``, the cross
+entropy and the squared log-sum-exp."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class PipelineExecutor:
 
     ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the output layer. With ``chunks_loss``
     the last chunk of the model computes the losses itself. With ``documents`` every stage reads microbatches, else only
-    those at the ends of the model.
+    those at the ends of the model. ``z_loss_multiplier`` times the squared log-sum-exp is added to the loss of every
+    token (PaLM, arXiv 2204.02311, section 5).
     """
 
     def __init__(
@@ -75,13 +77,14 @@ class PipelineExecutor:
         overlap: bool = True,
         documents: ReadDocuments | None = None,
         chunks_loss: bool = False,
+        z_loss_multiplier: float | None = None,
     ) -> None:
-        self.documents, self.chunks_loss = documents, chunks_loss
+        self.documents, self.chunks_loss, self.z_loss_multiplier = documents, chunks_loss, z_loss_multiplier
         self.chunks, self.token_losses, self.stage = chunks, token_losses, stage
         self.channels, self.activations, self.overlap = channels, activations, overlap
         self.weight_gradients = weight_gradients
-        self.recorder: ActionRecorder | None = None
-        """Records when each action runs, if set."""
+        self.recorder: Recorder | None = None
+        """Records each action, if set."""
         self._schedule = lru_cache(maxsize=8)(partial(_verified, schedule))
         self.placement = self.schedule(1).placement
         open_channels(self.placement, stage, channels, activations.device)
@@ -93,6 +96,11 @@ class PipelineExecutor:
         mine = {self.placement.virtual_stage(self.stage, chunk) for chunk in chunks}
         return mine if self.documents is not None else mine & {0, self.placement.num_virtual_stages - 1}
 
+    @property
+    def num_sums(self) -> int:
+        """How many sums :meth:`train` returns."""
+        return 2 if self.z_loss_multiplier is None else 3
+
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
         """The verified schedule of ``num_microbatches``."""
         return self._schedule(num_microbatches, forward_only)
@@ -100,8 +108,9 @@ class PipelineExecutor:
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
         """Forward and backward over ``num_microbatches``; stages with neither embedding nor output layer read none.
 
-        Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the losses of the
-        unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer.
+        Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the cross entropy of
+        the unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer. Under a z-loss
+        ``[3]``: also the sum of the squared log-sum-exp, without the multiplier.
         """
         run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
         perform = {"F": run.forward, "B": run.backward, "W": run.weight}
@@ -116,7 +125,7 @@ class PipelineExecutor:
         A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
         """
         at_once = max(1, 2 * self.placement.num_stages // self.placement.num_chunks)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.activations.device)
+        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.activations.device)
         for first in range(0, num_microbatches, at_once):
             schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
             run = _Evaluation(self, schedule, microbatches)
@@ -188,7 +197,7 @@ class _Pass:
         self.readers = executor.readers
         self.feed = _Feed(microbatches, len(self.readers), activations.device)
         self.p2p = P2PCommunicator(executor.channels, activations.empty)
-        self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
+        self.sums = torch.zeros(executor.num_sums, dtype=torch.float64, device=activations.device)
 
     def steps(self) -> Iterator[Step]:
         """The stage's actions, to be performed in order; with overlap, the next one's input is received meanwhile."""
@@ -244,10 +253,14 @@ class _Pass:
         """The summed loss of the unmasked tokens, which it adds to the sums together with their number."""
         assert self.executor.token_losses is not None
         losses = logits if self.chunk_returns_losses else self.executor.token_losses(logits, microbatch["labels"])
-        mask = microbatch["loss_mask"].to(losses.dtype)
-        total = (losses * mask).sum()
-        self.sums += torch.stack((total.detach(), mask.sum())).double()
-        return total
+        mask, multiplier = microbatch["loss_mask"].to(losses.dtype), self.executor.z_loss_multiplier
+        if multiplier is None:
+            total = (losses * mask).sum()
+            self.sums += torch.stack((total.detach(), mask.sum())).double()
+            return total
+        cross_entropy, squares = (losses * mask).sum(dim=(1, 2))  # [2, b, s] -> [2]
+        self.sums += torch.stack((cross_entropy.detach(), mask.sum(), squares.detach())).double()
+        return cross_entropy + multiplier * squares
 
 
 class _Evaluation(_Pass):

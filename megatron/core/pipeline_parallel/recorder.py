@@ -2,12 +2,28 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
 from megatron.schedules.schedule import Action
 from megatron.schedules.simulator import Span
+
+
+class Recorder(Protocol):
+    """Is told what runs as which action."""
+
+    def span(self, stage: int, action: Action) -> AbstractContextManager[None]: ...
+
+
+class NamedActions:
+    """Names the actions in traces of torch's profiler and of nsys: ``F`` or ``B`` or ``W``, microbatch, chunk."""
+
+    @contextmanager
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        with torch.profiler.record_function(str(action)):
+            yield
 
 
 class ActionRecorder:

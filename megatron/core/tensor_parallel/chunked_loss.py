@@ -16,7 +16,7 @@ from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.matmul import WeightGradientKernel, linear
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.cross_entropy import ShardLabels, VocabularyShard
+from megatron.core.tensor_parallel.cross_entropy import ShardLabels, TokenGradients, VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ class _ChunkedGradients:
     log_sum_exp: Tensor
     """``[n]``, over the whole vocabulary."""
     labels: ShardLabels
-    gradient: Tensor
-    """The gradient of the losses, ``[n]``."""
+    gradients: TokenGradients
     grad_hidden: Tensor
     """``[n, h]``: this rank's part of the sum over the tensor-parallel ranks."""
 
@@ -67,7 +66,7 @@ class _ChunkedGradients:
             chunk = self.hidden[rows]  # [m, h]
             logits = linear(chunk, self.weight)  # [m, v/tp]
             self.output_layer.shard.write_gradient(
-                logits, self.log_sum_exp[rows], self.labels[rows], self.gradient[rows]
+                logits, self.log_sum_exp[rows], self.labels[rows], self.gradients[rows]
             )
             self.grad_hidden[rows] = linear(logits, self.weight.t())
             self.output_layer.weight_gradient.write(buffer, logits, chunk, accumulate)
@@ -79,7 +78,9 @@ class _ChunkedLoss(Function):
     """Saves its input, and for every token the log-sum-exp and the label's column."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer
+    ) -> tuple[Tensor, Tensor]:
         tokens, found, matrix = output_layer.gather(hidden.detach()), output_layer.shard.labels(labels), weight.detach()
         parts = [
             output_layer.shard.statistics(linear(tokens[rows], matrix), found[rows])
@@ -89,10 +90,11 @@ class _ChunkedLoss(Function):
         losses, log_sum_exp = output_layer.shard.losses(local_log_sum_exp, label_logits)
         ctx.save_for_backward(hidden, log_sum_exp, found.columns, found.is_outside)
         ctx.weight, ctx.output_layer = weight, output_layer
-        return losses.view(labels.shape)
+        ctx.set_materialize_grads(False)
+        return losses.view(labels.shape), log_sum_exp.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, log_sum_exp, columns, is_outside = ctx.saved_tensors
         output_layer: ChunkedOutputLayer = ctx.output_layer
         tokens = output_layer.gather(hidden.detach())  # [n, h]
@@ -103,7 +105,7 @@ class _ChunkedLoss(Function):
             ctx.weight.detach(),
             log_sum_exp,
             ShardLabels(columns, is_outside),
-            gradients[0].flatten(),
+            TokenGradients.of(*gradients),
             grad_hidden,
         )
         grad_weight = accumulate_main_grad(ctx.weight, product)
@@ -111,11 +113,13 @@ class _ChunkedLoss(Function):
         return output_layer.parallel.reduce_output(grad_tokens).wait(), grad_weight, None, None
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer) -> Tensor:
-    """Negative log likelihood of ``labels`` ``[s/cp, b]`` per token, in fp32 or wider, on every rank, from ``hidden``
-    ``[s/(cp tp), b, h]`` and the output layer's ``weight`` ``[v/tp, h]``.
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, output_layer: ChunkedOutputLayer
+) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of ``labels`` ``[s/cp, b]`` and log-sum-exp of the logits per token, in fp32 or wider, on
+    every rank, from ``hidden`` ``[s/(cp tp), b, h]`` and the output layer's ``weight`` ``[v/tp, h]``.
 
     Equal to :func:`~megatron.core.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy` of the logits.
     """
-    losses: Tensor = _ChunkedLoss.apply(hidden, weight, labels, output_layer)
-    return losses
+    results: tuple[Tensor, Tensor] = _ChunkedLoss.apply(hidden, weight, labels, output_layer)
+    return results

@@ -67,30 +67,59 @@ class VocabularyShard:
             log_sum_exp = maximum + self.ranks.all_reduce((log_sum_exp - maximum).exp_()).log_()
         return log_sum_exp - self.ranks.all_reduce(label_logits), log_sum_exp
 
-    def write_gradient(self, logits: Tensor, log_sum_exp: Tensor, labels: ShardLabels, gradient: Tensor) -> None:
-        """Overwrite ``logits`` ``[n, v/tp]`` with their gradient, where ``gradient`` ``[n]`` is the losses'."""
+    def write_gradient(
+        self, logits: Tensor, log_sum_exp: Tensor, labels: ShardLabels, gradients: "TokenGradients"
+    ) -> None:
+        """Overwrite ``logits`` ``[n, v/tp]`` with their gradient."""
         logits[:, self.width :] = 0.0
-        at_label = -gradient.masked_fill(labels.is_outside, 0.0)
-        self.kernel.write_gradient(logits[:, : self.width], log_sum_exp, labels.columns, gradient, at_label)
+        at_label = -gradients.loss.masked_fill(labels.is_outside, 0.0)
+        # The derivative of the log-sum-exp is the probabilities, that of the loss is the same minus one at the label.
+        self.kernel.write_gradient(
+            logits[:, : self.width], log_sum_exp, labels.columns, gradients.of_probabilities, at_label
+        )
+
+
+@dataclass(frozen=True)
+class TokenGradients:
+    """The gradients of the losses and of the log-sum-exp of ``n`` tokens."""
+
+    loss: Tensor
+    """``[n]``."""
+    log_sum_exp: Tensor | None
+    """``[n]``; None if only the losses were used."""
+
+    @classmethod
+    def of(cls, loss: Tensor, log_sum_exp: Tensor | None) -> "TokenGradients":
+        """From gradients of any shape."""
+        return cls(loss.flatten(), None if log_sum_exp is None else log_sum_exp.flatten())
+
+    @property
+    def of_probabilities(self) -> Tensor:
+        """The factor of each token's probabilities in the gradient of its logits, ``[n]``."""
+        return self.loss if self.log_sum_exp is None else self.loss + self.log_sum_exp
+
+    def __getitem__(self, rows: slice) -> "TokenGradients":
+        return TokenGradients(self.loss[rows], None if self.log_sum_exp is None else self.log_sum_exp[rows])
 
 
 class _VocabParallelCrossEntropy(Function):
     """Saves the logits and the log-sum-exp of each token; backward overwrites the logits with their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
         flat, found = logits.detach().flatten(0, -2), shard.labels(labels)
         losses, log_sum_exp = shard.losses(*shard.statistics(flat, found))
         ctx.save_for_backward(logits, log_sum_exp, found.columns, found.is_outside)
         ctx.shard = shard
-        return losses.view(labels.shape)
+        ctx.set_materialize_grads(False)
+        return losses.view(labels.shape), log_sum_exp.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         logits, log_sum_exp, columns, is_outside = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
         flat = logits.detach().flatten(0, -2)  # [n, v/tp], padding included
-        shard.write_gradient(flat, log_sum_exp, ShardLabels(columns, is_outside), gradients[0].flatten())
+        shard.write_gradient(flat, log_sum_exp, ShardLabels(columns, is_outside), TokenGradients.of(*gradients))
         return flat.view(logits.shape), None, None
 
 
@@ -101,12 +130,13 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ranks: Communicator,
     kernel: CrossEntropyKernel | None = None,
-) -> Tensor:
-    """Negative log likelihood of ``labels`` ``[...]`` per token, in fp32 or wider, on every rank.
+) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of ``labels`` ``[...]`` and log-sum-exp of the logits per token, in fp32 or wider, on
+    every rank.
 
     ``logits`` ``[..., v/tp]`` start at the id ``first_id``; ids from ``vocab_size`` on are padding. Backward overwrites
-    the logits, so it can run once.
+    the logits, so it can run once. The log-sum-exp may be left unused, the losses may not.
     """
     shard = VocabularyShard.of(logits.shape[-1], first_id, vocab_size, ranks, kernel or EagerCrossEntropy())
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, shard)
-    return loss
+    results: tuple[Tensor, Tensor] = _VocabParallelCrossEntropy.apply(logits, labels, shard)
+    return results

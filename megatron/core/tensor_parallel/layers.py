@@ -21,6 +21,7 @@ from megatron.core.ops.fp8 import E4M3, DelayedQuantization
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
 from megatron.core.ops.quantized import Layout, QuantizedActivation, QuantizedTensor
 from megatron.core.parameter import (
+    Division,
     ParameterInfo,
     TiedEnd,
     columns_box,
@@ -179,19 +180,38 @@ class LayerContext:
         return LinearOp(self.parallel, gemm, self.weight_gradients, is_column)
 
     def column_weight(
-        self, name: str, input_size: int, output_sections: Sequence[int], init_std: float
+        self, name: str, input_size: int, output_sections: Sequence[int], init_std: float, width_mult: float = 1.0
     ) -> ParameterInfo:
         """The facts of the weight ``[out/tp, in]`` of the column-parallel layer ``name``."""
         layout = sharded_boxes(output_sections, (input_size,), self.parallel.rank, self.parallel.size)
-        return ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
+        return self._matrix(name, layout, init_std, width_mult)
 
-    def row_weight(self, name: str, input_size: int, output_size: int, init_std: float) -> ParameterInfo:
+    def row_weight(
+        self, name: str, input_size: int, output_size: int, init_std: float, width_mult: float = 1.0
+    ) -> ParameterInfo:
         """The facts of the weight ``[out, in/tp]`` of the row-parallel layer ``name``."""
         layout = columns_box(output_size, input_size, self.parallel.rank, self.parallel.size)
-        return ParameterInfo(f"{name}.weight", *layout, init_std, weight_decay=True, tensor_parallel_sharded=True)
+        return self._matrix(name, layout, init_std, width_mult)
+
+    def _matrix(self, name: str, division: Division, init_std: float, width_mult: float) -> ParameterInfo:
+        """The facts of a matrix whose two dims grow with the width."""
+        return ParameterInfo(
+            f"{name}.weight",
+            *division,
+            init_std,
+            weight_decay=True,
+            tensor_parallel_sharded=True,
+            fan_in_mult=width_mult,
+            fan_out_mult=width_mult,
+        )
 
     def gain(
-        self, name: str, size: int, is_zero_centered: bool, gradient_is_partial: bool | None = None
+        self,
+        name: str,
+        size: int,
+        is_zero_centered: bool,
+        gradient_is_partial: bool | None = None,
+        width_mult: float = 1.0,
     ) -> ParameterInfo:
         """The facts of the weight ``[size]`` of the norm ``name``, the gain or, if ``is_zero_centered``, the gain minus
         one. By default its gradient is partial under sequence parallelism, where each rank has its part of the
@@ -200,7 +220,15 @@ class LayerContext:
             gradient_is_partial = self.parallel.sequence_parallel
         layout = sharded_boxes((size,), (), rank=0, size=1)
         init_std = 0.0 if is_zero_centered else None
-        return ParameterInfo(f"{name}.weight", *layout, init_std, False, False, gradient_is_partial=gradient_is_partial)
+        return ParameterInfo(
+            f"{name}.weight",
+            *layout,
+            init_std,
+            weight_decay=False,
+            tensor_parallel_sharded=False,
+            gradient_is_partial=gradient_is_partial,
+            fan_out_mult=width_mult,
+        )
 
 
 class _ParallelLinear(nn.Module):
@@ -232,17 +260,31 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def __init__(
-        self, name: str, input_size: int, output_sections: Sequence[int], context: LayerContext, init_std: float
+        self,
+        name: str,
+        input_size: int,
+        output_sections: Sequence[int],
+        context: LayerContext,
+        init_std: float,
+        width_mult: float = 1.0,
     ) -> None:
-        info = context.column_weight(name, input_size, output_sections, init_std)
+        info = context.column_weight(name, input_size, output_sections, init_std, width_mult)
         super().__init__(name, info, context, is_column=True)
 
 
 class RowParallelLinear(_ParallelLinear):
     """``y = x W^T`` with the inputs divided over the ranks: ``[s, b, in/tp] -> [s(/tp), b, out]``."""
 
-    def __init__(self, name: str, input_size: int, output_size: int, context: LayerContext, init_std: float) -> None:
-        info = context.row_weight(name, input_size, output_size, init_std)
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        context: LayerContext,
+        init_std: float,
+        width_mult: float = 1.0,
+    ) -> None:
+        info = context.row_weight(name, input_size, output_size, init_std, width_mult)
         super().__init__(name, info, context, is_column=False)
 
 
@@ -262,11 +304,20 @@ class _AddBias(Function):
 class Bias(nn.Module):
     """The bias of a column-parallel layer, added in place to its output ``[s, b, out/tp]``."""
 
-    def __init__(self, name: str, output_sections: Sequence[int], context: LayerContext) -> None:
+    def __init__(
+        self, name: str, output_sections: Sequence[int], context: LayerContext, width_mult: float = 1.0
+    ) -> None:
         super().__init__()
         parallel = context.parallel
         layout = sharded_boxes(output_sections, (), parallel.rank, parallel.size)
-        info = ParameterInfo(f"{name}.bias", *layout, init_std=0.0, weight_decay=False, tensor_parallel_sharded=True)
+        info = ParameterInfo(
+            f"{name}.bias",
+            *layout,
+            init_std=0.0,
+            weight_decay=False,
+            tensor_parallel_sharded=True,
+            fan_out_mult=width_mult,
+        )
         self.bias = context.empty_parameter(info)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -290,7 +341,7 @@ class VocabParallelWeight(nn.Module):
         tied_end: TiedEnd | None = None,
     ) -> None:
         super().__init__()
-        self.context = context
+        self.config, self.context = config, context
         rank, size = context.parallel.rank, context.parallel.size
         info = ParameterInfo(
             f"{name}.weight",
@@ -301,6 +352,7 @@ class VocabParallelWeight(nn.Module):
             uses=uses,
             is_vocabulary=True,
             tied_end=tied_end,
+            fan_out_mult=config.width_mult,
         )
         self.weight = context.empty_parameter(info)
         self.first_id = rank * info.local_shape[0]
@@ -314,4 +366,5 @@ class VocabParallelEmbedding(VocabParallelWeight):
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids ``[b, s]`` to activations ``[s(/tp), b, h]``."""
         output: Tensor = _VocabParallelEmbedding.apply(tokens, self.weight, self.first_id, self.context.parallel)
-        return output
+        factor = self.config.embedding_multiplier
+        return output if factor == 1.0 else output * factor

@@ -310,10 +310,11 @@ class _LayoutMemory:
 
 
 def _bytes_of_moments(config: RunConfig) -> int:
-    """Of an element, all moments together."""
+    """Of an element, all moments together, and the moving average of the weights."""
     optimizer = config.optimizer
+    average = 0 if optimizer.ema_decay is None else 8 if config.precision.fp64 else 4
     if optimizer.optimizer == "sgd":
-        return 4
+        return 4 + average
     if not optimizer.use_precision_aware_optimizer:
-        return 8 if not config.precision.fp64 else 16
-    return sum({"fp32": 4, "bf16": 2}[name] for name in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
+        return (8 if not config.precision.fp64 else 16) + average
+    return average + sum({"fp32": 4, "bf16": 2}[name] for name in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))

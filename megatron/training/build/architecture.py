@@ -7,7 +7,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.comparison import check_architecture
+from megatron.training.checkpoints.comparison import check_architecture, given_architecture
 from megatron.training.checkpoints.saved_run import look_up_saved_run
 from megatron.training.context import RunContext
 
@@ -45,15 +45,9 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     if architecture["max_position_embeddings"] < config.seq_length:
         defaults = replace(defaults, max_position_embeddings=None)  # no weight depends on it
     config = flags_over(defaults)
-    # A flag without a value (None) follows from others, and is compared when the checkpoint is loaded.
-    given = {name: value for name, value in asdict(config.model).items() if name in architecture and value is not None}
-    given["no_rope_freq"] = config.model.canonical_nope_pattern
-    if config.model.num_experts:
-        given["moe_layer_freq"] = config.model.canonical_layer_pattern
-    else:
-        given["num_experts"] = None
     surplus = "what differs" if config.model.model is None else f"--model {config.model.model} and what differs"
-    check_architecture(given, architecture, f"The checkpoint under {saved.root}", remedy=f"leave out {surplus}")
+    given, where = given_architecture(config.model), f"The checkpoint under {saved.root}"
+    check_architecture(given, architecture, where, remedy=f"leave out {surplus}")
     config.check_architecture(world_size)
     log_rank0(f"architecture: from the checkpoint of iteration {saved.iteration} in {saved.root}")
     return config

@@ -2,26 +2,40 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal, NamedTuple, TypedDict
 
 from megatron.checkpoint.schema import DataStage
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
+from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Digests, Share, check_indexes
+from megatron.data.evaluation_samples import WholePasses
 from megatron.data.gpt_dataset import Dataset, epochs_of
-from megatron.data.loader import Microbatch, build_datasets, build_loader
+from megatron.data.loader import Microbatch, build_datasets, build_loader, build_validation_sets
 from megatron.data.loader_processes import Patience
+from megatron.data.order_cache import Description
+from megatron.data.packed_dataset import describe_packing
 from megatron.data.sources import Sources, read_sources
 from megatron.data.tokenizers import describe_tokenizer
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
 from megatron.training.loop.batch_schedule import BatchSchedule
-from megatron.training.loop.data import Data, Lookahead
-from megatron.training.loop.data_check import DataCheck, consumed_ranges, describe_iteration, name_those_without_digests
+from megatron.training.loop.data import Data, EvaluationSet, Lookahead
+from megatron.training.loop.data_check import (
+    DataCheck,
+    consumed_ranges,
+    describe_iteration,
+    name_those_without_digests,
+    whole_range,
+)
+
+Counts = tuple[int, int | None, int | None]
+"""Samples of the train, validation and test split; None: all samples once."""
 
 
 def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Data:
@@ -33,31 +47,33 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
     digests = run_on_all_ranks(topology.control, lambda: _check_indexes(config.data, sources, counts, topology.control))
     name_those_without_digests(digests, context.log_rank0)
     described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
-    train, validation, test = run_on_all_ranks(
+    train, evaluated = run_on_all_ranks(
         topology.control,
-        lambda: build_datasets(
-            config.data,
-            vocab_size=vocabulary.size,
-            eod=vocabulary.end_of_document,
-            seed=config.training.seed,
-            sample_counts=counts,
-            tokenizer_description=described,
-            inspect=topology.control.rank == 0,
-        ),
+        lambda: _build_splits(config, vocabulary, counts, described, topology.control.rank == 0),
         first=True,
     )
-    evaluated = _evaluations(config, stage, progress.iteration) * _samples_per_evaluation(config, batches)
-    assert train is not None
+    for dataset in (train, *(one.dataset for one in evaluated)):
+        for line in describe_packing(dataset):
+            context.log_rank0(line)
+    per_evaluation = _samples_per_evaluation(config, batches)
     consumed = progress.consumed_samples - stage.first_sample
-    loader = partial(_loader, context, vocabulary)
+    starts = {"validation": _evaluations(config, stage, progress.iteration) * per_evaluation, "test": 0}
+    ranges = [] if train is None else [("train", train, consumed, counts[0])]
+    if not config.validation.full_validation:
+        stops = {"validation": counts[1] or 0, "test": counts[2] or 0}
+        ranges += [(split, dataset, starts[split], stops[split]) for split, _, dataset in evaluated]
+    elif config.validation.eval_iters != ValidationConfig().eval_iters:
+        context.log_rank0("--eval-iters has no effect with --full-validation")
     return Data(
-        train=Lookahead(loader(train, consumed)),
-        validation=None if validation is None else loader(validation, evaluated),
-        test=None if test is None else loader(test, 0),
-        train_epochs=epochs_of(train),
+        train=Lookahead(iter(()) if train is None else build_run_loader(context, vocabulary, train, consumed)),
+        evaluated=[
+            _evaluation_set(context, vocabulary, per_evaluation, one, starts[one.split]) for one in evaluated
+        ],
+        train_epochs={} if train is None else epochs_of(train),
         check=DataCheck(
             BlockComparison(digests, Share(topology.control.rank, topology.control.size)),
-            consumed_ranges(config, topology.grid.dp, (train, validation, test), (consumed, evaluated, 0), counts),
+            consumed_ranges(config, topology.grid.dp, ranges)
+            + [whole_range(*one[::2]) for one in evaluated if config.validation.full_validation],
             config.data.data_verification_rate * 1e6,
             topology.control,
             partial(describe_iteration, batches, progress.iteration, progress.consumed_samples, stage.first_sample),
@@ -65,16 +81,93 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
     )
 
 
-def _check_indexes(data: DataConfig, sources: Sources, counts: tuple[int, int, int], control: ControlGroup) -> Digests:
+class _Evaluated(NamedTuple):
+    split: Literal["validation", "test"]
+    name: str | None
+    dataset: Dataset
+
+
+def _build_splits(
+    config: RunConfig, vocabulary: Vocabulary, counts: Counts, described: Description | None, inspect: bool
+) -> tuple[Dataset | None, list[_Evaluated]]:
+    """The training data, and the sets to evaluate."""
+    validation = config.validation
+    arguments: _Arguments = {
+        "vocab_size": vocabulary.size,
+        "eod": vocabulary.end_of_document,
+        "seed": config.training.seed,
+        "tokenizer_description": described,
+        "inspect": inspect,
+    }
+    evaluated: list[_Evaluated] = []
+    if validation.multiple_validation_sets and counts[1] != 0:
+        sets = build_validation_sets(config.data, count=counts[1], **arguments)
+        names = validation.validation_set_names or tuple(map(str, range(len(sets))))
+        if len(names) != len(sets):
+            raise ConfigError(
+                f"--validation-set-names has {len(names)} names, but there are {len(sets)} validation sets: give a "
+                "name for each."
+            )
+        evaluated = [_Evaluated("validation", name, one) for name, one in zip(names, sets, strict=True)]
+        counts = (counts[0], 0, counts[2])
+    train, valid, test = build_datasets(config.data, sample_counts=counts, **arguments)
+    evaluated += [_Evaluated("validation", None, valid)] if valid is not None else []
+    evaluated += [_Evaluated("test", None, test)] if test is not None else []
+    return train, evaluated
+
+
+class _Arguments(TypedDict):
+    vocab_size: int
+    eod: int
+    seed: int
+    tokenizer_description: Description | None
+    inspect: bool
+
+
+def _evaluation_set(
+    context: RunContext, vocabulary: Vocabulary, num_samples: int, one: _Evaluated, consumed: int
+) -> EvaluationSet:
+    """The next ``num_samples`` samples at every evaluation, or all with ``--full-validation``."""
+    unit = context.config.micro_batch_size * context.topology.grid.dp
+    if not context.config.validation.full_validation:
+        loader = build_run_loader(context, vocabulary, one.dataset, consumed)
+        return EvaluationSet(one.split, loader, num_samples // unit, one.name)
+    if not len(one.dataset):
+        which = "" if one.name is None else f" {one.name}"
+        raise DataError(
+            f"The {one.split} set{which} has fewer tokens than one sample: give it more data, or use a shorter "
+            "--seq-length."
+        )
+    passes = WholePasses(one.dataset, unit)
+    loader = build_run_loader(context, vocabulary, passes, 0)
+    return EvaluationSet(one.split, loader, passes.samples_per_pass // unit, one.name, continues=False)
+
+
+def _check_indexes(data: DataConfig, sources: Sources, counts: Counts, control: ControlGroup) -> Digests:
     """Compare this rank's share of the indexes that the run needs with their digests."""
-    prefixes = used_prefixes(sources, [index for index, count in enumerate(counts) if count and sources.has(index)])
+    prefixes = used_prefixes(sources, [index for index, count in enumerate(counts) if count != 0 and sources.has(index)])
     share = Share(control.rank, control.size)
     return check_indexes(prefixes, data.index_cache_path, share, data.num_dataset_builder_threads)
 
 
-def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> tuple[int, int, int]:
-    """Samples that the run reads of each split from the beginning of the stage, as in Megatron-LM."""
+def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> Counts:
+    """Samples that the run reads of each split from the beginning of the stage, as in Megatron-LM; None: all."""
     stage, progress, batches = plan.stage, plan.progress, plan.batches
+    per_evaluation = _samples_per_evaluation(config, batches)
+    evaluations = _evaluations(config, stage, plan.train_iters) + 1
+    valid: int | None = evaluations * per_evaluation
+    test: int | None = per_evaluation
+    if config.validation.full_validation:
+        valid = test = None
+    if not sources.has(2):
+        test = 0
+    if config.validation.skip_train:
+        if not sources.has(1) and not sources.has(2):
+            raise ConfigError(
+                "--skip-train has nothing to evaluate: set --valid-data-path or --test-data-path, or raise the second "
+                "or third weight of --split."
+            )
+        return 0, valid if sources.has(1) else 0, test
     remaining = plan.train_iters - progress.iteration
     end = config.training.train_samples or batches.total_samples(max(remaining, 0), progress.consumed_samples)
     train = max(end - stage.first_sample, 0)
@@ -89,9 +182,7 @@ def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> tuple[i
             f"Evaluation needs a validation split, but it is empty in --split {sources.split!r}: raise its second "
             "weight, or remove --eval-interval."
         )
-    per_evaluation = _samples_per_evaluation(config, batches)
-    evaluations = _evaluations(config, stage, plan.train_iters) + 1
-    return train, evaluations * per_evaluation, per_evaluation if sources.has(2) else 0
+    return train, valid, test
 
 
 def _evaluations(config: RunConfig, stage: DataStage, iteration: int) -> int:
@@ -104,7 +195,10 @@ def _samples_per_evaluation(config: RunConfig, batches: BatchSchedule) -> int:
     return config.validation.eval_iters * (config.validation.eval_global_batch_size or batches.final_batch_size)
 
 
-def _loader(context: RunContext, vocabulary: Vocabulary, dataset: Dataset, consumed: int) -> Iterator[Microbatch]:
+def build_run_loader(
+    context: RunContext, vocabulary: Vocabulary, dataset: Dataset, consumed: int
+) -> Iterator[Microbatch]:
+    """This rank's microbatches of ``dataset``, after ``consumed`` samples of all ranks."""
     config, topology = context.config, context.topology
     split = ContextSplit(topology.context_parallel.rank, topology.context_parallel.size)
     return build_loader(
@@ -115,7 +209,7 @@ def _loader(context: RunContext, vocabulary: Vocabulary, dataset: Dataset, consu
         data_parallel_rank=topology.data_parallel.rank,
         data_parallel_size=topology.grid.dp,
         num_workers=config.data.num_workers,
-        dataloader_type=config.data.dataloader_type,
+        dataloader_type="single" if isinstance(dataset, WholePasses) else config.data.dataloader_type,
         pin_memory=topology.device.type != "cpu",
         positions=split.positions(config.seq_length).numpy() if split.size > 1 else None,
         patience=Patience(config.dataloader_timeout, lambda: context.signals.received),

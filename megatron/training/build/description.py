@@ -1,12 +1,16 @@
 """The lines that describe a run in its log before it starts."""
 
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers
-from megatron.core.kernels.choice import table
+from megatron.core.kernels.choice import Choice, table
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.parallelize import pipeline_schedule
 from megatron.core.models.transformer import TransformerModel
@@ -39,6 +43,8 @@ def describe_run(
     )
     if attention := describe_attention(model.config):
         log_rank0(f"attention: {attention}")
+    if model.config.use_mup:
+        log_rank0(f"muP: {describe_mup(model.config)}")
     if model.has_experts:
         log_rank0(f"experts: {describe_experts(model.config, config.moe, grid)}")
     if config.moe.moe_router_force_load_balancing:
@@ -56,15 +62,30 @@ def describe_run(
         log_rank0(f"tensor-parallel overlap: {engine}{model.context.parallel.overlap.name}")
     for flag in changed_flags(config.parallel, "sequence_parallel", "tp_comm_overlap") if grid.tp == 1 else ():
         log_rank0(f"{flag} has no effect with --tensor-model-parallel-size 1")
-    log_rank0(
-        f"run: {plan.train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
-        f"{num_microbatches} microbatches per rank"
-    )
-    log_rank0("\n".join(["kernels:", *table(kernels.choices)]))
+    if config.validation.skip_train:
+        log_rank0("run: evaluation alone (--skip-train)")
+    else:
+        log_rank0(
+            f"run: {plan.train_iters} iterations of {batches.final_batch_size} x {config.seq_length} tokens, "
+            f"{num_microbatches} microbatches per rank"
+        )
+    log_rank0(describe_kernels(kernels.choices, config.logging.is_compact(sys.stdout), topology.device.type == "cpu"))
     memory = state.module.data_parallel.memory() | state.module.optimizer.memory()
     log_rank0(
         f"memory on this rank: {', '.join(f'{kind} {size / 2**20:,.1f} MiB' for kind, size in memory.items() if size)}"
     )
+
+
+def describe_kernels(choices: Sequence[Choice], is_compact: bool, is_on_cpu: bool) -> str:
+    """The table of the kernels; on a terminal only those that a flag asked for, and those that stand in for a better
+    one, which on a CPU is no surprise."""
+    if not is_compact:
+        return "\n".join(["kernels:", *table(choices)])
+    shown = [choice for choice in choices if choice.is_forced or (choice.is_stand_in and not is_on_cpu)]
+    counts = Counter(choice.implementation for choice in choices if choice not in shown)
+    rest = ", ".join(f"{name} for {count}" for name, count in counts.most_common())
+    summary = f"kernels: {rest} operation{'s' * (sum(counts.values()) != 1)}" if rest else "kernels:"
+    return "\n".join([summary, *table(shown)])
 
 
 def describe_attention(model: TransformerConfig) -> str:
@@ -80,6 +101,17 @@ def describe_attention(model: TransformerConfig) -> str:
         tuned = [f"with a temperature from position {floor - 1} on"] if model.attention_temperature_tuning else []
         words.append(", ".join([f"{without} without", *tuned]))
     return "; ".join(words)
+
+
+def describe_mup(model: TransformerConfig) -> str:
+    """The width multiplier and the factors that are not 1."""
+    factors = {
+        "embedding": model.embedding_multiplier,
+        "logits": model.output_multiplier,
+        "attention scores": model.attention_multiplier,
+    }
+    words = [f"{name} x {factor:g}" for name, factor in factors.items() if factor != 1.0]
+    return ", ".join([f"{model.width_mult:g} times the width of the base model ({model.mup_base_hidden_size})", *words])
 
 
 def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.lock import RunLock
 from megatron.core.device import device_name
+from megatron.data.token_bytes import TokenBytes
 from megatron.operation.stragglers import StragglerDetector
 from megatron.training.attempts import effective_time_meter
 from megatron.training.build.guard import Guard
@@ -13,6 +14,7 @@ from megatron.training.checkpoints.saver import Saver
 from megatron.training.context import RunContext
 from megatron.training.faults import FaultInjection
 from megatron.training.flops import resolve_peak
+from megatron.training.loop.conclusion import Conclusion
 from megatron.training.loop.data import Data
 from megatron.training.loop.listeners import (
     Checkpoints,
@@ -25,6 +27,7 @@ from megatron.training.loop.listeners import (
 )
 from megatron.training.loop.stragglers import Stragglers
 from megatron.training.loop.trainer import Listener
+from megatron.training.profiling.memory_history import MemoryHistory
 from megatron.training.profiling.pipeline_profile import PipelineProfile
 from megatron.training.profiling.profiler import build_profile
 
@@ -33,9 +36,11 @@ def build_listeners(
     context: RunContext,
     plan: RunPlan,
     architecture: TransformerConfig,
+    token_bytes: TokenBytes | None,
     data: Data,
     locks: Sequence[RunLock],
     guard: Guard,
+    memory_history: MemoryHistory | None,
 ) -> list[Listener]:
     """The listeners in the order in which they receive an event."""
     config, is_on_gpu = context.config, context.topology.device.type != "cpu"
@@ -44,6 +49,7 @@ def build_listeners(
     device = device_name(context.topology.device)
     peak, source_of_peak = resolve_peak(device, config.precision.product_name, logging.peak_tflops)
     context.log_rank0(source_of_peak)
+    effective_time = effective_time_meter(context)
     listeners = (
         FaultInjection(context.faults, config.checkpoint) if context.faults.faults else None,
         # First, because evaluation also uses the pipeline, and the profiles record only the iteration.
@@ -51,6 +57,7 @@ def build_listeners(
         if logging.profile_pipeline is not None
         else None,
         build_profile(config, context.topology.rank, context.topology.device, context.log_rank0),
+        memory_history,
         MemoryReport() if is_on_gpu else None,
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
         # Before the metrics, to which it adds one.
@@ -60,20 +67,16 @@ def build_listeners(
             plan.train_iters,
             architecture.flops_per_token(config.seq_length),
             peak,
-            effective_time_meter(context),
+            effective_time,
         ),
-        Evaluation(
-            validation.eval_interval,
-            validation.eval_iters,
-            (validation.eval_global_batch_size or plan.batches.final_batch_size) // plan.batches.unit,
-            data.validation,
-            data.test,
-        ),
+        Evaluation(validation.eval_interval, data.evaluated, token_bytes),
         DataComparison(data.check),
         *guard.listeners,
         # After evaluation, which may take long, so that no save is under way when a signal arrives in it.
         Checkpoints(Saver(context, locks), saves) if config.checkpoint.save is not None else None,
         GarbageCollection(training.manual_gc_interval, validation.eval_interval, saves) if training.manual_gc else None,
+        # Last, because it names the last checkpoint.
+        Conclusion(config, effective_time),
     )
     return [listener for listener in listeners if listener is not None]
 

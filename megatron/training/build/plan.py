@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.schema import DataStage
+from megatron.config.optimizer import LearningRateConfig
 from megatron.config.run import RunConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.optimizer.weight_decay import WeightDecaySchedule, build_weight_decay_schedule
@@ -52,7 +53,9 @@ def plan_run(context: RunContext, vocabulary: Vocabulary, start: Start) -> RunPl
     stages = find_data_stages(context, vocabulary, start.resumed)
     batches = build_batches(config, context.topology, progress.consumed_samples, earlier_lengths(stages.stages))
     train_iters = config.training.train_iters
-    if train_iters is None:
+    if not has_length(config):
+        train_iters = progress.iteration  # --skip-train
+    elif train_iters is None:
         assert config.training.train_samples is not None
         remaining = batches.iterations_for_samples(config.training.train_samples, progress.consumed_samples)
         train_iters = progress.iteration + remaining
@@ -123,10 +126,16 @@ def used_prefixes(sources: Sources, splits: Sequence[int]) -> list[str]:
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
+def has_length(config: RunConfig) -> bool:
+    """Whether the length of the run is given; ``--skip-train`` does not need it."""
+    return config.training.train_iters is not None or config.training.train_samples is not None
+
+
 def evaluates(config: RunConfig) -> bool:
     """Whether the run reads validation data."""
     validation = config.validation
-    return validation.skip_train or (validation.eval_interval is not None and validation.eval_iters > 0)
+    reads = validation.full_validation or validation.eval_iters > 0
+    return validation.skip_train or (validation.eval_interval is not None and reads)
 
 
 def build_batches(
@@ -148,7 +157,7 @@ def build_batches(
 
 def build_learning_rate(config: RunConfig, plan: RunPlan) -> LearningRateSchedule:
     """The learning-rate schedule; under ``--skip-train`` it is unused."""
-    rates = config.learning_rate
+    rates = config.learning_rate if has_length(config) else LearningRateConfig(lr=0.0)
     return build_learning_rate_schedule(
         rates if rates.lr is not None else dataclasses.replace(rates, lr=0.0),
         train_iters=None if config.training.train_samples is not None else plan.train_iters,

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -11,28 +11,32 @@ import torch
 from megatron.checkpoint.lock import RunLock
 from megatron.config.faults import LOAD
 from megatron.core.models.kernels import build_kernels, check_kernels_agree, share_buffers
-from megatron.core.models.parallelize import parallelize
+from megatron.core.kernels.selection import Kernels
+from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.metrics.validation import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
 from megatron.operation.sections import Sections
 from megatron.operation.update_guard import UpdateGuard
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
-from megatron.training.build.guard import build_guard
+from megatron.training.build.guard import Guard, build_guard
 from megatron.training.build.listeners import build_listeners
 from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
-from megatron.training.build.vocabulary import load_vocabulary
+from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.checkpoints.data_stages import with_train_epochs
 from megatron.training.checkpoints.random_state import seed_random
 from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
 from megatron.training.checkpoints.rollback import Return
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
+from megatron.training.loop.data import Data
 from megatron.training.loop.stop import StopConditions
 from megatron.training.loop.trainer import Trainer
+from megatron.training.profiling.memory_history import start_memory_history
 from megatron.training.profiling.pipeline_profile import check_trace_path
 from megatron.training.train_module import TrainModule
 
@@ -43,12 +47,15 @@ def build_trainer(
     at_end: ExitStack,
     started: float,
     returned: Return | None = None,
+    parts: "RunParts | None" = None,
 ) -> Trainer:
     """Build this rank's part of the run; ``at_end`` frees resources that must outlive the trainer.
 
     ``started`` is the reading of the monotonic clock when the run began. ``returned`` is the checkpoint to continue
-    from after a rollback. Raises :class:`~megatron.errors.UserError` on every rank alike.
+    from after a rollback. ``parts`` replaces parts of the run. Raises :class:`~megatron.errors.UserError` on every rank
+    alike.
     """
+    parts = parts or RunParts()
     if returned is not None:
         context = after_rollback(context, returned)
     config, topology, control = context.config, context.topology, context.control
@@ -61,29 +68,14 @@ def build_trainer(
     if not config.validation.skip_train and returned is None:
         run_on_rank0(control, lambda: check_nothing_is_abandoned(config.checkpoint, start))
     plan = plan_run(context, vocabulary, start)
+    memory_history = start_memory_history(config.logging, topology)
     kernels = run_on_all_ranks(control, lambda: build_kernels(config, topology, vocabulary.size))
     check_kernels_agree(kernels.choices, control)
     share_buffers(config, topology, kernels.engine, at_end)
     parallel = parallelize(config, topology, vocabulary.size, kernels)
     parallel.data_parallel.initialize(config.training.seed)
-    model, fp8 = parallel.model, parallel.model.context.fp8
-    optimizer = Optimizer(
-        config.optimizer, parallel.data_parallel, topology, kernels.optimizer, config.operation.decides_by_norm
-    )
-    loss_scaler = build_loss_scaler(config.precision)
-    module = TrainModule(
-        parallel.executor, parallel.data_parallel, optimizer, loss_scaler, topology, fp8, model.expert_balance
-    )
-    state = RunState(
-        context,
-        architecture=model.config,
-        module=module,
-        lr_schedule=build_learning_rate(config, plan),
-        weight_decay=build_weight_decay(config, plan),
-        progress=dataclasses.replace(plan.progress),
-        data_stages=plan.stages.stages,
-        guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
-    )
+    model = parallel.model
+    state = build_state(context, parallel, kernels, plan)
     with context.heartbeat.section(Section.LOAD):
         context.faults.reach(LOAD)
         resume(state, start, context)
@@ -93,37 +85,70 @@ def build_trainer(
         state.rollbacks = returned.rollbacks
     for notice in plan.stages.notices:
         context.log_rank0(notice)
-    data = build_data(context, vocabulary, plan)
+    data = parts.build_data(context, vocabulary, plan)
     state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
     for warning in warnings:
         context.log_rank0(warning)
-    guard = build_guard(context, module)
-    writers = open_writers(context, plan)
+    guard = build_guard(context, state.module)
+    writers = parts.open_writers(context, plan)
     describe_run(context, model, kernels, state, plan)
     return Trainer(
         context,
         state,
         plan.batches,
         data,
-        StopConditions(
-            plan.train_iters,
-            config.training,
-            context.signals,
-            topology.world,
-            topology.device,
-            started,
-            first_iteration=plan.progress.iteration,
-            data_check=data.check,
-            alarm=guard.known_answer,
-        ),
+        build_stop(context, plan, started, data, guard),
         Sections(
             context.heartbeat,
             config.logging.timing_log_level,
             torch.cuda.synchronize if topology.device.type != "cpu" else None,
         ),
-        build_listeners(context, plan, model.config, data, locks, guard),
+        build_listeners(context, plan, model.config, vocabulary.token_bytes, data, locks, guard, memory_history),
         writers,
         is_after_rollback=returned is not None,
+    )
+
+
+def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, plan: RunPlan) -> RunState:
+    """Optimizer, loss scale, schedules and progress, before anything is loaded."""
+    config, model = context.config, parallel.model
+    decides_by_norm = config.operation.decides_by_norm
+    optimizer = Optimizer(
+        config.optimizer, parallel.data_parallel, context.topology, kernels.optimizer, decides_by_norm
+    )
+    module = TrainModule(
+        parallel.executor,
+        parallel.data_parallel,
+        optimizer,
+        build_loss_scaler(config.precision),
+        context.topology,
+        model.context.fp8,
+        model.expert_balance,
+    )
+    return RunState(
+        context,
+        architecture=model.config,
+        module=module,
+        lr_schedule=build_learning_rate(config, plan),
+        weight_decay=build_weight_decay(config, plan),
+        progress=dataclasses.replace(plan.progress),
+        data_stages=plan.stages.stages,
+        guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
+    )
+
+
+def build_stop(context: RunContext, plan: RunPlan, started: float, data: Data, guard: Guard) -> StopConditions:
+    """What ends the run."""
+    return StopConditions(
+        plan.train_iters,
+        context.config.training,
+        context.signals,
+        context.topology.world,
+        context.topology.device,
+        started,
+        first_iteration=plan.progress.iteration,
+        data_check=data.check,
+        alarm=guard.known_answer,
     )
 
 
@@ -153,4 +178,13 @@ def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:
         environment=os.environ,
     )
     is_writer = context.topology.rank == 0
-    return run_on_all_ranks(context.control, lambda: build_writers(config.logging, run) if is_writer else [])
+    writers = run_on_all_ranks(context.control, lambda: build_writers(config.logging, run) if is_writer else [])
+    return [*writers, ValidationHistory(config.logging.metrics_jsonl)] if is_writer else []
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """Parts of a run that another command replaces."""
+
+    build_data: Callable[[RunContext, Vocabulary, RunPlan], Data] = build_data
+    open_writers: Callable[[RunContext, RunPlan], list[MetricsWriter]] = open_writers

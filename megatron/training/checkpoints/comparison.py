@@ -1,10 +1,11 @@
 """Comparison of the architecture and the learning-rate schedule of the flags with a checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
-from megatron.architectures.transformer_config import YARN_FIELDS
+from megatron.architectures.transformer_config import YARN_FIELDS, TransformerConfig
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
@@ -46,6 +47,19 @@ def check_architecture(
     ]
     if different:
         raise CheckpointError(f"{where} has another architecture ({'; '.join(different)}): {remedy}, or load another.")
+
+
+def given_architecture(model: ModelConfig) -> dict[str, Any]:
+    """The values of flags of the architecture, for :func:`check_architecture`. A flag without a value (None) follows
+    from others, and is compared when the weights are loaded."""
+    known = {field.name for field in fields(TransformerConfig)}
+    given = {name: value for name, value in asdict(model).items() if name in known and value is not None}
+    given["no_rope_freq"] = model.canonical_nope_pattern
+    if model.num_experts:
+        given["moe_layer_freq"] = model.canonical_layer_pattern
+    else:
+        given["num_experts"] = None
+    return given
 
 
 def resolve_lr_schedule(

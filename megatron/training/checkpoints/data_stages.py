@@ -104,7 +104,7 @@ def with_train_epochs(
         for prefix, digest in digests.items()
         if digest in now and saved.get(digest, now[digest]) != now[digest]
     ]
-    is_extendable = current.data.get("sample_order") == "extendable"
+    is_extendable = current.data.get("sample_order") in ("extendable", "best-fit")
     return (*stages[:-1], replace(current, data={**current.data, EPOCHS: now})), [] if is_extendable else warnings
 
 

@@ -115,7 +115,9 @@ def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyP
     return SavedRun(root, iteration, shapes, upgrade(manifest.state, manifest.format_version))
 
 
-def state_of_weights(iteration: int, architecture: TransformerConfig, flags: Mapping[str, Any]) -> SavedState:
+def state_of_weights(
+    iteration: int, architecture: TransformerConfig, flags: Mapping[str, Any], generation_config: str | None = None
+) -> SavedState:
     """The state of a checkpoint of weights alone: no samples, no step, no schedule.
 
     ``flags`` has the known groups: tools build the model from ``model``, ``tokenizer`` and ``precision``.
@@ -127,4 +129,5 @@ def state_of_weights(iteration: int, architecture: TransformerConfig, flags: Map
         has_master_weights=False,
         architecture=architecture,
         flags=flags,
+        generation_config=generation_config,
     )

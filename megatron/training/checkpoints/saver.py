@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
-from megatron.checkpoint.directory import iteration_directory
+from megatron.checkpoint.directory import clear_leftovers, iteration_directory
+from megatron.checkpoint.files import explained
 from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.core.run_on_ranks import first_failure, run_on_rank0
@@ -92,6 +93,16 @@ class Saver:
             mirror.start(iteration_directory(self._root, self.last_saved), self.last_saved)
         for mirror in behind:
             mirror.settle(wait=True)
+
+    def clear_leftovers(self) -> None:
+        """Remove what a crash left in ``--save``, as the next save would: this process has none."""
+
+        def clear() -> None:
+            self._check_locks()
+            with explained("write", self._root):
+                clear_leftovers(self._root)
+
+        run_on_rank0(self._control, clear)
 
     def settle(self) -> None:
         """Wait for the save and the copies under way."""

@@ -9,7 +9,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.conversion import fill_from_hugging_face
 from megatron.checkpoint.hugging_face_model import HuggingFaceModel
-from megatron.checkpoint.names import FP8, MASTER, MODEL
+from megatron.checkpoint.names import EMA, FP8, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SaveBackend
@@ -50,6 +50,8 @@ class RunState:
     data_stages: tuple[DataStage, ...]
     guard: UpdateGuard
     rollbacks: tuple[Rollback, ...] = ()
+    generation_config: str | None = None
+    """Text of ``generation_config.json`` of the Hugging Face model that the run started from, for ``to-hf``."""
     learning_rate_factor: float = 1.0
     """Factor of the learning rate, for ``--inject-fault spike``; in no checkpoint."""
 
@@ -85,10 +87,12 @@ class RunState:
             hyperparameters = replace(hyperparameters, weight_decay=self.weight_decay(samples))
         return hyperparameters
 
-    def save(self, saving: SaveBackend | None = None) -> Path:
-        """Save under ``--save``, at once or with ``saving``; a collective."""
+    def save(self, saving: SaveBackend | None = None, root: Path | None = None) -> Path:
+        """Save under ``root``, by default ``--save``, at once or with ``saving``; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
-        assert config.save is not None
+        if root is None:
+            assert config.save is not None
+            root = Path(config.save)
         # Beside master weights the model's weights have the model's dtype, also those that are gathered in FP8.
         dtype = self.module.data_parallel.formats.weight if self.module.optimizer.has_master_weights else None
         tensors = model_tensors(self.module.data_parallel.local_params, with_copies=False, dtype=dtype)
@@ -109,10 +113,9 @@ class RunState:
             data_stages=self.data_stages,
             rollbacks=self.rollbacks,
             update_guard=self.guard.to_json(),
+            generation_config=self.generation_config,
         )
-        return save_checkpoint(
-            Path(config.save), self.progress.iteration, tensors, state.to_json(), topology.control, saving
-        )
+        return save_checkpoint(root, self.progress.iteration, tensors, state.to_json(), topology.control, saving)
 
     def load(self, saved: SavedRun, weights_only: bool) -> None:
         """Load ``saved``, or its weights alone; a collective."""
@@ -130,6 +133,7 @@ class RunState:
             self.rollbacks = saved.state.rollbacks
             if saved.state.update_guard is not None:
                 self.guard.restore(saved.state.update_guard)
+        self.generation_config = saved.state.generation_config
         with_optimizer = config.load_optim and not weights_only
         tensors = self._wanted_tensors(saved, with_optimizer) | bias_tensors(self.module.experts)
         random_states = random_tensors(topology.rank, topology.device)
@@ -139,6 +143,7 @@ class RunState:
             for name, tensor in fp8_tensors(self.module.fp8).items()
             if name in saved.shapes  # none in the checkpoint of a run without FP8
         }
+        has_average = any(name.startswith(EMA) for name in tensors)
         wanted = tensors | fp8_states | (random_states if with_random else {})
         load_checkpoint(saved.root, saved.iteration, wanted, topology.control)
         if self.module.fp8 is not None:
@@ -153,6 +158,8 @@ class RunState:
         if self.module.optimizer.has_master_weights and not saved.state.has_master_weights:
             masters = renamed(optimizer_tensors(self.module.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters, topology.control)
+        if not has_average:
+            self.module.optimizer.reset_average()
         if self.module.optimizer.has_master_weights:
             # The checkpoint's weights may be rounded to another format than the model's.
             self.module.optimizer.publish()
@@ -171,18 +178,41 @@ class RunState:
             masters = [state for state in self.module.optimizer.state() if state.kind == "master"]
             owned: list[LocalParam | OptimizerState] = [*self.module.data_parallel.local_params, *masters]
             fill_from_hugging_face(source, model.weights, theirs, [(one.info, one.start, one.tensor) for one in owned])
+            self.generation_config = model.description.generation_config
             return model.describe_left_out()
 
         left_out = run_on_all_ranks(control, fill)
+        self.module.optimizer.reset_average()
         self.module.optimizer.publish()
         self.module.data_parallel.finish_param_all_gather()
         return left_out
 
+    def _continued_states(self, saved: SavedRun) -> dict[str, Tensor]:
+        """The optimizer state; of the moving average only if the checkpoint has one."""
+        states = optimizer_tensors(self.module.optimizer)
+        has_average, log = any(name.startswith(EMA) for name in saved.shapes), self.context.log_rank0
+        if self.module.optimizer.averages and not has_average:
+            log(f"--ema-decay: {saved.root} has no moving average, so it begins with the loaded weights")
+            return {name: tensor for name, tensor in states.items() if not name.startswith(EMA)}
+        if has_average and self.context.config.optimizer.ema_decay is None:
+            log(f"WARNING: the moving average of the weights in {saved.root} ends here: add --ema-decay to continue it")
+        return states
+
+    def _require_average(self, saved: SavedRun) -> None:
+        if not any(name.startswith(EMA) for name in saved.shapes):
+            raise CheckpointError(
+                f"The checkpoint under {saved.root} has no moving average of the weights: remove --eval-ema, or load a "
+                "checkpoint of a run with --ema-decay."
+            )
+
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
-        states = optimizer_tensors(self.module.optimizer)
+        if self.context.config.validation.skip_train and self.context.config.validation.eval_ema:
+            self._require_average(saved)
+            return renamed(weights, MODEL, EMA)
         if not with_optimizer:
             return weights
+        states = self._continued_states(saved)
         wanted = self.context.config.optimizer.optimizer
         # The checkpoint of converted weights has no optimizer.
         trained_with = saved.state.flags.get("optimizer", {}).get("optimizer", wanted)

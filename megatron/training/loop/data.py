@@ -1,7 +1,8 @@
 """The microbatches that the loop reads."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.data.loader import Microbatch
 from megatron.training.loop.data_check import DataCheck
@@ -36,12 +37,28 @@ class Lookahead(Iterator[Microbatch]):
 
 
 @dataclass(frozen=True)
+class EvaluationSet:
+    """Samples on which the loss is evaluated."""
+
+    split: Literal["validation", "test"]
+    microbatches: Iterator[Microbatch]
+    """This rank's; infinite, one evaluation after the other."""
+    num_microbatches: int
+    """Microbatches of an evaluation on every data-parallel rank."""
+    name: str | None = None
+    """None: the only set of its split."""
+    continues: bool = True
+    """Whether every evaluation reads other samples, those after the samples of the last one."""
+    num_bytes: int | None = None
+    """UTF-8 bytes of the text, if they are known."""
+
+
+@dataclass(frozen=True)
 class Data:
-    """This rank's infinite microbatches by split; None for an unused split."""
+    """This rank's infinite microbatches for training, and the sets to evaluate."""
 
     train: Lookahead
-    validation: Iterator[Microbatch] | None
-    test: Iterator[Microbatch] | None
+    evaluated: Sequence[EvaluationSet]
     train_epochs: Mapping[str, int]
     """Epochs in the sample order of each training corpus, by prefix."""
     check: DataCheck
@@ -50,6 +67,6 @@ class Data:
         """End the loaders' worker processes."""
         self.check.close()
         self.train.close()
-        for source in (self.validation, self.test):
-            if isinstance(source, Generator):
-                source.close()
+        for one in self.evaluated:
+            if isinstance(one.microbatches, Generator):
+                one.microbatches.close()

@@ -94,20 +94,18 @@ def name_those_without_digests(digests: Digests, log_rank0: LogRank0) -> None:
 
 
 def consumed_ranges(
-    config: RunConfig,
-    data_parallel_size: int,
-    datasets: tuple[Dataset | None, Dataset | None, Dataset | None],
-    starts: tuple[int, int, int],
-    stops: tuple[int, int, int],
+    config: RunConfig, data_parallel_size: int, read: Sequence[tuple[str, Dataset, int, int]]
 ) -> list[SampleRange]:
-    """The samples that this process reads of the training, validation and test data: positions ``starts`` to
-    ``stops``."""
-    chosen = list(zip(("train", "validation", "test"), datasets, starts, stops, strict=True))
+    """The samples that this process reads: of each split and dataset those from one position to another."""
     return [
         SampleRange(split, dataset, start, stop, consumption_order(config, len(dataset), data_parallel_size))
-        for split, dataset, start, stop in (chosen[1:] if config.validation.skip_train else chosen)
-        if dataset is not None
+        for split, dataset, start, stop in read
     ]
+
+
+def whole_range(split: str, dataset: Dataset) -> SampleRange:
+    """All samples of a set that is evaluated completely."""
+    return SampleRange(split, dataset, 0, len(dataset), np.arange)
 
 
 def consumption_order(config: RunConfig, num_samples: int, data_parallel_size: int) -> Callable[[int, int], Integers]:

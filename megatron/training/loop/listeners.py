@@ -3,24 +3,28 @@
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import count
-from typing import Literal
+from operator import add
+from typing import Literal, TypedDict
 
 import torch
 
 from megatron.config.logging import LoggingConfig
-from megatron.core.device import device_memory, memory_outside_allocator
-from megatron.data.loader import Microbatch
+from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
+from megatron.data.token_bytes import TokenBytes
 from megatron.intervals import IntervalSchedule
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
 from megatron.operation.accounting import EffectiveTimeMeter
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
+from megatron.training.loop.data import EvaluationSet
 from megatron.training.loop.data_check import DataCheck
-from megatron.training.loop.step import evaluate
+from megatron.training.loop.step import TokenLoss, evaluate
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer, next_microbatch
 
 
@@ -79,7 +83,7 @@ class Metrics(Listener):
         timers: list[dict[str, float]] = []
         if self.config.timing_log_level > 0:
             timers = trainer.context.control.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
-        extra = dict(last.outcome.metrics)
+        extra = dict(last.outcome.metrics) | peak_memory(trainer.context.topology.device)
         spikes = [result.outcome.metrics["spike"] for result in results if "spike" in result.outcome.metrics]
         if spikes:
             extra["spike"] = max(spikes)
@@ -101,54 +105,90 @@ class Metrics(Listener):
 
 @dataclass
 class Evaluation(Listener):
-    """Evaluates every ``--eval-interval`` iterations, and the test split at the end of a complete run."""
+    """Evaluates every ``--eval-interval`` iterations, and at the end of a complete run both splits."""
 
     interval: int | None
-    batches: int
-    microbatches_per_batch: int
-    validation: Iterator[Microbatch] | None
-    test: Iterator[Microbatch] | None
+    sets: Sequence[EvaluationSet]
+    token_bytes: TokenBytes | None = None
+    """The bytes of the tokens' text, for bits per byte."""
+    _validated_at: int | None = None
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         if self._is_due(trainer):
-            self.evaluate(trainer, "validation")
+            self.evaluate(trainer, "validation", is_periodic=True, is_final=self._is_complete(trainer))
 
     def _is_due(self, trainer: Trainer) -> bool:
         return self.interval is not None and trainer.state.progress.iteration % self.interval == 0
 
+    def _is_complete(self, trainer: Trainer) -> bool:
+        return trainer.state.progress.iteration >= trainer.stop.train_iters
+
     def on_skipped_iteration(self, trainer: Trainer) -> None:
         # A resumed run continues after the samples of all evaluations up to its iteration, done or not.
-        if self.validation is not None and self._is_due(trainer):
-            for _ in range(self.batches * self.microbatches_per_batch):
-                next_microbatch(self.validation, trainer.context.topology.rank)
+        for one in self._sets("validation") if self._is_due(trainer) else ():
+            for _ in range(one.num_microbatches if one.continues else 0):
+                next_microbatch(one.microbatches, trainer.context.topology.rank)
 
     def on_skip_train(self, trainer: Trainer) -> None:
-        self.evaluate(trainer, "validation")
-        self.evaluate(trainer, "test")
+        self.evaluate(trainer, "validation", is_periodic=False, is_final=True)
+        self.evaluate(trainer, "test", is_periodic=False, is_final=True)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        if trainer.state.progress.iteration >= trainer.stop.train_iters:
-            self.evaluate(trainer, "test")
+        if self._is_complete(trainer):
+            if self._validated_at != trainer.state.progress.iteration:
+                self.evaluate(trainer, "validation", is_periodic=False, is_final=True)
+            self.evaluate(trainer, "test", is_periodic=False, is_final=True)
 
-    def evaluate(self, trainer: Trainer, split: Literal["validation", "test"]) -> None:
-        """Report the loss over ``--eval-iters`` batches of a split, if it has data."""
-        source = self.validation if split == "validation" else self.test
-        if source is None:
+    def _sets(self, split: Literal["validation", "test"]) -> list[EvaluationSet]:
+        return [one for one in self.sets if one.split == split]
+
+    def evaluate(
+        self, trainer: Trainer, split: Literal["validation", "test"], *, is_periodic: bool, is_final: bool
+    ) -> None:
+        """Report the losses of a split's sets, and over the tokens of all of them."""
+        sets = self._sets(split)
+        if not sets:
             return
-        microbatches = (next_microbatch(source, trainer.context.topology.rank) for _ in count())
-        with trainer.timers("evaluation"):
-            loss = evaluate(trainer.module, microbatches, self.batches * self.microbatches_per_batch)
+        with self._evaluated_weights(trainer):
+            losses = [(one.name, self._loss(trainer, one)) for one in sets]
         progress = trainer.state.progress
+        if split == "validation":
+            self._validated_at = progress.iteration
         record = EvaluationRecord(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             split=split,
-            loss=loss.mean,
+            **_figures(reduce(add, (loss for _, loss in losses))),
+            sets={name: SetLoss(**_figures(loss)) for name, loss in losses if name is not None},
+            is_periodic=is_periodic,
+            is_final=is_final,
             time=time.time(),
             elapsed_s=time.monotonic() - trainer.started,
         )
         for writer in trainer.writers:
             writer.write_evaluation(record)
+
+    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
+        optimizer = trainer.module.optimizer
+        # With --skip-train the moving average was loaded as the weights.
+        is_other = trainer.context.config.validation.eval_ema and not trainer.context.config.validation.skip_train
+        return optimizer.averaged() if is_other else nullcontext()
+
+    def _loss(self, trainer: Trainer, one: EvaluationSet) -> TokenLoss:
+        microbatches = (next_microbatch(one.microbatches, trainer.context.topology.rank) for _ in count())
+        token_bytes = self.token_bytes if one.num_bytes is None else None
+        loss = evaluate(trainer.module, microbatches, one.num_microbatches, trainer.timers, token_bytes)
+        return loss if one.num_bytes is None else replace(loss, num_bytes=float(one.num_bytes))
+
+
+class _Figures(TypedDict):
+    loss: float
+    num_tokens: int
+    num_bytes: int | None
+
+
+def _figures(loss: TokenLoss) -> _Figures:
+    return {"loss": loss.mean, "num_tokens": round(loss.num_tokens), "num_bytes": round(loss.num_bytes) or None}
 
 
 @dataclass
@@ -195,6 +235,9 @@ class Checkpoints(Listener):
         with trainer.timers("save-checkpoint"):
             trainer.module.data_parallel.finish_param_all_gather()
             self.saver.save_last(trainer.state)
+
+    def on_nothing_to_train(self, trainer: Trainer) -> None:
+        self.saver.clear_leftovers()
 
     def close(self) -> None:
         self.saver.close()

@@ -1,17 +1,23 @@
 """One training iteration, and one evaluation batch: the microbatches through the pipeline, then the update.
 
 The loss is the mean over all unmasked tokens of the global batch, in every layout: ranks and microbatches add
-up losses and token counts, never means.
+up losses and token counts, never means. The reported loss is the cross entropy; the z-loss is another metric.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.data.loader import Microbatch
+from megatron.data.token_bytes import CountedBytes, TokenBytes
 from megatron.metrics.timers import Timers
 from megatron.training.train_module import TrainModule
+
+_PORTION = 64
+"""Microbatches of an evaluation between two visits of its section."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,13 @@ class TokenLoss:
 
     total: float
     num_tokens: float
+    num_bytes: float = 0.0
+    """UTF-8 bytes of their text; 0 if they are not known."""
+
+    def __add__(self, other: "TokenLoss") -> "TokenLoss":
+        """Over the tokens of both; the bytes are known if both know their bytes."""
+        num_bytes = self.num_bytes + other.num_bytes if self.num_bytes and other.num_bytes else 0.0
+        return TokenLoss(self.total + other.total, self.num_tokens + other.num_tokens, num_bytes)
 
     @property
     def mean(self) -> float:
@@ -48,9 +61,25 @@ class StepOutcome:
     """Values for the metrics record, by name; listeners may add some."""
 
 
-def evaluate(module: TrainModule, microbatches: Iterator[Microbatch], num_microbatches: int) -> TokenLoss:
+def evaluate(
+    module: TrainModule,
+    microbatches: Iterator[Microbatch],
+    num_microbatches: int,
+    timers: Timers,
+    token_bytes: TokenBytes | None = None,
+) -> TokenLoss:
     """Loss over ``num_microbatches`` on every data-parallel rank, without gradients."""
-    return TokenLoss(*module.start_sum(module.executor.evaluate(microbatches, num_microbatches)).wait().tolist())
+    # Every rank that has the output layer reads the labels of the losses that it computes.
+    table = None if module.executor.token_losses is None else token_bytes
+    counted = CountedBytes(microbatches, table)
+    sums = torch.zeros(3, dtype=torch.float64, device=module.topology.device)
+    for first in range(0, num_microbatches, _PORTION):
+        # A portion at a time: the launcher's time limit is for one, and a whole text may take hours.
+        with timers("evaluation"):
+            sums[:2] += module.executor.evaluate(counted, min(_PORTION, num_microbatches - first))[:2]
+    sums[2] = counted.num_bytes
+    with timers("evaluation"):
+        return TokenLoss(*module.start_sum(sums).wait().tolist())
 
 
 def train_step(
@@ -87,8 +116,9 @@ def train_step(
         pending_sum = module.start_sum(sums, flags)
         pending_balance = None if experts is None else experts.start_sum()
         module.data_parallel.finish_grad_sync()
-        total, num_tokens, *counts = pending_sum.wait().tolist()
-        loss = TokenLoss(total, num_tokens)
+        values = pending_sum.wait().tolist()
+        loss, counts = TokenLoss(*values[:2]), values[len(sums) :]
+        z_loss = {"lm_z_loss": TokenLoss(values[2], loss.num_tokens).mean} if len(sums) > 2 else {}
         # Before the update, because reading these values waits for the device.
         balance = {} if experts is None or pending_balance is None else experts.finish_sum(pending_balance.wait())
     if fp8 is not None:
@@ -126,5 +156,5 @@ def train_step(
         num_tokens=loss.num_tokens,
         is_fault_of_all=is_fault and module.optimizer.has_one_norm,
         stop_flags=counts,
-        metrics={**result.metrics, **balance},
+        metrics={**result.metrics, **balance, **z_loss},
     )

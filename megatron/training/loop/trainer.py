@@ -79,6 +79,9 @@ class Listener:
     def on_end(self, trainer: "Trainer", reason: str) -> None:
         """After the last iteration of this process."""
 
+    def on_nothing_to_train(self, trainer: "Trainer") -> None:
+        """Instead of :meth:`on_end`, if this process trains no iteration."""
+
     def close(self) -> None:
         """Release resources, also after an error; not a collective."""
 
@@ -114,24 +117,34 @@ class Trainer:
 
     def run(self) -> str:
         """Train until a reason to stop, and return it."""
+        reason = self.begin()
+        while reason is None:
+            reason = self.advance()
+        if self.state.progress.iteration > self.stop.first_iteration:
+            for listener in self.listeners:
+                listener.on_end(self, reason)
+        else:
+            for listener in self.listeners:
+                listener.on_nothing_to_train(self)
+        if reason == NO_DATA:
+            self._raise_failure()
+        return reason
+
+    def begin(self) -> str | None:
+        """Before the first iteration; returns the reason not to train it."""
         self.context.heartbeat.start_training(self.state.progress.iteration)
         self.context.heartbeat.enter(Section.STEP)
         if self.is_after_rollback:
             for listener in self.listeners:
                 listener.after_rollback(self)
-        reason = self.stop.agree(self.state.progress.iteration, self._has_data)
-        while reason is None:
-            if self._is_left_out():
-                self._skip_iteration()
-                reason = self.stop.agree(self.state.progress.iteration, self._has_data)
-            else:
-                reason = self._train_iteration()
-        if self.state.progress.iteration > self.stop.first_iteration:
-            for listener in self.listeners:
-                listener.on_end(self, reason)
-        if reason == NO_DATA:
-            self._raise_failure()
-        return reason
+        return self.stop.agree(self.state.progress.iteration, self._has_data)
+
+    def advance(self) -> str | None:
+        """Train the next iteration, or leave its samples out; returns the reason to stop after it."""
+        if not self._is_left_out():
+            return self._train_iteration()
+        self._skip_iteration()
+        return self.stop.agree(self.state.progress.iteration, self._has_data)
 
     def _train_iteration(self) -> str | None:
         """Train one iteration and return the reason to stop after it, if there is one."""

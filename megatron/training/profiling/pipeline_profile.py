@@ -58,7 +58,7 @@ class PipelineProfile(Listener):
 
     def _write(self, trainer: Trainer) -> None:
         recorder, trainer.module.executor.recorder = trainer.module.executor.recorder, None
-        assert recorder is not None
+        assert isinstance(recorder, ActionRecorder)
         topology = trainer.context.topology
         stage_ranks = topology.grid.group(0, ("pp",))
         spans_by_rank = topology.control.all_gather_object(recorder.spans() if topology.rank in stage_ranks else ())

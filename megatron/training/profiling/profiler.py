@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.config.run import RunConfig
+from megatron.core.pipeline_parallel.recorder import NamedActions
 from megatron.errors import RankError
 from megatron.training.context import LogRank0
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
@@ -42,8 +43,14 @@ class WindowProfile(Listener):
         if not self._is_recording and self._start <= trainer.state.progress.iteration < self._end:
             self._has_begun = self._is_recording = True
             self.begin()
+        executor = trainer.module.executor
+        if self._is_recording and executor.recorder is None:  # --profile-pipeline may have set one
+            executor.recorder = NamedActions()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
+        executor = trainer.module.executor
+        if isinstance(executor.recorder, NamedActions):
+            executor.recorder = None
         if trainer.state.progress.iteration >= self._end:
             self.close()
 

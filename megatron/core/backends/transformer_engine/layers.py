@@ -39,6 +39,11 @@ class _OwnGraph(Function):
         assert not ctx.layer.context.weight_gradients.is_deferring, "these weight gradients cannot be deferred"
         weight, gain, end = ctx.weight, ctx.gain, ctx.end
         ctx.end = None
+        if not ctx.layer.fuses_weight_gradient:
+            wanted = [ctx.begin, weight] if gain is None else [ctx.begin, weight, gain]
+            grad_inputs, whole, *grad_gain = torch.autograd.grad(end, wanted, gradients[0])
+            grad_weight = accumulate_main_grad(weight, whole)
+            return grad_inputs, None, grad_weight, accumulate_main_grad(gain, *grad_gain) if gain is not None else None
         main_grad = main_grad_of(weight) or MainGrad(torch.empty_like(weight))
         with main_grad.accumulating() as weight.main_grad:
             wanted = [ctx.begin] if gain is None else [ctx.begin, gain]
@@ -55,10 +60,11 @@ class _Linear(nn.Module):
     """The module quantises its input itself."""
 
     def __init__(
-        self, engine: TransformerEngine, module: Any, infos: dict[str, ParameterInfo], context: LayerContext
+        self, provider: "TransformerEngineProvider", module: Any, infos: dict[str, ParameterInfo], context: LayerContext
     ) -> None:
         super().__init__()
-        self.engine, self.context = engine, context
+        self.engine, self.context = provider.engine, context
+        self.fuses_weight_gradient = provider.fuses_weight_gradient
         # A recomputed segment sets skip_output in its second run; the module computes its output even then.
         self.skip_output = False
         for name, info in infos.items():
@@ -95,17 +101,22 @@ class _Linear(nn.Module):
 
 class TransformerEngineProvider:
     """A :class:`megatron.core.models.layer.LayerProvider`. With ``overlaps`` its layers need
-    :func:`~megatron.core.backends.transformer_engine.overlap.shared_buffers`."""
+    :func:`~megatron.core.backends.transformer_engine.overlap.shared_buffers`. Without ``fuses_weight_gradient`` a
+    weight gradient is computed in the weight's dtype, and then added to the main gradient."""
 
-    def __init__(self, engine: TransformerEngine, overlaps: bool = False) -> None:
-        self.engine, self.overlaps = engine, overlaps
+    def __init__(self, engine: TransformerEngine, overlaps: bool = False, fuses_weight_gradient: bool = True) -> None:
+        self.engine, self.overlaps, self.fuses_weight_gradient = engine, overlaps, fuses_weight_gradient
 
     def norm_linear(
         self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: LayerContext
     ) -> nn.Module:
         infos = {
-            "layer_norm_weight": context.gain(norm, config.hidden_size, config.apply_layernorm_1p),
-            "weight": context.column_weight(name, config.hidden_size, output_sections, config.init_method_std),
+            "layer_norm_weight": context.gain(
+                norm, config.hidden_size, config.apply_layernorm_1p, width_mult=config.width_mult
+            ),
+            "weight": context.column_weight(
+                name, config.hidden_size, output_sections, config.hidden_init_std, config.width_mult
+            ),
         }
         module = self.engine.pytorch.LayerNormLinear(
             config.hidden_size,
@@ -114,32 +125,35 @@ class TransformerEngineProvider:
             normalization="RMSNorm",
             zero_centered_gamma=config.apply_layernorm_1p,
             parallel_mode="column",
-            **_arguments(context),
+            **self._arguments(context),
             **(column_overlap(name) if self.overlaps else {}),
         )
-        return _Linear(self.engine, module, infos, context)
+        return _Linear(self, module, infos, context)
 
     def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: LayerContext) -> nn.Module:
-        infos = {"weight": context.row_weight(name, input_size, config.hidden_size, config.residual_init_std)}
+        infos = {
+            "weight": context.row_weight(
+                name, input_size, config.hidden_size, config.residual_init_std, config.width_mult
+            )
+        }
         module = self.engine.pytorch.Linear(
             input_size,
             config.hidden_size,
             parallel_mode="row",
-            **_arguments(context),
+            **self._arguments(context),
             **(row_overlap(name) if self.overlaps else {}),
         )
-        return _Linear(self.engine, module, infos, context)
+        return _Linear(self, module, infos, context)
 
-
-def _arguments(context: LayerContext) -> dict[str, Any]:
-    """Arguments of both modules; ``meta`` because the weights are replaced by ours."""
-    parallel = context.parallel
-    return {
-        "bias": False,
-        "fuse_wgrad_accumulation": True,
-        "params_dtype": context.dtype,
-        "device": "meta",
-        "sequence_parallel": parallel.sequence_parallel,
-        "tp_size": parallel.size,
-        "tp_group": parallel.communicator.process_group if parallel.size > 1 else None,
-    }
+    def _arguments(self, context: LayerContext) -> dict[str, Any]:
+        """Arguments of both modules; ``meta`` because the weights are replaced by ours."""
+        parallel = context.parallel
+        return {
+            "bias": False,
+            "fuse_wgrad_accumulation": self.fuses_weight_gradient,
+            "params_dtype": context.dtype,
+            "device": "meta",
+            "sequence_parallel": parallel.sequence_parallel,
+            "tp_size": parallel.size,
+            "tp_group": parallel.communicator.process_group if parallel.size > 1 else None,
+        }

@@ -177,7 +177,8 @@ class _Module(nn.Module):
         overlap: dict[str, Any],
     ) -> None:
         super().__init__()
-        assert not bias and fuse_wgrad_accumulation and parallel_mode in ("column", "row")
+        assert not bias and parallel_mode in ("column", "row")
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         told = {name: value for name, value in overlap.items() if value}
         self.overlaps = bool(told)
         if told:
@@ -270,14 +271,14 @@ class _Multiply(Function):
         ctx.save_for_backward(inputs, multiplied)
         ctx.module, ctx.quantizers, ctx.updates_scales = module, quantizers, updates_scales
         ctx.accumulates = not is_first_microbatch
-        ctx.main_grad_func = lambda: weight.main_grad  # type: ignore[attr-defined]
+        ctx.main_grad_func = lambda: weight.main_grad if module.fuse_wgrad_accumulation else None  # type: ignore[attr-defined]
         is_fp8 = quantizers is not None
         whole = module.through_buffer(module.gathered(inputs), is_fp8) if is_column else inputs
         product = whole @ multiplied.t()
         return product if is_column else module.reduced(module.through_buffer(product, is_fp8))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None, None, None]:
         inputs, weight = ctx.saved_tensors
         module: _Module = ctx.module
         main_grad = ctx.main_grad_func()
@@ -287,13 +288,14 @@ class _Multiply(Function):
         grad_inputs = gradient @ weight
         whole = module.gathered(inputs) if is_column else inputs
         product = gradient.flatten(0, -2).t() @ whole.flatten(0, -2)
-        if ctx.accumulates:
+        if main_grad is not None and ctx.accumulates:
             main_grad.add_(product)
-        else:
+        elif main_grad is not None:
             main_grad.copy_(product)
         if ctx.updates_scales:
             STATE.update_scales(forward=False)
-        return None, module.reduced(grad_inputs) if is_column else grad_inputs, None, None, None, None
+        grad_weight = product if main_grad is None else None
+        return grad_weight, module.reduced(grad_inputs) if is_column else grad_inputs, None, None, None, None
 
 
 class Linear(_Module):

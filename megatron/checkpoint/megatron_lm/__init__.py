@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM (``torch_dist``): read without unpickling, as weights of this code."""

@@ -1,0 +1,1 @@
+"""The commands, one module each: ``main`` is called by ``tools/``, ``pretrain_llama.py`` and ``megatron-llama``."""

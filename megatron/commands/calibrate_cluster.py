@@ -1,0 +1,154 @@
+"""Measure a machine and write a cluster file for the planner: products, attention, copies, collectives, whole steps.
+
+    torchrun --nproc-per-node 8 tools/calibrate_cluster.py --out my_cluster.toml --base h100
+    torchrun --nproc-per-node 2 tools/calibrate_cluster.py --out my_cpu.toml --device cpu
+    python tools/calibrate_cluster.py --out my_cpu.toml --device cpu
+
+Start one process for each GPU of a node, better of two nodes: then the network is measured, too. All of them compute at
+the same time, as in training. One process alone measures no collectives. On a GPU, --base names the cluster whose peaks
+and links the measured shares refer to. On CPUs the file holds for this number of processes on this machine. It takes
+about two minutes; --turns 3 is quicker and noisier. docs/planner.md describes the constants.
+"""
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from megatron.errors import ConfigError, UserError
+from megatron.ranges import require_at_least
+from megatron.urls import refuse_urls
+
+SMALL_MODEL = (
+    "--num-layers 1 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 16 --kv-channels 16 "
+    "--vocab-size 2048 --seq-length 256"
+)
+"""For CPUs."""
+LARGE_MODEL = "--model llama3.1-8b --seq-length 8192"
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """Where to write, and what to measure."""
+
+    out: str
+    """Cluster file to write; name it in --cluster of tools/plan_layout.py."""
+    base: str | None = None
+    """Cluster file or name with the vendor's figures of this GPU; needed on GPUs."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto is on GPUs if there are any."""
+    flags: str | None = None
+    """Flags of the model to train, as pretrain_llama.py takes them, with an equals sign:
+    --flags="--model llama3.1-8b --seq-length 8192 --bf16" (default: Llama 3.1 8B with 8,192 tokens, on CPUs a
+    small model with 256). The products, the attention and the steps have its sizes; its number of layers has no
+    effect."""
+    batches: tuple[int, ...] = (1, 4)
+    """Sequences of a microbatch to measure; the steps of the largest must fit in memory."""
+    turns: int = 7
+    """How often to measure everything; the medians count."""
+
+    def check(self) -> None:
+        refuse_urls({"--out": self.out, "--base": self.base}, "use a local file")
+        require_at_least(1, {"--turns": self.turns})
+        for batch in self.batches:
+            require_at_least(1, {"--batches": batch})
+        if not self.batches:
+            raise ConfigError("--batches is empty: give at least one number of sequences.")
+
+
+def calibrate(config: CalibrateConfig) -> str | None:
+    """Measure; rank 0 returns the text of the cluster file."""
+    import torch
+
+    from megatron.config.command_line import parse_command_line
+    from megatron.config.parallel import ParallelConfig
+    from megatron.planner.calibration.cluster_file import cluster_file
+    from megatron.planner.calibration.measure import Plan, calibrated, measure, number_of_operations
+    from megatron.planner.calibration.ranks import Ranks
+    from megatron.planner.calibration.turns import Effort
+    from megatron.planner.plan import planned_vocabulary
+    from megatron.planner.step_time.cluster import read_cluster
+    from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
+
+    process = Process.from_environment(os.environ)
+    device = choose_device(config.device, process)
+    is_cpu = device.type == "cpu"
+    if is_cpu and config.base is not None:
+        raise ConfigError("--base is for GPUs: remove it; a calibration on CPUs measures all constants.")
+    if is_cpu and process.local_world_size > available_cores():
+        raise ConfigError(
+            f"{process.local_world_size} processes on {available_cores()} cores would measure the scheduler: start one "
+            "for each core. The planner divides the rates where more ranks share a core."
+        )
+    if not is_cpu and config.base is None:
+        raise ConfigError("--base is missing: name the cluster file of this GPU, such as --base h100.")
+    base = None if config.base is None else read_cluster(config.base)
+    words = (config.flags or (SMALL_MODEL if is_cpu else f"{LARGE_MODEL} --bf16")).split()
+    flags = f"--mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --device {device.type}"
+    run = parse_command_line([*words, *flags.split()])
+    run.check(1)
+    plan = Plan(run, planned_vocabulary(run).size, device, Effort(turns=config.turns), config.batches)
+    if is_cpu:
+        prepare_cpu(process)
+    else:
+        plan = plan.for_gpus()
+    with init_distributed(ParallelConfig(), process, device) as topology:
+        control = topology.control if process.world_size > 1 else None
+        ranks = Ranks(process.rank, process.world_size, process.local_world_size, control)
+        with torch.random.fork_rng(devices=[]), _progress(number_of_operations(plan, ranks), process.rank) as advance:
+            measured = measure(plan, ranks, advance)
+        if process.rank:
+            return None
+        found = calibrated(plan, measured, base, host_memory_gib() / process.local_world_size, ranks)
+        machine = f"{process.world_size} processes, {process.local_world_size} on each node, {device.type}"
+        if is_cpu:
+            machine += f", {available_cores()} cores"
+        return cluster_file(found, measured, config.base, datetime.date.today().isoformat(), machine)
+
+
+@contextmanager
+def _progress(total: int, rank: int) -> Iterator[Callable[[str, int], None]]:
+    """A progress bar on rank 0."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, disable=rank > 0, unit="operation") as bar:
+
+        def advance(what: str, count: int) -> None:
+            bar.set_description(what, refresh=False)
+            bar.update(count)
+
+        yield advance
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory_gib() -> float:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def main() -> int:
+    """Measure, write and print the file; the exit code."""
+    try:
+        config = tyro.cli(CalibrateConfig, description=__doc__)
+        config.check()
+        text = calibrate(config)
+        if text is not None:
+            Path(config.out).write_text(text, encoding="utf-8")
+            print(text)
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"ERROR: --out cannot be written ({error}): choose another path.", file=sys.stderr)
+        return 1
+    return 0

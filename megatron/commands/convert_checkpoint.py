@@ -1,0 +1,375 @@
+"""Convert a model from or to Hugging Face's files, convert a checkpoint of Megatron-LM, or give a dense model experts.
+
+All conversions copy block by block, so memory does not grow with the model. The result appears only when it is
+complete.
+"""
+
+import re
+import shlex
+import signal
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.commands.from_megatron import from_megatron
+from megatron.commands.weight_checkpoints import (
+    DtypeName,
+    Progress,
+    check_unused,
+    flags_of_weights,
+    model_flags,
+    progress_bar,
+    tokenizer_size,
+    torch_dtype,
+    verified_checkpoint,
+)
+from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.errors import CheckpointError, ConfigError, DataError, UserError, report
+from megatron.flags import changed_words
+from megatron.ranges import require_at_least
+from megatron.urls import check_place, refuse_urls
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.conversion import HuggingFaceExport
+    from megatron.checkpoint.streaming import SavedTensors
+    from megatron.data.tokenizers import GPT2BPETokenizer
+
+TOKENIZER = "tokenizer"  # its directory in a converted checkpoint
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class FromHuggingFace:
+    """Hugging Face's safetensors and config.json to a checkpoint of weights, for --load DIR --finetune."""
+
+    hf: str
+    """Directory with config.json and the safetensors files; tokenizer files are copied, too."""
+    save: str
+    """Directory for the checkpoint; it must not have one yet."""
+    dtype: DtypeName = "keep"
+    """Dtype to store; keep does not convert. Training converts the loaded weights to its precision."""
+    iteration: int = 0
+    """Iteration under which the checkpoint is saved."""
+    apply_layernorm_1p: bool = False
+    """Store the weights of norms for training with --apply-layernorm-1p: the gain minus one, in fp32."""
+    text_only: bool = False
+    """Accept a multimodal model, and convert only its text model."""
+
+    def check(self) -> None:
+        require_at_least(0, {"--iteration": self.iteration})
+        refuse_urls({"--hf": self.hf, "--save": self.save}, "name a directory")
+
+
+@dataclass(frozen=True)
+class ToHuggingFace:
+    """Convert a checkpoint to safetensors and config.json for transformers."""
+
+    load: str
+    """Directory or URL of checkpoints."""
+    hf: str
+    """Directory to create; it must be empty or not exist."""
+    ckpt_step: int | None = None
+    """Iteration to convert instead of the latest."""
+    dtype: DtypeName = "keep"
+    """Dtype to write; keep does not convert. Other dtypes are converted from the optimizer's fp32 master weights if the
+    checkpoint has them, so --dtype fp32 writes these exactly."""
+    ema: bool = False
+    """Convert the moving average of the weights (--ema-decay) instead of the weights."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file, in bytes or as 500MB, 5GB, 2GiB; a larger tensor has a file of its own."""
+
+    def check(self) -> None:
+        require_at_least(0, {"--ckpt-step": self.ckpt_step})
+        check_place("--load", self.load)
+        refuse_urls({"--hf": self.hf}, "name a directory, and copy it afterwards")
+        self.max_shard_bytes  # noqa: B018
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """``--max-shard-size`` in bytes."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", self.max_shard_size.strip().upper())
+        if match is None or float(match[1]) == 0:
+            raise ConfigError(f"--max-shard-size {self.max_shard_size} is no size: write it as 500MB, 5GB or in bytes.")
+        return max(1, int(float(match[1]) * _UNITS[match[2] or ""]))
+
+
+@dataclass(frozen=True)
+class FromMegatron:
+    """Megatron-LM's checkpoint (--ckpt-format torch_dist) to a checkpoint of weights, for --load DIR --finetune."""
+
+    load: str
+    """Directory of Megatron-LM's checkpoints, or of one iteration."""
+    save: str
+    """Directory for the checkpoint; it must not have one yet."""
+    ckpt_step: int | None = None
+    """Iteration to convert instead of the latest."""
+    dtype: DtypeName = "keep"
+    """Dtype to store; keep does not convert. Training converts the loaded weights to its precision."""
+    iteration: int = 0
+    """Iteration under which the checkpoint is saved."""
+    vocab_size: int | None = None
+    """Number of ids without padding (default: from the tokenizer in the saved arguments, if its files are at hand;
+    otherwise all rows of the embedding)."""
+    tokenizer_model: str | None = None
+    """Place of the tokenizer here, instead of the one in the saved arguments."""
+
+    def check(self) -> None:
+        require_at_least(0, {"--ckpt-step": self.ckpt_step, "--iteration": self.iteration})
+        require_at_least(1, {"--vocab-size": self.vocab_size})
+        places = {"--load": self.load, "--save": self.save, "--tokenizer-model": self.tokenizer_model}
+        refuse_urls({flag: place for flag, place in places.items() if place is not None}, "name a local path")
+
+
+@dataclass(frozen=True)
+class Upcycle:
+    """A checkpoint of a dense model to a checkpoint of weights with experts: each is a copy of the MLP of its layer."""
+
+    load: str
+    """Directory or URL of checkpoints of a dense model."""
+    save: str
+    """Directory for the new checkpoint; it must not have one yet."""
+    num_experts: int
+    """Number of experts of a layer."""
+    moe_router_topk: int = 2
+    """Number of experts that a token is sent to; at least 2."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts, as in training."""
+    moe_upcycling_granularity: int = 1
+    """Only 1: every expert is as wide as the MLP."""
+    seed: int = 1234
+    """Seed of the initial weights of the routers; a new run with this --seed starts with the same."""
+    ckpt_step: int | None = None
+    """Iteration to convert instead of the latest."""
+    iteration: int = 0
+    """Iteration under which the checkpoint is saved."""
+
+    def check(self) -> None:
+        require_at_least(2, {"--num-experts": self.num_experts, "--moe-router-topk": self.moe_router_topk})
+        require_at_least(0, {"--ckpt-step": self.ckpt_step, "--iteration": self.iteration})
+        check_place("--load", self.load)
+        refuse_urls({"--save": self.save}, "name a directory")
+        if self.moe_router_topk > self.num_experts:
+            raise ConfigError(
+                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}: lower it."
+            )
+        if self.moe_upcycling_granularity != 1:
+            raise ConfigError(
+                f"--moe-upcycling-granularity {self.moe_upcycling_granularity} would divide the MLP into smaller "
+                "experts, which is not implemented: use 1."
+            )
+
+
+Command = (
+    Annotated[FromHuggingFace, tyro.conf.subcommand("from-hf")]
+    | Annotated[ToHuggingFace, tyro.conf.subcommand("to-hf")]
+    | Annotated[FromMegatron, tyro.conf.subcommand("from-megatron")]
+    | Annotated[Upcycle, tyro.conf.subcommand("upcycle")]
+)
+
+
+# --- from Hugging Face ---------------------------------------------------------------------------------------
+
+
+def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
+    """Convert; what to tell the user."""
+    from megatron.checkpoint.conversion import HuggingFaceImport
+    from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.hugging_face_files import copy_tokenizer
+    from megatron.checkpoint.streaming import save_streaming
+    from megatron.training.checkpoints.saved_run import state_of_weights
+
+    source, root = Path(config.hf), Path(config.save)
+    check_unused(root)
+    model = HuggingFaceImport(
+        source, torch_dtype(config.dtype), progress.advance, config.apply_layernorm_1p, config.text_only
+    )
+    copied = iteration_directory(root, config.iteration).resolve() / TOKENIZER
+    tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
+    generation = model.model.description.generation_config
+    progress.expect(model.nbytes)
+    save_streaming(
+        root,
+        config.iteration,
+        model.tensors,
+        model.read,
+        state_of_weights(
+            config.iteration,
+            model.architecture,
+            flags_of_weights(model.architecture, model.dtype, tokenizer),
+            generation,
+        ).to_json(),
+        furnish=lambda saving: copy_tokenizer(source, saving / TOKENIZER),
+    )
+    flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *changed_words(tokenizer)]
+    left_out = model.model.describe_left_out()
+    return (
+        f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
+        + (left_out and f"{left_out}\n")
+        + f"train on with: pretrain_llama.py {shlex.join(flags)}"
+    )
+
+
+def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig:
+    """The flags for the tokenizer in ``source``, whose copy will be under ``copied``, in a model of ``vocab_size``
+    ids."""
+    from megatron.checkpoint.hugging_face_directory import tokenizer_flags
+
+    flags, ids = tokenizer_flags(source, copied), tokenizer_size(tokenizer_flags(source, source))
+    # For a tokenizer that cannot be used, the size says nothing.
+    return flags if ids is None or ids >= vocab_size else replace(flags, vocab_size=vocab_size)
+
+
+# --- to Hugging Face -----------------------------------------------------------------------------------------
+
+
+def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
+    """Convert; what to tell the user."""
+    from megatron.checkpoint.conversion import HuggingFaceExport
+    from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
+
+    target = Path(config.hf)
+    check_free(target)
+    saved = verified_checkpoint(config.load, config.ckpt_step)
+    model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance, config.ema)
+    progress.expect(sum(entry.nbytes for entry in model.entries.values()))
+    with fresh_directory(target) as saving:
+        write_weights(saving, model.entries, model.parts_of, config.max_shard_bytes)
+        notes = write_description(saving, saved, model)
+    return "\n".join([f"wrote iteration {saved.iteration} of {config.load} to {target}, from {model.source}*", *notes])
+
+
+def write_description(saving: Path, saved: "SavedTensors", model: "HuggingFaceExport") -> list[str]:
+    """Write config.json and the tokenizer's files; what to tell the user about them."""
+    from megatron.checkpoint.files import explained, write_text_durably
+    from megatron.checkpoint.hugging_face_config import config_fields
+    from megatron.checkpoint.hugging_face_directory import CONFIG, GENERATION_CONFIG
+    from megatron.checkpoint.hugging_face_files import copy_tokenizer, write_json
+    from megatron.checkpoint.schema import upgrade
+    from megatron.data.tokenizers import GPT2BPETokenizer, build_tokenizer
+
+    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    flags = state.flag_group("tokenizer", TokenizerConfig)
+    bos = eos = None
+    missing = "" if flags.tokenizer_type else "The checkpoint does not name one."
+    try:
+        if not missing:
+            tokenizer = build_tokenizer(flags)
+            bos, eos = tokenizer.bos, tokenizer.eod
+            if isinstance(tokenizer, GPT2BPETokenizer):
+                write_gpt2_tokenizer(saving, tokenizer)
+        if flags.tokenizer_model is not None:
+            copy_tokenizer(Path(flags.tokenizer_model), saving)
+    except (ConfigError, DataError) as error:
+        missing = str(error)
+    dtype = str(model.dtype).removeprefix("torch.")
+    write_json(saving / CONFIG, config_fields(model.architecture, dtype, bos, eos))
+    if state.generation_config is not None:
+        with explained("write", saving):
+            write_text_durably(saving / GENERATION_CONFIG, state.generation_config)
+    return [f"without a tokenizer, and without special tokens in config.json: {missing}"] if missing else []
+
+
+def write_gpt2_tokenizer(saving: Path, tokenizer: "GPT2BPETokenizer") -> None:
+    """Write the two files of the tokenizer as one that transformers loads for every model."""
+    from megatron.checkpoint.files import explained, write_text_durably
+    from megatron.checkpoint.hugging_face_directory import TOKENIZER_JSON
+    from megatron.checkpoint.hugging_face_files import write_json
+    from megatron.data.gpt2_files import END_OF_TEXT
+
+    with explained("write", saving):
+        write_text_durably(saving / TOKENIZER_JSON, tokenizer.description.decode())
+    names = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+    write_json(saving / "tokenizer_config.json", {**names, "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+# --- experts -------------------------------------------------------------------------------------------------
+
+
+def upcycle(config: Upcycle, progress: Progress) -> str:
+    """Convert; what to tell the user."""
+    from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.upcycling import UpcycledModel
+    from megatron.training.checkpoints.saved_run import state_of_weights
+
+    root = Path(config.save)
+    check_unused(root)
+    saved = verified_checkpoint(config.load, config.ckpt_step)
+    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    architecture = with_experts(state.architecture, config)
+    model = UpcycledModel(saved, architecture, config.seed, progress.advance)
+    tokenizer = state.flag_group("tokenizer", TokenizerConfig)
+    groups = {
+        "model": asdict(ModelConfig.of(architecture)),
+        "tokenizer": asdict(tokenizer),
+        "precision": asdict(state.flag_group("precision", PrecisionConfig)),
+    }
+    progress.expect(model.nbytes)
+    save_streaming(
+        root,
+        config.iteration,
+        model.tensors,
+        model.read,
+        state_of_weights(config.iteration, architecture, groups, state.generation_config).to_json(),
+    )
+    words = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
+    return (
+        f"wrote {architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
+        f"train on with: pretrain_llama.py {shlex.join(words)}"
+    )
+
+
+def with_experts(dense: TransformerConfig, config: Upcycle) -> TransformerConfig:
+    """The architecture of the dense model with experts; raises :class:`UserError`."""
+    if dense.num_experts is not None:
+        raise CheckpointError(
+            f"--load {config.load} has {dense.num_experts} experts already: upcycle the checkpoint of a dense model."
+        )
+    flags = replace(
+        ModelConfig.of(dense),
+        num_experts=config.num_experts,
+        moe_router_topk=config.moe_router_topk,
+        moe_layer_freq=config.moe_layer_freq,
+    )
+    resolved = flags.resolve(dense.vocab_size, tensor_parallel_size=1, seq_length=1)
+    return replace(resolved, padded_vocab_size=dense.padded_vocab_size)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def convert(config: FromHuggingFace | ToHuggingFace | FromMegatron | Upcycle) -> str:
+    """Run a subcommand; what to tell the user."""
+    config.check()
+    with progress_bar() as progress:
+        if isinstance(config, FromHuggingFace):
+            return from_hugging_face(config, progress)
+        if isinstance(config, ToHuggingFace):
+            return to_hugging_face(config, progress)
+        if isinstance(config, FromMegatron):
+            return from_megatron(config, progress)
+        return upcycle(config, progress)
+
+
+def main() -> int:
+    """Run the tool; the exit code."""
+    config = tyro.cli(Command, description=__doc__)
+    # A terminated conversion, too, removes what it has written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        print(convert(config))
+    except UserError as error:
+        report(error, rank=0)
+        return 1
+    except KeyboardInterrupt:
+        print("ERROR: interrupted; nothing has been written.", file=sys.stderr)
+        return 130
+    return 0

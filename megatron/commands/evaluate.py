@@ -1,0 +1,280 @@
+"""Evaluate a model on whole texts: loss, perplexity and bits per byte.
+
+Architecture, tokenizer, precision and masks come from the checkpoint of --load; every flag of pretrain_llama.py may
+follow, such as the flags of a parallel layout under torchrun --nproc-per-node N.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import tyro
+
+from megatron.commands import pretrain_llama
+from megatron.config.command_line import parse_command_line
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.evaluate import EvaluateConfig
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.errors import CheckpointError, ConfigError, ExitCode
+from megatron.flags import changed_flags, values_of
+from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
+from megatron.operation.environment import prepare_environment
+from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.processes import available_cores
+from megatron.operation.run_files import StartedCommand, words_of_process
+from megatron.ranges import require_at_least
+from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.urls import refuse_urls
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.schema import SavedState
+    from megatron.metrics.writer import MetricsWriter
+    from megatron.training.build.plan import RunPlan
+    from megatron.training.build.texts import TextData
+    from megatron.training.context import RunContext
+
+_MICROBATCH_TOKENS = 4096
+_LONGEST_WINDOW = 4096
+_LARGEST_EXPONENT = 700.0  # of a double
+
+
+def parse_arguments(arguments: Sequence[str], print_messages: bool) -> tuple[EvaluateConfig, list[str]]:
+    """The flags of this tool, and the words for ``pretrain_llama.py``."""
+    return tyro.cli(
+        EvaluateConfig,
+        args=list(arguments),
+        prog="evaluate.py",
+        description=__doc__,
+        return_unknown_args=True,
+        console_outputs=print_messages,
+    )
+
+
+def run_config(
+    evaluate: EvaluateConfig,
+    words: Sequence[str],
+    saved: "SavedState | None",
+    model_defaults: ModelConfig | None = None,
+) -> RunConfig:
+    """The flags of an evaluation: ``words`` override the flags of the checkpoint's run."""
+    given = parse_command_line(words)
+    if saved is None:
+        length = min(given.model.max_position_embeddings or _LONGEST_WINDOW, _LONGEST_WINDOW)
+        defaults = RunConfig(data=DataConfig(seq_length=length, num_workers=0))
+    else:
+        defaults = defaults_of(saved, given)
+    config = parse_command_line(words, model_defaults, defaults=defaults)
+    assert config.data.seq_length is not None
+    size = config.training.micro_batch_size or max(1, _MICROBATCH_TOKENS // config.data.seq_length)
+    from_checkpoint = config.checkpoint.load is not None
+    return replace(
+        config,
+        training=replace(config.training, micro_batch_size=size),
+        validation=replace(config.validation, skip_train=True),
+        checkpoint=replace(
+            config.checkpoint, use_checkpoint_args=from_checkpoint, exit_on_missing_checkpoint=from_checkpoint
+        ),
+        data=replace(config.data, valid_data_path=evaluate.input),
+    )
+
+
+def defaults_of(saved: "SavedState", given: RunConfig) -> RunConfig:
+    """What an evaluation takes from the run of a checkpoint: tokenizer, masks, length and number format."""
+    trained = saved.flag_group("data", DataConfig)
+    precision = PrecisionConfig()
+    if given.precision == PrecisionConfig():
+        # FP8 stays a choice of the evaluation: it is the format of products, not of weights.
+        name = saved.flag_group("precision", PrecisionConfig).name
+        precision = PrecisionConfig(bf16=name == "bf16", fp16=name == "fp16", fp64=name == "fp64")
+    return RunConfig(
+        tokenizer=saved.flag_group("tokenizer", TokenizerConfig),
+        precision=precision,
+        data=DataConfig(
+            seq_length=trained.seq_length or min(saved.architecture.max_position_embeddings, _LONGEST_WINDOW),
+            eod_mask_loss=trained.eod_mask_loss,
+            reset_attention_mask=trained.reset_attention_mask,
+            dataloader_inter_document_masking=trained.dataloader_inter_document_masking,
+            reset_position_ids=trained.reset_position_ids,
+            num_workers=0,
+        ),
+    )
+
+
+def read_saved_state(config: RunConfig) -> "SavedState":
+    """The state of the checkpoint of ``--load``."""
+    from megatron.training.checkpoints.saved_run import look_up_saved_run
+
+    saved = look_up_saved_run(config.checkpoint)
+    if saved is None:
+        raise CheckpointError(f"--load {config.checkpoint.load} has no checkpoint: check the path.")
+    return saved.state
+
+
+def check_flags(config: RunConfig) -> None:
+    """Raise :class:`ConfigError` for a flag of ``pretrain_llama.py`` that an evaluation of texts cannot honour."""
+    load, load_hf = config.checkpoint.load, config.checkpoint.load_hf
+    if (load is None) == (load_hf is None):
+        is_missing = "is missing" if load is None else "and --load-hf exclude each other"
+        raise ConfigError(
+            f"--load {is_missing}: set it to the checkpoints of the model, or --load-hf to its directory."
+        )
+    for flag in config.data.sources:
+        raise ConfigError(f"{flag} has no effect in tools/evaluate.py: name the texts with --input.")
+    groups = {
+        config.checkpoint: ("save", "save_interval", "finetune", "pretrained_checkpoint"),
+        config.validation: ("eval_interval", "eval_iters", "eval_global_batch_size"),
+        config.training: ("train_iters", "train_samples"),
+        config.dry_run: ("dry_run",),
+        config.plan: ("plan",),
+    }
+    for group, names in groups.items():
+        for flag in changed_flags(group, *names):
+            raise ConfigError(f"{flag} has no effect in tools/evaluate.py, which reads every text once: remove it.")
+
+
+def check_texts(evaluate: EvaluateConfig, seq_length: int) -> None:
+    """Raise :class:`ConfigError` for an invalid flag of this tool."""
+    if not evaluate.input:
+        raise ConfigError("--input is missing: set it to the texts to evaluate.")
+    refuse_urls(values_of(evaluate, "json"), "use a local file")
+    require_at_least(1, values_of(evaluate, "stride"))
+    if evaluate.stride is not None and evaluate.stride > seq_length:
+        raise ConfigError(
+            f"--stride {evaluate.stride} is more than --seq-length {seq_length}, so tokens would be left out: use "
+            f"{seq_length} or less."
+        )
+
+
+def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
+    """Evaluate as ``arguments`` say."""
+    evaluate, words = parse_arguments(arguments, rank == 0)
+    given = parse_command_line(words, print_messages=rank == 0)
+    check_flags(given)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    queues = prepare_environment(given, os.environ, available_cores(), local_world_size)
+    if given.checkpoint.load_hf is not None:
+        words = with_hugging_face(words, given)
+    pretrain_llama.import_for_training()
+    from megatron.training.build.run import RunParts
+    from megatron.training.build.texts import TextData
+    from megatron.training.initialize import Process
+    from megatron.training.pretrain import pretrain
+
+    saved = None if given.checkpoint.load is None else read_saved_state(given)
+    config = run_config(evaluate, words, saved)
+    check_texts(evaluate, config.seq_length)
+    config.check(world_size)
+    data = TextData(evaluate)
+    parts = RunParts(data.build, partial(open_writers, evaluate, data))
+    process = Process.from_environment(os.environ)
+    command = StartedCommand.of(arguments, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
+    flags_over = partial(run_config, evaluate, words, saved)
+    return pretrain(config, process, flags_over, queues, command, heartbeat, parts)
+
+
+def open_writers(
+    evaluate: EvaluateConfig, data: "TextData", context: "RunContext", plan: "RunPlan"
+) -> "list[MetricsWriter]":
+    """The writers of the flags, with the results of this tool in place of Megatron-LM's lines on the console."""
+    from megatron.metrics.console import ConsoleWriter
+    from megatron.training.build import run
+
+    others = [writer for writer in run.open_writers(context, plan) if not isinstance(writer, ConsoleWriter)]
+    return [*others, Results(evaluate, context.config, data)] if context.topology.rank == 0 else []
+
+
+@dataclass
+class Results:
+    """Prints the results on rank 0, and writes them to ``--json``."""
+
+    evaluate: EvaluateConfig
+    config: RunConfig
+    data: "TextData"
+
+    def write_iteration(self, record: IterationRecord) -> None:
+        raise AssertionError("an evaluation has no iterations")
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        assert self.data.texts is not None
+        documents = [text.num_documents for text in self.data.texts]
+        rows = [
+            {"input": name, "documents": number, **figures(one)}
+            for name, number, one in zip(self.evaluate.input, documents, record.sets.values(), strict=True)
+        ]
+        total = {"documents": sum(documents), **figures(record)}
+        for name, row in zip(record.sets, rows, strict=True):
+            print(describe(name, row), flush=True)
+        if len(rows) > 1:
+            print(describe("all texts", total), flush=True)
+        if self.evaluate.json is not None:
+            checkpoint = self.config.checkpoint
+            result = {
+                "model": checkpoint.load if checkpoint.load is not None else checkpoint.load_hf,
+                "iteration": record.iteration,
+                "seq_length": self.config.seq_length,
+                "stride": self.evaluate.stride or self.config.seq_length,
+                "texts": rows,
+                "total": total,
+            }
+            write_json(self.evaluate.json, result)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def figures(one: SetLoss) -> dict[str, float | int | None]:
+    """The results of a text, for JSON: None where there is none."""
+    is_finite = math.isfinite(one.loss)
+    return {
+        "tokens": one.num_tokens,
+        "bytes": one.num_bytes,
+        "loss": one.loss if is_finite else None,
+        "perplexity": math.exp(one.loss) if is_finite and one.loss < _LARGEST_EXPONENT else None,
+        "bits_per_byte": one.bits_per_byte if is_finite else None,
+    }
+
+
+def describe(name: str, row: dict[str, Any]) -> str:
+    """A line for people."""
+    words = [
+        f"{label} {row[key]:{form}}"
+        for key, label, form in (
+            ("loss", "loss", ".6f"),
+            ("perplexity", "perplexity", ".6g"),
+            ("bits_per_byte", "bits per byte", ".6f"),
+        )
+        if row[key] is not None
+    ]
+    counts = [f"{row[key]:,} {key}" for key in ("tokens", "bytes", "documents") if row[key] is not None]
+    return f"{name}: {', '.join(words) or 'the loss is not finite'} ({', '.join(counts)})"
+
+
+def write_json(path: str, result: dict[str, Any]) -> None:
+    """Write the results; raises :class:`ConfigError`."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): use another file.") from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluate as ``arguments`` say; the exit code."""
+    return pretrain_llama.main(arguments, start)
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Evaluate in this process, and end it with the exit code."""
+    pretrain_llama.run(arguments, start)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

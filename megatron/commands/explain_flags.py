@@ -1,0 +1,112 @@
+"""``--explain-flags``: what becomes of every flag of a recipe of Megatron-LM."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.all_checks import flags_in
+from megatron.config.command_line import parse_line
+from megatron.config.megatron_flags import NO_EFFECT
+from megatron.config.recipes import edited, num_ranks, read_recipes
+from megatron.config.words import split_words
+from megatron.errors import ConfigError, ExitCode
+
+OTHER_DEFAULTS = {
+    "--swiglu": "GELU without a gate there, SwiGLU here",
+    "--normalization": "LayerNorm there, RMSNorm here",
+    "--disable-bias-linear": "linear layers with biases there, without here",
+    "--position-embedding-type": "learned there, rope here",
+    "--rotary-base": "10000 there, 500000 here",
+    "--untie-embeddings-and-output-weights": "shared weights there, separate ones here",
+    "--hidden-dropout": "0.1 there, 0 here",
+    "--attention-dropout": "0.1 there, 0 here",
+}
+"""Flags whose defaults make another model."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What becomes of the flags of a recipe."""
+
+    kept: tuple[str, ...]
+    no_effect: tuple[str, ...]
+    corrections: tuple[str, ...]
+    """A sentence for everything that keeps the run from starting."""
+    unstated: tuple[str, ...]
+    """Flags of ``OTHER_DEFAULTS`` that are not given."""
+
+
+def explain(words: Sequence[str], world_size: int) -> Explained:
+    """What becomes of the flags in ``words`` in a run of ``world_size`` ranks."""
+    line = parse_line(words)
+    errors = list(line.mistakes)
+    corrections = [sentence for error in errors for sentence in error.sentences]
+    wrong = {flag for sentence in corrections for flag in flags_in(sentence)}
+    try:
+        line.config.check(world_size)
+    except ConfigError as error:
+        corrections += [one for one in error.sentences if not wrong & set(flags_in(one))]
+    except Exception:
+        if not corrections:
+            raise
+    subjects = {flag for sentence in corrections for flag in flags_in(sentence)[:1]}
+    given = split_words(words)
+    idle = {flags_in(typed)[0] for typed in line.no_effect}
+    kept = [one.as_typed for one in given if one.flag not in subjects and one.flag not in idle]
+    stated = {one.flag for one in given}
+    unstated = [flag for flag in OTHER_DEFAULTS if flag not in stated and "--model" not in stated]
+    return Explained(tuple(kept), line.no_effect, tuple(corrections), tuple(unstated))
+
+
+def explain_files(arguments: Sequence[str]) -> ExitCode:
+    """Explain the recipes of ``--explain-flags``, with the other ``arguments`` beside their flags."""
+    flags = parse_line(arguments).config.flag_files
+    if flags.explain_flags is None:
+        raise ConfigError("--explain-flags needs a recipe: add its path.")
+    flags.check()
+    recipes = read_recipes(Path(flags.explain_flags))
+    own = ("--explain-flags", "--explain-edit")
+    others = [word for one in split_words(arguments) if one.flag not in own for word in (one.flag, *one.values)]
+    explained: dict[str, Explained] = {}
+    for name, words in recipes.items():
+        words = [*(edited(words) if flags.explain_edit else words), *others]
+        ranks = parse_line(words).config.dry_run.num_gpus or num_ranks(words)
+        explained[name] = explain(words, ranks)
+        if len(recipes) == 1:
+            print(_one(name, explained[name], ranks))
+    if len(recipes) > 1:
+        print(_several(explained))
+    return ExitCode.ACTION_REQUIRED if any(one.corrections for one in explained.values()) else ExitCode.COMPLETE
+
+
+def _one(name: str, explained: Explained, ranks: int) -> str:
+    reasons = {flag: one.reason for flag, one in NO_EFFECT.items()}
+    reasons |= {"--expert-tensor-parallel-size": "the model has no experts"}
+    idle = [f"{typed}: {reasons.get(flags_in(typed)[0], 'the run always does so')}" for typed in explained.no_effect]
+    parts = [
+        (f"{len(explained.kept)} kept", explained.kept),
+        (f"{len(idle)} without effect here", idle),
+        (f"{len(explained.corrections)} to correct", explained.corrections),
+        (
+            f"{len(explained.unstated)} not stated, with other defaults than in Megatron-LM",
+            [f"{flag}: {OTHER_DEFAULTS[flag]}" for flag in explained.unstated],
+        ),
+    ]
+    lines = [f"{name}, on {ranks} GPUs"]
+    for title, items in parts:
+        lines += ["", title, *(f"  {item}" for item in items)] if items else []
+    counts = f"{len(explained.kept)} kept, {len(idle)} without effect, {len(explained.corrections)} to correct"
+    verdict = "would not start" if explained.corrections else "would start"
+    return "\n".join([*lines, "", f"{name} {verdict}: {counts}."])
+
+
+def _several(explained: dict[str, Explained]) -> str:
+    """How many recipes would start, and what the others need, most frequent first."""
+    starting = [name for name, one in explained.items() if not one.corrections]
+    reasons = Counter(sentence for one in explained.values() for sentence in one.corrections)
+    lines = [f"{count:5}  {sentence}" for sentence, count in reasons.most_common()]
+    if lines:
+        lines = ["recipes  correction", *lines, ""]
+    share = 100 * len(starting) / len(explained)
+    return "\n".join([*lines, f"{len(starting)} of {len(explained)} recipes would start ({share:.1f} %)."])

@@ -1,0 +1,237 @@
+"""Draw what each rank holds under tensor, sequence, context, expert and data parallelism: the pictures of docs/.
+
+The positions come from the functions that divide weights, positions, experts and buffers in a run.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megatron.commands.rank_groups import COLORS
+from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.data_parallel.buffer import plan_buffer
+from megatron.core.parameter import Division, columns_box, sharded_boxes
+from megatron.core.topology import RankGrid
+from megatron.errors import ConfigError, UserError
+from megatron.urls import refuse_urls
+
+RANKS = 4
+STATE = {"weights": 2, "gradients": 4, "master weights": 4, "moments": 8}
+"""Bytes of a parameter."""
+SHARDED = {
+    "no_shard": (),
+    "optim (ZeRO-1)": ("master weights", "moments"),
+    "optim_grads (ZeRO-2)": ("gradients", "master weights", "moments"),
+    "optim_grads_params (ZeRO-3)": ("gradients", "master weights", "moments"),
+}
+"""What each strategy shards."""
+CAST = {"optim_grads_params (ZeRO-3)": ("weights",)}
+"""What a strategy does not keep: the weights of a layer are cast from the master weights when they are all-gathered."""
+_EMPTY, _LINE = "#eeeeee", "#666666"
+
+
+@dataclass(frozen=True)
+class PicturesConfig:
+    """Where the pictures go."""
+
+    output: str
+    """Directory for the SVG files."""
+
+
+class Drawing:
+    """Rectangles and texts of a picture."""
+
+    def __init__(self, width: float, height: float) -> None:
+        self._parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'height="{height:g}" font-family="sans-serif" font-size="13" text-anchor="middle">',
+            f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+        ]
+
+    def box(self, left: float, top: float, width: float, height: float, fill: str = "none", css: str = "") -> None:
+        line = f' stroke="{_LINE}"' if fill in ("none", _EMPTY) else ""
+        name = f' class="{css}"' if css else ""
+        self._parts.append(
+            f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="{fill}"{line}{name}/>'
+        )
+
+    def text(self, x: float, y: float, words: str, anchor: str = "middle", bold: bool = False) -> None:
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{weight}>{words}</text>')
+
+    def shard(self, left: float, top: float, scale: float, division: Division, rank: int, is_transposed: bool) -> None:
+        """The boxes of a rank in a global tensor; transposed: dim 0 to the right."""
+        for one in division[2]:
+            rows, columns = one.global_offset, one.shape
+            x, y, width, height = (
+                (rows[0], rows[1], columns[0], columns[1])
+                if is_transposed
+                else (rows[1], rows[0], columns[1], columns[0])
+            )
+            self.box(left + x * scale, top + y * scale, width * scale, height * scale, COLORS[rank], f"rank{rank}")
+
+    def __str__(self) -> str:
+        return "\n".join([*self._parts, "</svg>\n"])
+
+
+def tensor_parallel(ranks: int = RANKS, hidden: int = 8) -> str:
+    """The weights of a layer, ``x W^T``: rows of a weight are its outputs, which point to the right here."""
+    heads, groups, width, scale = hidden, hidden // 2, 2 * hidden, 11.0
+    weights: list[tuple[str, Callable[[int], Division], bool]] = [
+        ("linear_qkv", lambda rank: sharded_boxes((heads, groups, groups), (hidden,), rank, ranks), True),
+        ("linear_proj", lambda rank: columns_box(hidden, heads, rank, ranks), True),
+        ("linear_fc1", lambda rank: sharded_boxes((width, width), (hidden,), rank, ranks), True),
+        ("linear_fc2", lambda rank: columns_box(hidden, width, rank, ranks), True),
+    ]
+    drawing = Drawing(960, 270)
+    left, gap = 20.0, 36.0
+    for name, division, is_transposed in weights:
+        columns, rows = division(0)[0]
+        drawing.text(left, 22, name, "start", bold=True)
+        drawing.text(left, 40, "query, key, value" if "qkv" in name else "gate, up" if "fc1" in name else "", "start")
+        for rank in range(ranks):
+            drawing.shard(left, 50, scale, division(rank), rank, is_transposed)
+        drawing.box(left, 50, columns * scale, rows * scale)
+        left += max(columns * scale, 84) + gap
+    _legend(drawing, 20, 254, ranks)
+    return str(drawing)
+
+
+def sequence_parallel(ranks: int = RANKS, length: int = 8, hidden: int = 8) -> str:
+    """The activations of a sequence in a layer: positions downwards, features to the right."""
+    positions: Callable[[int], Division] = lambda rank: sharded_boxes((length,), (hidden,), rank, ranks)  # noqa: E731
+    features: Callable[[int], Division] = lambda rank: columns_box(length, hidden, rank, ranks)  # noqa: E731
+    steps = [("norm", positions), ("attention", features), ("norm", positions), ("MLP", features)]
+    between = ("all-gather", "reduce-scatter", "all-gather", "reduce-scatter")
+    scale, width, top = 11.0, 225.0, 40.0
+    drawing = Drawing(960, 180)
+    for number, (name, division) in enumerate(steps):
+        left = 20 + number * width
+        drawing.text(left, 22, f"{name}: {'positions' if division is positions else 'heads or columns'}", "start", True)
+        for rank in range(ranks):
+            drawing.shard(left, top, scale, division(rank), rank, False)
+        drawing.box(left, top, hidden * scale, length * scale)
+        drawing.text(left + 155, top + 48, f"{between[number]} →")
+    _legend(drawing, 20, 164, ranks)
+    return str(drawing)
+
+
+def context_parallel(ranks: int = RANKS, length: int = 16) -> str:
+    """Which rank computes the attention of a query with a key."""
+    cell, left, top = 18, 110, 40
+    drawing = Drawing(left + length * cell + 20, top + length * cell + 40)
+    drawing.text(left, 22, "keys →", "start", bold=True)
+    for rank in range(ranks):
+        split = ContextSplit(rank, ranks)
+        for query in split.positions(length).tolist():
+            drawing.text(
+                left - 8, top + query * cell + 14, f"{'query ' if not query else ''}{query}, rank {rank}", "end"
+            )
+            for key in range(query + 1):
+                drawing.box(left + key * cell, top + query * cell, cell - 1, cell - 1, COLORS[rank], f"rank{rank}")
+    _legend(drawing, left, top + length * cell + 26, ranks)
+    return str(drawing)
+
+
+def expert_parallel(grid: RankGrid | None = None, experts: int = 8) -> str:
+    """The experts of every rank of a stage."""
+    grid = grid or RankGrid(tp=2, dp=4, ep=4, etp=1)
+    per_rank, cell, left, top = experts // grid.ep, 44, 110, 66
+    drawing = Drawing(left + grid.stage_size * cell + 20, top + experts * 24 + 60)
+    drawing.text(left - 10, 22, "rank", "end", bold=True)
+    drawing.text(left - 10, 40, "tensor", "end")
+    drawing.text(left - 10, 58, "expert", "end")
+    for expert in range(experts):
+        drawing.text(left - 10, top + expert * 24 + 17, f"expert {expert}", "end")
+    for rank in range(grid.stage_size):
+        position, x = grid.coordinates(rank), left + rank * cell
+        drawing.text(x + cell / 2, 22, str(rank), bold=True)
+        drawing.text(x + cell / 2, 40, str(position["tp"]))
+        drawing.text(x + cell / 2, 58, str(position["ep"]))
+        for expert in range(experts):
+            is_here = expert // per_rank == position["ep"]
+            fill, css = (COLORS[position["ep"]], f"rank{rank}") if is_here else (_EMPTY, "")
+            drawing.box(x, top + expert * 24, cell - 2, 22, fill, css)
+    bottom = top + experts * 24 + 22
+    words = [f"{' '.join(map(str, group))}" for group in grid.groups(("ep",))]
+    drawing.text(left, bottom, f"all-to-all among ranks {', among '.join(words)}", "start")
+    words = [f"{' '.join(map(str, group))}" for group in grid.groups(("edp",))]
+    drawing.text(left, bottom + 20, f"the same experts: ranks {', '.join(words)}", "start")
+    return str(drawing)
+
+
+def data_parallel(ranks: int = RANKS, parameters: int = 256) -> str:
+    """Weights, gradients and optimizer state of every rank under each sharding strategy."""
+    layout = plan_buffer([parameters], ranks)
+    scale, left, row = 40.0, 110.0, 20.0
+    drawing = Drawing(left + sum(STATE.values()) * scale + 40, 40 + len(SHARDED) * (ranks * row + 34) + 10)
+    x = left
+    for name, size in STATE.items():
+        drawing.text(x + size * scale / 2, 22, name, bold=True)
+        x += size * scale + 6
+    top = 40.0
+    for strategy, sharded in SHARDED.items():
+        drawing.text(8, top + 14, f"{strategy}: {bytes_kept(strategy, ranks):g} bytes a parameter", "start", bold=True)
+        for rank in range(ranks):
+            y, x = top + 22 + rank * row, left
+            drawing.text(left - 10, y + 14, f"rank {rank}", "end")
+            for name, size in STATE.items():
+                ((start, stop),) = layout.shard(rank, ranks) if name in sharded else layout.buckets
+                drawing.box(x, y, size * scale, row - 3, _EMPTY)
+                share = size * scale / layout.size
+                if name not in CAST.get(strategy, ()):
+                    drawing.box(x + start * share, y, (stop - start) * share, row - 3, COLORS[rank], f"rank{rank}")
+                x += size * scale + 6
+        top += ranks * row + 34
+    return str(drawing)
+
+
+def bytes_kept(strategy: str, ranks: int) -> float:
+    """Bytes of a parameter that a rank keeps between steps."""
+    kept = STATE.keys() - CAST.get(strategy, ())
+    return sum(STATE[name] / (ranks if name in SHARDED[strategy] else 1) for name in kept)
+
+
+def _legend(drawing: Drawing, left: float, y: float, ranks: int) -> None:
+    for rank in range(ranks):
+        drawing.box(left + rank * 80, y - 12, 14, 14, COLORS[rank])
+        drawing.text(left + rank * 80 + 20, y, f"rank {rank}", "start")
+
+
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "tensor-parallel": tensor_parallel,
+    "sequence-parallel": sequence_parallel,
+    "context-parallel": context_parallel,
+    "expert-parallel": expert_parallel,
+    "zero": data_parallel,
+}
+
+
+def draw_all(directory: Path) -> Iterator[Path]:
+    """Write all pictures; their paths."""
+    for name, draw in PICTURES.items():
+        path = directory / f"{name}.svg"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(draw(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--output {path} cannot be written ({error.strerror}): use another directory."
+            ) from error
+        yield path
+
+
+def main() -> int:
+    """Draw; the exit code."""
+    try:
+        config = tyro.cli(PicturesConfig, description=__doc__)
+        refuse_urls({"--output": config.output}, "name a local directory")
+        for path in draw_all(Path(config.output)):
+            print(path)
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

@@ -1,0 +1,172 @@
+"""Search the layout of a training run: which sizes, schedule, sharding and recompute are fastest and fit.
+
+python tools/plan_layout.py --model llama3.1-70b --cluster h100 --num-gpus 64 --seq-length 8192 \\
+--global-batch-size 128 --precision bf16 --html plan.html
+
+Prints the best layouts with time, memory and what limits them, the flags of the best one, and the days and the price of
+a run. The best five are simulated by the dry run. It needs no corpus, no tokenizer and no GPU.
+
+Every further flag of pretrain_llama.py is a constraint: --tensor-model-parallel-size 8 searches the layouts with this
+size. A model without a preset is described by its flags (--num-layers, --hidden-size, ..., --vocab-size).
+docs/planner.md describes the model of the step time and its errors.
+"""
+
+import json
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from megatron.commands.pages.plan_report import plan_page
+from megatron.commands.report_run import write
+from megatron.config.plan import PlanConfig
+from megatron.config.run import RunConfig
+from megatron.errors import UserError
+from megatron.flags import values_of
+from megatron.planner.search.job import Job, Operation
+from megatron.planner.search.measured import measured_level
+from megatron.planner.search.rehearsals import Report, no_report
+from megatron.planner.search.report import as_json, print_result
+from megatron.planner.search.result import SearchResult
+from megatron.planner.search.search import search
+from megatron.planner.step_time.cluster import read_cluster
+from megatron.ranges import require_at_least, require_positive
+from megatron.urls import refuse_urls
+
+WIDTH = 170
+"""Columns of the tables in a narrow terminal or a file."""
+_TOP = 10
+
+
+@dataclass(frozen=True)
+class PlanLayoutConfig:
+    """The job; further flags of pretrain_llama.py are constraints."""
+
+    num_gpus: int
+    """GPUs of the run."""
+    seq_length: int
+    """Tokens of a sequence."""
+    global_batch_size: int
+    """Sequences of a step."""
+    model: str | None = None
+    """Preset, such as llama3.1-70b (default: the flags of the model)."""
+    cluster: str = "h100"
+    """Name of a cluster (a100-80gb, h100, h200, b200, gb200, ...), or the path of a TOML file that
+    tools/calibrate_cluster.py wrote."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """fp8: the linear layers in FP8, everything else in bf16."""
+    tokens: float = 1e12
+    """Tokens of the whole run, for days and price."""
+    price_per_gpu_hour: float | None = None
+    """Price of a GPU for an hour (default: the cluster's)."""
+    save_s: float = 5.0
+    """Seconds for which a save blocks training."""
+    restart_s: float = 300.0
+    """Seconds from a failure to the first new step."""
+    measured: str | None = None
+    """--metrics-jsonl file of a real run on this cluster, whose step time corrects the level of all predictions."""
+    top: int = _TOP
+    """Layouts to print."""
+    rehearse: int = 5
+    """Layouts to simulate by the dry run, from the best on."""
+    json: str | None = None
+    """File for all layouts in JSON."""
+    html: str | None = None
+    """File for the report, a page without references to other files."""
+
+    def check(self) -> None:
+        sizes = ("num_gpus", "seq_length", "global_batch_size", "top")
+        require_at_least(1, values_of(self, *sizes))
+        require_at_least(0, values_of(self, "rehearse", "save_s", "restart_s", "price_per_gpu_hour"))
+        require_positive(values_of(self, "tokens"))
+        files = values_of(self, "json", "html", "measured")
+        refuse_urls(files | {"--cluster": self.cluster}, "name a local file")
+
+    @property
+    def words(self) -> list[str]:
+        """Of the job, for the command line of pretrain_llama.py."""
+        words = [] if self.model is None else ["--model", self.model]
+        words += ["--seq-length", str(self.seq_length), "--global-batch-size", str(self.global_batch_size), "--bf16"]
+        return words + (["--fp8-format", "hybrid"] if self.precision == "fp8" else [])
+
+
+def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, Job]:
+    """The flags of this tool, and the job of all flags. Raises :class:`UserError`."""
+    config, constraints = tyro.cli(PlanLayoutConfig, args=arguments, description=__doc__, return_unknown_args=True)
+    config.check()
+    operation = Operation(config.tokens, config.price_per_gpu_hour, config.save_s, config.restart_s)
+    cluster = read_cluster(config.cluster)
+    # --bf16 is among the words of the job.
+    words = [*config.words, *without_flags(constraints, {"bf16"})]
+    return config, Job.of(words, cluster, config.num_gpus, operation)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report]:
+    """Shows on a terminal what is being done; nothing elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield no_report
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
+
+
+def plan(config: PlanLayoutConfig, job: Job) -> None:
+    """Search, print, and write the files. Raises :class:`UserError`."""
+    level = None if config.measured is None else measured_level(Path(config.measured), job)
+    with progress_bar() as report:
+        result = search(job, config.rehearse, level, report)
+    show(result, config.top, {"--json": config.json, "--html": config.html})
+
+
+def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
+    """As ``pretrain_llama.py --plan`` with these words."""
+    assert config.dry_run.num_gpus is not None
+    of_run = without_flags(arguments, {"num_gpus", *(flag.name for flag in fields(PlanConfig))})
+    operation = Operation(config.plan.plan_tokens, config.plan.plan_price_per_gpu_hour)
+    job = Job.of(of_run, read_cluster(config.plan.plan_cluster), config.dry_run.num_gpus, operation)
+    measured = config.plan.plan_measured
+    level = None if measured is None else measured_level(Path(measured), job, "--plan-measured")
+    with progress_bar() as report:
+        result = search(job, level=level, report=report)
+    show(result, _TOP, {"--plan-json": config.plan.plan_json, "--plan-html": config.plan.plan_html})
+
+
+def show(result: SearchResult, top: int, files: Mapping[str, str | None]) -> None:
+    """Print the result, and write it to the files, by flag: JSON, then HTML."""
+    print_result(result, Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH)), top)
+    (json_flag, json_file), (html_flag, html_file) = files.items()
+    if json_file is not None:
+        write(json_flag, json_file, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+    if html_file is not None:
+        write(html_flag, html_file, plan_page(result))
+
+
+def without_flags(arguments: Sequence[str], names: Container[str]) -> list[str]:
+    """A command line without the flags of these fields and their values."""
+    kept, keeps = [], True
+    for word in arguments:
+        if word.startswith("--"):
+            keeps = word[2:].partition("=")[0].replace("-", "_") not in names
+        if keeps:
+            kept.append(word)
+    return kept
+
+
+def main() -> int:
+    """Plan; the exit code."""
+    try:
+        plan(*parse(sys.argv[1:]))
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

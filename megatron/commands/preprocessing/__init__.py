@@ -1,0 +1,1 @@
+"""Tokenizing of inputs in processes and partitions."""

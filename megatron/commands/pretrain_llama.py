@@ -1,0 +1,190 @@
+"""Pretrain a Llama: parse the flags, check them, train. See ``--help``; megatron/errors.py has the exit
+codes."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.config.command_line import parse_command_line, parse_line, with_flags_of_file
+from megatron.config.faults import VARIABLE, check_allowed
+from megatron.config.operation import HANG_LIMITS
+from megatron.config.run import RunConfig
+from megatron.console import protect_console
+from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
+from megatron.flags import changed_flags
+from megatron.operation.elastic import ELASTIC, usable_world_size
+from megatron.operation.environment import prepare_environment
+from megatron.operation.failure import record_own_failure
+from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.processes import LAUNCHER, available_cores, collection_paused, die_with_parent
+from megatron.operation.run_files import StartedCommand, words_of_process
+from megatron.operation.run_settings import RunSettings
+from megatron.training.build.hugging_face_flags import with_hugging_face
+
+
+def dry_run(config: RunConfig, world_size: int) -> None:
+    """Report what the run that ``config`` describes will need."""
+    config.dry_run.check()
+    if world_size > 1:
+        raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
+    assert config.dry_run.num_gpus is not None
+    config.check(config.dry_run.num_gpus)
+    from megatron.planner.dry_run import plan_and_report
+
+    plan_and_report(config)
+
+
+def plan(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
+    """Search the layout of the run that ``arguments`` describe."""
+    config.plan.check()
+    if world_size > 1:
+        raise ConfigError("--plan is one process, whatever --num-gpus says: start it with python, not torchrun.")
+    if config.dry_run.num_gpus is None:
+        raise ConfigError("--plan needs --num-gpus: set it to the number of GPUs of the run.")
+    from megatron.commands.plan_layout import plan_run
+
+    plan_run(config, arguments)
+
+
+def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
+    """Train as ``arguments`` say."""
+    given = arguments
+    arguments = with_flags_of_file(arguments)
+    if any(word.partition("=")[0].replace("_", "-") == "--explain-flags" for word in arguments):
+        from megatron.commands.explain_flags import explain_files
+
+        return explain_files(arguments) if rank == 0 else ExitCode.COMPLETE
+    config = parse_command_line(arguments, print_messages=rank == 0, world_size=world_size)
+    if config.checkpoint.load_hf is not None:
+        arguments = with_hugging_face(arguments, config)
+        config = parse_command_line(arguments)
+        if rank == 0:
+            print(f"> architecture and vocabulary: from {config.checkpoint.load_hf}", flush=True)
+    if config.plan.plan:
+        plan(config, arguments, world_size)
+        return ExitCode.COMPLETE
+    if config.dry_run.dry_run:
+        dry_run(config, world_size)
+        return ExitCode.COMPLETE
+    num_spares = count_spares(config, rank, world_size) if ELASTIC in os.environ else 0
+    config.check(world_size - num_spares)
+    if rank == 0:
+        name_flags_without_effect(arguments)
+    check_allowed(config.operation.inject_fault, os.environ.get(VARIABLE))
+    heartbeat.write_settings(RunSettings.of(config, rank, world_size - num_spares).to_json())
+    unwatched = changed_flags(config.operation, *HANG_LIMITS) if LAUNCHER not in os.environ else []
+    if unwatched and rank == 0:
+        where = "without python -m megatron.operation.launch, nothing ends a rank that hangs"
+        print(f"WARNING: {', '.join(unwatched)} has no effect: {where}.", file=sys.stderr, flush=True)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    queues = prepare_environment(config, os.environ, available_cores(), local_world_size)
+    # Only now: torch is not needed to explain a flag, and reads the environment.
+    import_for_training()
+    from megatron.training.initialize import Process, choose_device
+    from megatron.training.pretrain import pretrain
+    from megatron.training.spares import Spares
+
+    process = Process.from_environment(os.environ, num_spares)
+    command = StartedCommand.of(given, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
+    run = partial(pretrain, config, process, partial(parse_command_line, arguments), queues, command, heartbeat)
+    if config.operation.inprocess_restart:
+        from megatron.training.in_process import InProcessRestart
+
+        on_gpu = choose_device(config.training.device, process).type != "cpu"
+        return InProcessRestart(run, process, heartbeat, on_gpu).run()
+    return Spares(config.training, process, os.environ).end_with(run, heartbeat) if num_spares else run()
+
+
+def name_flags_without_effect(arguments: Sequence[str]) -> None:
+    """Print the flags of Megatron-LM that change nothing (docs/coming_from_megatron.md), if there are any."""
+    flags = parse_line(arguments).no_effect
+    if flags:
+        print(f"> no effect here: {', '.join(flags)}", flush=True)
+
+
+def count_spares(config: RunConfig, rank: int, world_size: int) -> int:
+    """The ranks that have no part in the training: the last ones, for which there is no share of the batch."""
+    from megatron.training.loop.batch_schedule import check_batches
+
+    spares = world_size - usable_world_size(config, world_size, partial(check_batches, config))
+    if spares and rank == 0:
+        size = config.data_parallel_size(world_size - spares)
+        print(f"> {spares} of {world_size} ranks wait as spares: data-parallel size {size}", flush=True)
+    return spares
+
+
+def import_for_training() -> None:
+    """Import what training needs. A process that stands by for a restart does so in advance
+    (megatron/operation/warm.py)."""
+    is_first = "torch" not in sys.modules
+    with collection_paused(is_first):
+        import megatron.training.pretrain
+        import megatron.training.spares  # noqa: F401
+
+
+Start = Callable[[Sequence[str], int, int, Heartbeat], ExitCode]
+"""Runs a command: its arguments, the rank, the number of ranks, and the rank's heartbeat."""
+
+
+def main(arguments: Sequence[str], start: Start = train) -> int:
+    """Train (or what else ``start`` does) as ``arguments`` say; the exit code."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    heartbeat = Heartbeat.attach(os.environ, int(os.environ.get("LOCAL_RANK", 0)))
+    heartbeat.dump_stacks_on_signal()
+    try:
+        exit_code = start(arguments, rank, world_size, heartbeat)
+    except UserError as error:
+        record_failure(error, f"ERROR: {error}", heartbeat)
+        report(error, rank, error_file)
+        return error.exit_code
+    except Exception as error:
+        text = traceback.format_exc()
+        record_failure(error, text, heartbeat)
+        report_crash(text, error, error_file)
+        raise
+    if exit_code == ExitCode.STOPPED and error_file:
+        # To torchrun, whatever is not 0 has failed.
+        stopped = "Stopped on request before the run was complete: start the same command again to go on."
+        write_error_file(Path(error_file), stopped, int(time.time()))
+    return exit_code
+
+
+def record_failure(error: Exception, text: str, heartbeat: Heartbeat) -> None:
+    """Write failure.json, unless there is a launcher, which knows of all ranks, or this is no failure."""
+    exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
+    if LAUNCHER in os.environ or exit_code == ExitCode.STOPPED:
+        return
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    record_own_failure(error, text, rank, local_rank, heartbeat)
+
+
+def die_with_launcher() -> None:
+    """Under torch's agent, end when it ends: without it nothing restarts or stops the ranks, which would train on.
+
+    A shell or a batch system is not an agent: a process that it has started in the background may outlive it.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = os.environ.get(LAUNCHER)
+        die_with_parent(None if launcher is None else int(launcher))
+
+
+def run(arguments: Sequence[str], start: Start = train) -> NoReturn:
+    """Train (or what else ``start`` does) in this process, and end it with the exit code."""
+    die_with_launcher()
+    protect_console()
+    exit_code = main(arguments, start)
+    sys.stdout.flush()
+    if exit_code not in (ExitCode.COMPLETE, ExitCode.STOPPED):
+        # At once: an orderly exit would wait for the other ranks' sockets and for loader processes.
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

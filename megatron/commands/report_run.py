@@ -1,0 +1,107 @@
+"""Report how a run trained and what became of its time: curves over tokens, effective time, failures, lost work, and
+the save interval that fits its numbers.
+
+Reads the records in the run directory (--run-dir of the training, by default its --save). Works while the run trains.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from megatron.commands.pages.run_charts import Curves, Report
+from megatron.commands.pages.run_report import report_page, report_text
+from megatron.errors import ConfigError, DataError, UserError
+from megatron.metrics.history import History, Record, read_history
+from megatron.operation.run_summary import read_run, summarize, to_json
+from megatron.reports.svg import Point
+from megatron.urls import refuse_urls
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """The run, and what to write."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Run directory, with attempts.jsonl."""
+    html: str | None = None
+    """Write a page with the timeline of the run: one file without references to others."""
+    json: str | None = None
+    """Write the figures and the attempts as JSON."""
+    metrics: str | None = None
+    """The run's --metrics-jsonl file, for the curves (default: metrics.jsonl in the run directory, if it is there)."""
+    name: str | None = None
+    """Name of the run on the page (default: the name of the directory)."""
+
+
+def curves_of(history: History) -> Curves:
+    """Losses over wall time."""
+
+    def points(records: Sequence[Record], key: str) -> list[Point]:
+        pairs = [(record.get("time"), record.get(key)) for record in records]
+        return sorted(
+            (float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)
+        )
+
+    return Curves(points(history.iterations, "lm_loss"), points(history.evaluations, "validation_loss"))
+
+
+def metrics_file(config: ReportConfig, directory: Path) -> str | None:
+    """``--metrics``, otherwise the file with the usual name in the run directory."""
+    usual = directory / "metrics.jsonl"
+    return config.metrics or (str(usual) if usual.is_file() and usual.stat().st_size else None)
+
+
+def build_report(config: ReportConfig) -> Report:
+    """Read the records; raises :class:`UserError`."""
+    refuse_urls({"RUN": config.run, "--metrics": config.metrics}, "copy the files to a local directory")
+    refuse_urls({"--html": config.html, "--json": config.json}, "name a local file")
+    directory = Path(config.run)
+    run = read_run(directory)
+    if not run.attempts:
+        raise DataError(
+            f"{directory} has no record of an attempt (attempts.jsonl): name the directory that the training got as "
+            "--run-dir, or as --save."
+        )
+    path = metrics_file(config, directory)
+    history = None if path is None else read_history("--metrics", path)
+    curves = Curves() if history is None else curves_of(history)
+    return Report(config.name or directory.resolve().name, run, summarize(run), curves, history)
+
+
+def write(flag: str, path: str, content: str) -> None:
+    """Write a file as a whole; raises :class:`ConfigError` if it cannot be written."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(content, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another path.") from error
+
+
+def main() -> int:
+    """Report; the exit code."""
+    try:
+        config = tyro.cli(ReportConfig, description=__doc__)
+        report = build_report(config)
+        if config.json is not None:
+            attempts = [{**asdict(attempt), "hosts": len(attempt.hosts)} for attempt in report.run.attempts]
+            figures = {**to_json(report.summary), "records": attempts}
+            write("--json", config.json, json.dumps(figures, indent=1, allow_nan=False) + "\n")
+        if config.html is not None:
+            write("--html", config.html, report_page(report))
+        print(report_text(report))
+    except UserError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

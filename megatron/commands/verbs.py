@@ -1,0 +1,114 @@
+"""The verbs of ``megatron-llama``: each starts a module of this package, which is imported only then."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+from megatron.errors import ExitCode
+
+PROGRAM = "megatron-llama"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb, the module that it starts, and its line in the help."""
+
+    name: str
+    module: str
+    summary: str
+    function: str = "main"
+    takes_arguments: bool = False
+    """Whether the function takes the words after the verb; others read ``sys.argv``."""
+
+
+VERBS = (
+    Verb(
+        "train",
+        "megatron.commands.pretrain_llama",
+        "train, dry run, search of layouts (pretrain_llama.py)",
+        "run",
+        True,
+    ),
+    Verb(
+        "launch",
+        "megatron.operation.launch",
+        "start several processes: torchrun that obeys our exit codes",
+        "run",
+        True,
+    ),
+    Verb("preprocess", "megatron.commands.preprocess_data", "text to tokens"),
+    Verb("train-tokenizer", "megatron.commands.train_tokenizer", "train a SentencePiece or byte-level tokenizer"),
+    Verb("merge-data", "megatron.commands.merge_datasets", "join tokenized corpora"),
+    Verb("inspect-data", "megatron.commands.inspect_dataset", "show and check a tokenized corpus"),
+    Verb("convert", "megatron.commands.convert_checkpoint", "from and to Hugging Face, from Megatron-LM"),
+    Verb("average-checkpoints", "megatron.commands.average_checkpoints", "averages of the weights of checkpoints"),
+    Verb("inspect-checkpoint", "megatron.commands.inspect_checkpoint", "show and check a checkpoint"),
+    Verb("generate", "megatron.commands.generate_text", "continue a text with a trained model", "run"),
+    Verb("evaluate", "megatron.commands.evaluate", "loss, perplexity and bits per byte of whole texts", "run", True),
+    Verb("evaluate-tasks", "megatron.commands.evaluate_tasks", "tasks of lm-eval on a trained model", "run"),
+    Verb("plan", "megatron.commands.plan_layout", "search the fastest layouts that fit"),
+    Verb("estimate", "megatron.commands.estimate", "compute, memory and communication by the formulas of papers"),
+    Verb("report", "megatron.commands.report_run", "report a run: attempts, failures, effective time"),
+    Verb("plot", "megatron.commands.plot_metrics", "plot the losses of runs"),
+    Verb("overfit", "megatron.commands.overfit_check", "overfit a few samples in each layout"),
+    Verb("compare-losses", "megatron.commands.compare_losses", "compare the losses of two runs"),
+    Verb("schedule", "megatron.commands.pipeline_schedule", "simulate and draw a pipeline schedule"),
+    Verb("rank-groups", "megatron.commands.rank_groups", "print and draw the ranks of every group"),
+    Verb("parallelism-pictures", "megatron.commands.parallelism_pictures", "draw what each rank holds"),
+    Verb("predict", "megatron.commands.predict_runs", "predict the step times of a table of runs"),
+    Verb("calibrate-cluster", "megatron.commands.calibrate_cluster", "measure a machine for the planner"),
+    Verb("check-node", "megatron.commands.check_node", "check this node before a run"),
+)
+
+
+def start(arguments: Sequence[str]) -> int:
+    """Run the verb ``arguments[0]`` with the words after it; the exit code."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(help_text())
+        return ExitCode.COMPLETE
+    if name == "--version":
+        print(version_text())
+        return ExitCode.COMPLETE
+    verb = next((verb for verb in VERBS if verb.name == name), None)
+    if verb is None:
+        print(f"ERROR: {unknown(name)}", file=sys.stderr)
+        return ExitCode.ACTION_REQUIRED
+    sys.argv = [f"{PROGRAM} {name}", *rest]
+    function: Callable[..., int] = getattr(import_module(verb.module), verb.function)
+    return function(rest) if verb.takes_arguments else function()
+
+
+def help_text() -> str:
+    """A line for each verb."""
+    width = max(len(verb.name) for verb in VERBS)
+    lines = [f"  {verb.name:{width}}  {verb.summary}" for verb in VERBS]
+    return "\n".join(
+        [
+            f"usage: {PROGRAM} VERB [FLAGS]",
+            "",
+            "verbs:",
+            *lines,
+            "",
+            f"{PROGRAM} VERB --help lists the flags of a verb. Several processes:",
+            f"{PROGRAM} launch --nproc-per-node N -m megatron.commands.pretrain_llama FLAGS",
+        ]
+    )
+
+
+def version_text() -> str:
+    """The version of this package."""
+    from megatron_llama import __version__
+
+    return f"{PROGRAM} {__version__}"
+
+
+def unknown(name: str) -> str:
+    """What to say to a word that is no verb."""
+    close = get_close_matches(name, [verb.name for verb in VERBS], 1)
+    hint = f"did you mean {close[0]}?" if close else f"{PROGRAM} --help lists the verbs."
+    if name.startswith("-"):
+        hint = f"a verb comes first, for example {PROGRAM} train {name} …"
+    return f"{name} is not a verb of {PROGRAM}: {hint}"

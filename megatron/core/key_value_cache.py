@@ -1,0 +1,167 @@
+"""Keys and values of earlier tokens, so that generation computes every token once.
+
+The layers of a rank share a cache. :meth:`KeyValueCache.begin` gives the positions of the next pass, whose tokens
+attend to the earlier tokens of their rows and to each other. Slot ``p`` of a row has the key, already rotated, and the
+value of position ``p``, so rows of different lengths differ in their positions alone. Where a pass is longer than the
+tokens of a row, it has padding behind them: no earlier query attends to the padding, and the next tokens are written
+over it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention
+from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """The keys that the queries of a pass attend to."""
+
+    slots: slice
+    mask: Tensor | None
+    """Which of ``slots`` a query attends to, ``[1 or b, 1, s, slots]`` bool; None: all."""
+
+
+@dataclass(frozen=True)
+class CachedPass:
+    """Where the tokens of a pass are."""
+
+    positions: Tensor
+    """``[s]``, or ``[s, b]`` if rows differ."""
+    first: int | None
+    """The first position; None if rows differ."""
+    rows: Tensor | None
+    """The numbers of the rows ``[b, 1]``, if rows differ."""
+    visible: VisibleKeys
+    """In layers without chunks."""
+    visible_in_chunk: VisibleKeys
+    """In layers with chunks."""
+
+
+class KeyValueCache:
+    """The keys and values of the layers of a rank, ``[rows, groups / tp, capacity, d]`` each.
+
+    With ``chunk_size`` some layers attend inside chunks of positions. They read the slots of the current chunk, and
+    keep all slots, as the other layers do.
+    """
+
+    def __init__(self, device: torch.device, chunk_size: int | None = None) -> None:
+        self.device, self.chunk_size = device, chunk_size
+        self.capacity = 0
+        self.current: CachedPass | None = None
+        self._layers: list[CachedAttention] = []
+
+    def attention(self, has_chunks: bool, kernel: AttentionKernel) -> Attention:
+        """The attention of a further layer, with chunks or without."""
+        layer = CachedAttention(self, has_chunks, kernel)
+        self._layers.append(layer)
+        return layer
+
+    @property
+    def positions(self) -> Tensor:
+        """The positions of the current pass, ``[s]`` or ``[s, b]``."""
+        assert self.current is not None, "begin() comes before a pass"
+        return self.current.positions
+
+    def clear(self, capacity: int) -> None:
+        """Drop everything; the rows of the next pass get slots for ``capacity`` positions."""
+        self.capacity = capacity
+        for layer in self._layers:
+            layer.keys = layer.values = None
+
+    def reserve(self, capacity: int) -> None:
+        """Have slots for at least ``capacity`` positions of every row."""
+        if capacity > self.capacity:
+            self.capacity = capacity
+            self._change(lambda slots: F.pad(slots, (0, 0, 0, capacity - slots.shape[2])))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Drop the other rows."""
+        index = torch.tensor(rows, device=self.device)
+        self._change(lambda slots: slots.index_select(0, index))
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for layer in self._layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = change(layer.keys)
+                layer.values = change(layer.values)
+
+    def begin(self, firsts: Sequence[int], length: int) -> None:
+        """The next pass has ``length`` tokens of every row, from position ``firsts[row]`` on. Earlier positions are in
+        the cache; later ones are written over."""
+        assert max(firsts) + length <= self.capacity, (firsts, length, self.capacity)
+        first, rows = (firsts[0], None) if min(firsts) == max(firsts) else (None, len(firsts))
+        positions = torch.arange(length, device=self.device)  # [s]
+        if first is None:
+            positions = positions.unsqueeze(1) + torch.tensor(firsts, device=self.device)  # [s, b]
+        elif first:
+            positions += first
+        visible = _visible(firsts, positions, None)
+        self.current = CachedPass(
+            positions,
+            first,
+            None if rows is None else torch.arange(rows, device=self.device).unsqueeze(1),
+            visible,
+            visible if self.chunk_size is None else _visible(firsts, positions, self.chunk_size),
+        )
+
+
+def _visible(firsts: Sequence[int], positions: Tensor, chunk_size: int | None) -> VisibleKeys:
+    """The keys from the beginning of a query's chunk to its own position."""
+    length = positions.shape[0]
+    start = 0 if chunk_size is None else min(firsts) // chunk_size * chunk_size
+    keys = slice(start, max(firsts) + length)
+    if length == 1 and positions.dim() == 1:
+        return VisibleKeys(keys, None)
+    slots = torch.arange(keys.start, keys.stop, device=positions.device)
+    queries = positions.reshape(length, -1).t()[:, None, :, None]  # [1 or b, 1, s, 1]
+    mask = slots <= queries
+    if chunk_size is not None:
+        mask &= slots >= queries - queries % chunk_size
+    return VisibleKeys(keys, mask)
+
+
+class CachedAttention:
+    """Attention of new tokens to those of the cache and to each other, without a backward pass.
+
+    The tokens of the first pass attend to each other alone, by the kernel of training.
+    """
+
+    def __init__(self, cache: KeyValueCache, has_chunks: bool, kernel: AttentionKernel) -> None:
+        self._cache, self._has_chunks = cache, has_chunks
+        self._first_pass = LocalAttention(kernel)
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        """``[b, groups, capacity, d]``; None before the first pass."""
+
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        current = self._cache.current
+        assert current is not None
+        if self.keys is None or self.values is None:
+            rows, groups, _, head_size = inputs.key.shape
+            # Zeros: a slot that a mask hides has the weight 0, whose product with a NaN would be NaN.
+            self.keys, self.values = inputs.key.new_zeros((2, rows, groups, self._cache.capacity, head_size))
+        if current.first is None:
+            slots = current.positions.t()  # [b, s]
+            self.keys[current.rows, :, slots] = inputs.key.transpose(1, 2)  # [b, s, groups, d]
+            self.values[current.rows, :, slots] = inputs.value.transpose(1, 2)
+        else:
+            written = slice(current.first, current.first + inputs.key.shape[2])
+            self.keys[:, :, written] = inputs.key
+            self.values[:, :, written] = inputs.value
+        if current.first == 0:
+            return self._first_pass.forward(inputs)
+        visible = current.visible_in_chunk if self._has_chunks else current.visible
+        keys, values = self.keys[:, :, visible.slots], self.values[:, :, visible.slots]
+        output = F.scaled_dot_product_attention(inputs.query, keys, values, visible.mask, enable_gqa=True)
+        return AttentionOutput(output, None)
+
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        raise NotImplementedError("generation has no backward pass")

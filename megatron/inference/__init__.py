@@ -1,0 +1,1 @@
+"""Text from a model: loading without an optimizer, the cached passes, sampling."""

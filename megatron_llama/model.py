@@ -1,0 +1,71 @@
+"""A trained model that continues texts."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from megatron.config.generation import GenerationConfig
+from megatron.core.topology import Topology
+from megatron.inference.cached_model import CachedModel
+from megatron.inference.generator import complete
+from megatron.inference.loading import LoadedModel, join_ranks, load_model
+
+
+class Model:
+    """A model of a checkpoint, in this process or divided among those of torchrun. It is a context manager.
+
+    ``load`` is a directory or URL of checkpoints, ``ckpt_step`` an iteration other than the last, ``tokenizer_model``
+    the tokenizer's file if it has moved.
+    """
+
+    def __init__(
+        self,
+        load: str | os.PathLike[str],
+        *,
+        ckpt_step: int | None = None,
+        tokenizer_model: str | os.PathLike[str] | None = None,
+        pipeline_model_parallel_size: int = 1,
+    ) -> None:
+        tokenizer = None if tokenizer_model is None else str(tokenizer_model)
+        with ExitStack() as end:
+            topology = end.enter_context(join_ranks(pipeline_model_parallel_size))
+            self._texts = Texts(load_model(str(load), topology, ckpt_step, tokenizer), topology)
+            self._end = end.pop_all()
+
+    def generate(self, prompt: str, **sampling: float) -> str:
+        """The prompt with its continuation; a collective. ``sampling`` are the fields of
+        :class:`~megatron.config.generation.GenerationConfig`."""
+        return self._texts.continue_all([prompt], sampling)[0]
+
+    def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:
+        """:meth:`generate` for several prompts at once."""
+        return self._texts.continue_all(prompts, sampling)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.__exit__(kind, error, trace)
+
+
+class Texts:
+    """Continues texts with a loaded model."""
+
+    def __init__(self, loaded: LoadedModel, topology: Topology) -> None:
+        self._model, self._tokenizer = CachedModel(loaded.model, topology), loaded.tokenizer
+
+    def continue_all(self, prompts: Sequence[str], sampling: dict[str, float]) -> list[str]:
+        """The prompts with their continuations, as one batch."""
+        config = replace(GenerationConfig(), **sampling)  # type: ignore[arg-type]
+        config.check()
+        completions = complete(self._model, self._tokenizer, prompts, config, frozenset({self._tokenizer.eod}))
+        return [f"{one.prompt}{one.text}" for one in completions]

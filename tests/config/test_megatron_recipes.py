@@ -1,0 +1,194 @@
+"""Recipes of Megatron-LM's functional tests start after one edit, and their values mean the same.
+
+``recipes/megatron_functional_tests.json`` has the flags (and nothing else) of the files
+``tests/functional_tests/test_cases/gpt/*/model_config.yaml`` of NVIDIA/Megatron-LM (BSD-3-Clause and Apache-2.0).
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files
+from megatron.commands.pretrain_llama import main
+from megatron.config.command_line import parse_line
+from megatron.config.flag_names import all_spellings, fields_by_flag
+from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, edited, num_ranks, read_recipes, words_of_script
+from megatron.config.run import RunConfig
+from megatron.config.words import split_words
+
+RECIPES = Path(__file__).parent / "recipes/megatron_functional_tests.json"
+ALL = read_recipes(RECIPES)
+DENSE = {name: words for name, words in ALL.items() if "--num-experts" not in words}
+
+
+def starts(words: list[str]) -> bool:
+    return not explain(words, num_ranks(words)).corrections
+
+
+def test_95_per_cent_of_the_recipes_without_experts_start_after_one_edit() -> None:
+    assert (len(ALL), len(DENSE)) == (158, 153)
+    starting = [name for name, words in DENSE.items() if starts(edited(words))]
+    assert len(starting) >= 0.95 * len(DENSE), sorted(set(DENSE) - set(starting))
+    experts = [words for name, words in ALL.items() if name not in DENSE]
+    assert all(starts(edited(words)) for words in experts)
+    unedited = [name for name, words in DENSE.items() if starts(words)]
+    assert len(unedited) < 10, "the others name tokenizers and architectures that are not there"
+
+
+def test_the_edit_takes_out_architectures_and_files_alone() -> None:
+    absent = {flag for flags in ABSENT_ARCHITECTURES.values() for flag in flags.split()}
+    for words in ALL.values():
+        before = [given for given in split_words(words) if given.flag not in absent | DATA_FLAGS | {"--tokenizer-type"}]
+        after = [given for given in split_words(edited(words)) if given.flag != "--rotary-percent"]
+        assert [given for given in after if given.flag in {one.flag for one in before}] == [
+            given._replace(values=tuple(value.replace("${REPEAT}", "1") for value in given.values)) for given in before
+        ]
+        added = {given.flag for given in after} - {given.flag for given in before}
+        assert added <= {"--mock-data", "--vocab-size", "--tokenizer-type"}
+
+
+def value_in(config: RunConfig, flag: str) -> object:
+    """The value of the field of a flag; for ``--no-x`` the negation of x."""
+    known = fields_by_flag()
+    positive = known.get(flag) or known[f"--{flag.removeprefix('--no-')}"]
+    groups = [getattr(config, group.name) for group in fields(config)]
+    value = next(getattr(group, positive.name) for group in groups if hasattr(group, positive.name))
+    return value if flag in known else not value
+
+
+def assert_same(value: object, words: tuple[str, ...]) -> None:
+    """``value`` is what a shell's words mean: on, one number or word, or several."""
+    if not words:
+        assert value is True
+        return
+    found = value if isinstance(value, tuple) else (value,)
+    assert len(found) == len(words), (value, words)
+    for one, word in zip(found, words):
+        assert float(word) == one if isinstance(one, int | float) else word == one, (value, words)
+
+
+def test_the_values_of_every_recipe_are_in_their_fields() -> None:
+    """With an independent reading of the values; a flag that is accepted and dropped would be found."""
+    compared = 0
+    for name, words in DENSE.items():
+        line = parse_line(edited(words))
+        wrong = " ".join(sentence for error in line.mistakes for sentence in error.sentences)
+        for given in split_words(edited(words)):
+            if given.flag in NO_EFFECT:
+                assert given.as_typed in line.no_effect, name
+            elif given.flag in all_spellings():
+                assert_same(value_in(line.config, given.flag), given.values)
+                compared += 1
+            else:
+                assert given.flag in wrong, (name, given)
+    assert compared > 6000
+
+
+def test_a_stated_default_of_megatron_replaces_ours() -> None:
+    words = "--rotary-base 10000 --lr-decay-style linear --no-untie-embeddings-and-output-weights --rerun-mode disabled"
+    config = parse_line(words.split()).config
+    assert config.model.rotary_base == 10000
+    assert not config.model.untie_embeddings_and_output_weights
+
+
+SCRIPT = r"""
+#!/bin/bash
+LR=${1:-3e-4}   # a comment with --a-flag
+export TP=2
+DISTRIBUTED_ARGS=(
+    --nproc_per_node 8
+    --master_addr $MASTER
+)
+MODEL_ARGS=(
+    --num-layers 12 --hidden_size=512
+    --lr $LR
+    --split "'99,1,0'"
+    --bf16  # --fp16
+)
+OTHERS="--no-one"
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py \
+    ${MODEL_ARGS[@]} \
+    --tensor-model-parallel-size ${TP} \
+    --data-path 0.5 a 0.5 $DATA --swiglu
+"""
+
+
+FLAGS_OF_SCRIPT = """--num-layers 12 --hidden-size=512 --lr 3e-4 --split '99,1,0' --bf16
+--tensor-model-parallel-size 2 --data-path 0.5 a 0.5 $DATA --swiglu"""
+
+
+def test_the_flags_of_a_shell_script_are_read() -> None:
+    assert split_words(words_of_script(SCRIPT)) == split_words(FLAGS_OF_SCRIPT.split())
+
+
+def test_a_file_of_words_is_read() -> None:
+    assert words_of_script("--lr 1e-3\n--bf16\n") == ["--lr", "1e-3", "--bf16"]
+
+
+YAML = """
+ENV_VARS:
+  A: 1
+MODEL_ARGS:
+  --num-layers: 12
+  --hidden-size: 512
+  --num-attention-heads: 8
+  --seq-length: 1024
+  --micro-batch-size: 4
+  --train-iters: 50
+  --lr: 3e-4
+  --mock-data: true
+  --bf16: false
+  --vocab-size: 50257
+  --context-parallel-size: 4
+  --cp-comm-type: a2a+p2p
+  --hierarchical-context-parallel-sizes: [2 2]
+  --use-persistent-ckpt-worker: true
+"""
+
+
+def test_a_recipe_is_explained_flag_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(YAML)
+    assert main(["--explain-flags", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "  --hierarchical-context-parallel-sizes 2 2\n" in shown
+    assert "  --use-persistent-ckpt-worker: --async-save has one writer process per rank\n" in shown
+    assert f"  --swiglu: {OTHER_DEFAULTS['--swiglu']}\n" in shown
+    assert shown.endswith("model_config.yaml would start: 12 kept, 1 without effect, 0 to correct.\n")
+    assert main(["--explain-flags", str(path), "--spec", "a", "b", "--micro-batch-size", "0"]) == 2
+    shown = capsys.readouterr().out
+    assert f"  --spec of Megatron-LM is not supported: {NOT_SUPPORTED['--spec']}\n" in shown
+    assert "  --micro-batch-size 0 must be at least 1.\n" in shown
+    assert "would not start" in shown.splitlines()[-1]
+
+
+def test_recipes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in {"one": YAML, "two": YAML + "  --spec: a\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_config.yaml").write_text(text)
+    assert explain_files(["--explain-flags", str(tmp_path)]) == 2
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1] == f"    1  --spec of Megatron-LM is not supported: {NOT_SUPPORTED['--spec']}"
+    assert shown[-1] == "1 of 2 recipes would start (50.0 %)."
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("missing.yaml", None, "cannot be read"),
+        ("a.yaml", "[1", "is no recipe"),
+        ("a.yaml", "[1, 2]", "is no recipe"),
+        ("a.json", "{", "is no recipe"),
+    ],
+)
+def test_what_is_no_recipe_is_named(
+    tmp_path: Path, name: str, text: str | None, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["--explain-flags", str(tmp_path / name)]) == 2
+    assert f"{tmp_path / name} {sentence}" in capsys.readouterr().err
+    assert main(["--explain-flags", str(tmp_path / "nowhere")]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""tools/evaluate.py: every token of a text once, the same in every layout, and the loss that transformers computes."""
+
+import io
+import json
+import math
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.commands import evaluate
+from megatron.commands.convert_checkpoint import ToHuggingFace, convert
+from megatron.data.tokenizers import SentencePieceTokenizer
+from tests.end_to_end.run_process import (
+    ENVIRONMENT,
+    Corpus,
+    FlagValue,
+    Outcome,
+    call_training,
+    flags_of,
+    fork_training,
+    run_tool,
+    tiny_corpus,
+    tokenize,
+    words_of,
+    write_documents,
+)
+
+Flags = dict[str, FlagValue | Path]
+SEQUENCE = 32
+EXPERTS: Flags = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return tiny_corpus(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
+def model(request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model trained for a moment, in fp64."""
+    directory = tmp_path_factory.mktemp("model")
+    call_training(flags_of(corpus, train_iters=2, fp64=True, save=directory, **request.param)).succeeded()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three documents, one of them of a few tokens."""
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    write_documents(path, documents=2, first=70)
+    first, second = (json.loads(line)["text"][:700] for line in path.read_text().splitlines())
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in (first, "na\u00efve = 1", second)))
+    return path
+
+
+def call(*flags: str) -> Outcome:
+    """Evaluate in this process."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with mock.patch.dict("os.environ", ENVIRONMENT), redirect_stdout(stdout), redirect_stderr(stderr):
+            exit_code = evaluate.main(flags)
+    finally:
+        torch.set_num_threads(threads)
+    return Outcome(exit_code, stdout.getvalue(), stderr.getvalue(), 0.0)
+
+
+def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue | Path) -> list[str]:
+    return words_of({"load": model, "input": text, "json": output, "micro_batch_size": 2, "device": "cpu", **changes})
+
+
+def results(model: Path, text: Path, output: Path, processes: int = 1, **changes: FlagValue | Path) -> dict[str, Any]:
+    """The JSON of an evaluation."""
+    flags = flags_for(model, text, output, **changes)
+    outcome = call(*flags) if processes == 1 else fork_training(flags, processes, evaluate.main)
+    outcome.succeeded()
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def documents(text: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in text.read_text().splitlines()]
+
+
+def loss_of_transformers(saved: Path, ids: list[int], stride: int) -> float:
+    """Sum of -log p of every token, from windows that are cut here on their own: the last ``SEQUENCE`` tokens before
+    the end of a window are the context of its last ``stride`` tokens."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64, experts_implementation="eager")
+    total, predicted = 0.0, 1  # ids[0] only gives context
+    while predicted < len(ids):
+        end = min(len(ids), predicted + (SEQUENCE if predicted == 1 else stride))
+        # With a padded end the window still begins where a whole one would.
+        whole_end = predicted + (SEQUENCE if predicted == 1 else stride)
+        begin = whole_end - SEQUENCE - 1
+        with torch.no_grad():
+            logits = network(torch.tensor([ids[begin : end - 1]])).logits[0]
+        chosen = torch.log_softmax(logits, -1)[range(end - 1 - begin), ids[begin + 1 : end]]
+        total -= float(chosen[predicted - begin - 1 :].sum())
+        predicted = end
+    return total
+
+
+@pytest.mark.parametrize("stride", [SEQUENCE, 8])
+def test_loss_is_the_one_of_transformers(model: Path, text: Path, corpus: Corpus, tmp_path: Path, stride: int) -> None:
+    found = results(model, text, tmp_path / "out.json", stride=stride)["total"]
+    convert(ToHuggingFace(load=str(model), hf=str(tmp_path / "hf")))
+    tokenizer = SentencePieceTokenizer(str(corpus.tokenizer))
+    ids = [tokenizer.eod, *(id for one in documents(text) for id in [*tokenizer.tokenize(one), tokenizer.eod])]
+    nats = loss_of_transformers(tmp_path / "hf", ids, stride)
+    num_bytes = sum(len(one.encode()) for one in documents(text))
+    assert (found["tokens"], found["bytes"], found["documents"]) == (len(ids) - 1, num_bytes, 3)
+    assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-6)
+    theirs: dict[str, Any] = {"load": None, "load_hf": tmp_path / "hf", "seq_length": SEQUENCE, "fp64": True}
+    theirs["stride"] = stride
+    tokenizer_of: dict[str, Any] = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": corpus.tokenizer}
+    again = results(model, text, tmp_path / "again.json", **theirs, **tokenizer_of)
+    assert again["total"] == pytest.approx(found, rel=1e-12)
+
+
+LAYOUTS = [
+    pytest.param({}, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
+    pytest.param(EXPERTS, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    pytest.param(
+        {},
+        {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
+        marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
+    ),
+    pytest.param(
+        EXPERTS,
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, indirect=["model"])
+def test_every_layout_gives_the_same(model: Path, text: Path, tmp_path: Path, layout: Flags) -> None:
+    """With windows that are not a multiple of the ranks and microbatches."""
+    alone = results(model, text, tmp_path / "alone.json", micro_batch_size=3)["total"]
+    ranks = results(model, text, tmp_path / "ranks.json", processes=4, **layout)["total"]
+    assert (ranks["tokens"], ranks["bytes"]) == (alone["tokens"], alone["bytes"])
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        assert ranks[key] == pytest.approx(alone[key], rel=1e-9)
+
+
+def test_a_corpus_has_the_result_of_its_text(model: Path, text: Path, corpus: Corpus, tmp_path: Path) -> None:
+    """Also the bytes, which follow from the tokens alone; several texts have results of their own."""
+    copied = tmp_path / "text.jsonl"
+    copied.write_text(text.read_text())
+    prefix = tokenize(copied, corpus.tokenizer)
+    outcome = call(*flags_for(model, text, tmp_path / "out.json"), "--input", str(text), str(prefix)).succeeded()
+    found = json.loads((tmp_path / "out.json").read_text())
+    of_text, of_corpus = found["texts"]
+    assert {**of_corpus, "input": str(text)} == of_text
+    assert found["total"]["tokens"] == 2 * of_text["tokens"]
+    assert found["total"]["loss"] == pytest.approx(of_text["loss"], rel=1e-12)
+    shown = f"text.jsonl: loss {of_text['loss']:.6f}, perplexity {of_text['perplexity']:.6g}, bits per byte "
+    assert shown in outcome.stdout and "all texts: loss" in outcome.stdout
+
+
+def test_masks_are_those_of_training(corpus: Corpus, text: Path, tmp_path: Path) -> None:
+    """The checkpoint of a run with --eod-mask-loss and separate documents."""
+    masks: Flags = {"eod_mask_loss": True, "reset_attention_mask": True, "reset_position_ids": True}
+    call_training(flags_of(corpus, train_iters=2, fp64=True, save=tmp_path / "model", **masks)).succeeded()
+    masked = results(tmp_path / "model", text, tmp_path / "a.json")["total"]
+    plain = results(tmp_path / "model", text, tmp_path / "b.json", eod_mask_loss=False)["total"]
+    together = results(tmp_path / "model", text, tmp_path / "c.json", eod_mask_loss=False, reset_attention_mask=False)
+    # The first token of each of three documents follows the end of another one.
+    assert plain["tokens"] - masked["tokens"] == 3
+    assert together["total"]["loss"] != pytest.approx(plain["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("model", [{}], indirect=True, ids=["dense"])
+def test_mistakes_are_one_sentence(model: Path, text: Path, corpus: Corpus, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a"}\n{"text": 5}\n')
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    cases = {
+        ("--load", str(model)): "--input is missing",
+        ("--input", str(text)): "--load is missing",
+        ("--load", str(tmp_path / "nowhere"), "--input", str(text)): "nowhere has no checkpoint",
+        ("--load", str(model), "--input", "nothing.txt"): "nothing.txt does not exist",
+        ("--load", str(model), "--input", f"{corpus.prefix}.bin"): f"use its prefix, {corpus.prefix}",
+        ("--load", str(model), "--input", str(broken)): "broken.jsonl, line 2 has no text under the key 'text'",
+        ("--load", str(model), "--input", str(empty)): "empty.txt has no tokens",
+        ("--load", str(model), "--input", str(text), "--stride", "33"): "--stride 33 is more than --seq-length 32",
+        ("--load", str(model), "--input", str(text), "--save", "x"): "--save has no effect in tools/evaluate.py",
+        ("--load", str(model), "--input", str(text), "--data-path", "x"): "name the texts with --input",
+        ("--load", str(model), "--input", str(text), "--stryde", "3"): "--stryde is not a flag",
+    }
+    for flags, sentence in cases.items():
+        outcome = call(*flags, "--device", "cpu")
+        assert outcome.exit_code == 2, flags
+        assert sentence in outcome.errors[0], (flags, outcome.errors)
+        assert len(outcome.errors) == 1, outcome.errors
+
+
+@pytest.mark.parametrize("model", [{}], indirect=True, ids=["dense"])
+def test_the_tool_runs_as_a_script(model: Path, text: Path) -> None:
+    assert "text.jsonl: loss" in run_tool("tools/evaluate.py", "--load", model, "--input", text, "--device", "cpu")

@@ -1,0 +1,135 @@
+"""Passes with a key-value cache compute the logits of a model without one, in fp64, in every layout."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.architectures.registry import ARCHITECTURES
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.initialization import initialize_parameters
+from megatron.core.models.transformer import TransformerModel
+from megatron.core.topology import RankGrid, Topology, single_process
+from megatron.inference.cached_model import CachedModel
+from megatron.inference.loading import build_model
+from tests.model.llama4 import CASES, CHUNK, llama4_config
+from tests.model.test_transformers_parity import CPU, architecture
+from tests.model.test_yarn import VARIANTS
+from tests.rank_pool import RankPool
+from tests.whole_model import logits_of
+
+TOLERANCE = 1e-9
+MODELS: dict[str, TransformerConfig] = {
+    name: architecture(scaling=False, tied=name == "qwen2", tp=1, family=name)
+    for name in ARCHITECTURES
+    if name != "llama4_text"
+}
+MODELS |= {
+    "scaled rope": architecture(scaling=True, tied=True, tp=1),
+    "yarn": replace(VARIANTS["short"], max_position_embeddings=64),
+    "llama4_text": llama4_config(**CASES["scout"]),
+    "llama4 with dense layers": llama4_config(**CASES["maverick with scaling"]),
+}
+PROMPTS = (3, 1, CHUNK + 5)
+"""Lengths: rows are at different places of a chunk, and in different chunks."""
+STEPS, ROWS_END_AT = 2 * CHUNK + 2, {5: (0, 2), 11: (1,)}
+"""The passes after the prompts; the rows that go on after some of them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def topology(self) -> Topology:
+        if self.tp * self.pp == 1:
+            return single_process()
+        grid = RankGrid(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.tp // self.ep)
+        return Topology(grid, torch.distributed.get_rank(), CPU)
+
+
+def random_model(config: TransformerConfig, topology: Topology, with_cache: bool) -> TransformerModel:
+    """In fp64, with the same weights in every layout."""
+    model = build_model(config, topology, torch.float64, with_cache)
+    initialize_parameters(model.parameters(), seed=3)
+    return model
+
+
+def texts_of(config: TransformerConfig) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(config.vocab_size, (length + STEPS,), generator=generator).tolist() for length in PROMPTS]
+
+
+def whole_logits(config: TransformerConfig, text: list[int]) -> Tensor:
+    """The logits after every token of a text alone, from one pass without a cache, ``[s, v]``."""
+    model = random_model(config, single_process(), with_cache=False)
+    with torch.no_grad():
+        return logits_of(model, torch.tensor([text]))[:, 0, : config.vocab_size]
+
+
+def largest_error(config: TransformerConfig, topology: Topology) -> float:
+    """Of the logits at all steps of a batch, some of whose rows end before others."""
+    texts = texts_of(config)
+    wanted = [whole_logits(config, text) for text in texts]
+    model = CachedModel(random_model(config, topology, with_cache=True), topology)
+    rows, errors = list(range(len(texts))), [0.0]
+
+    def compare(logits: Tensor | None, step: int) -> None:
+        has_logits = topology.pipeline_parallel.rank == topology.pipeline_parallel.size - 1
+        assert (logits is not None) == has_logits
+        for row, found in zip(rows, () if logits is None else logits):
+            error = float((found - wanted[row][PROMPTS[row] - 1 + step]).abs().max())
+            assert math.isfinite(error), "the maximum of errors may drop a NaN"
+            errors.append(error)
+
+    prompts = [text[:length] for text, length in zip(texts, PROMPTS)]
+    compare(model.start(prompts, max(PROMPTS) + STEPS), 0)
+    for step in range(STEPS):
+        if step in ROWS_END_AT:
+            model.keep_rows(ROWS_END_AT[step])
+            rows = [rows[row] for row in ROWS_END_AT[step]]
+        compare(model.append([texts[row][PROMPTS[row] + step] for row in rows]), step + 1)
+    return max(errors)
+
+
+def errors_on_rank(layout: Layout, names: list[str]) -> dict[str, float]:
+    topology = layout.topology
+    return {name: largest_error(MODELS[name], topology) for name in names}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_without_a_cache(name: str) -> None:
+    assert largest_error(MODELS[name], single_process()) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (Layout(tp=2), list(MODELS)),
+        (Layout(pp=2), list(MODELS)),
+        (Layout(tp=2, pp=2), list(MODELS)),
+        (Layout(tp=2, ep=2), [name for name, config in MODELS.items() if config.num_experts]),
+        (Layout(tp=2, pp=2, ep=2), ["mixtral", "llama4_text"]),
+    ],
+    ids=str,
+)
+def test_ranks_compute_the_logits_of_one_process(four_ranks: RankPool, layout: Layout, names: list[str]) -> None:
+    for errors in four_ranks.run(errors_on_rank, layout, names, world_size=layout.tp * layout.pp):
+        assert errors.keys() == set(names)
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", ["llama", "llama4_text"])
+def test_a_text_that_goes_on_computes_the_rest_alone(name: str) -> None:
+    """Also a text that changed after its beginning, and one that outgrows the memory of the cache."""
+    config, (_, _, text) = MODELS[name], texts_of(MODELS[name])
+    model = CachedModel(random_model(config, single_process(), with_cache=True), single_process())
+    changed = [*text[:7], 60 - text[7], *text[8:12]]
+    for ids, computed in ((text[:5], 5), (text[:10], 5), (text[:10], 1), (text, len(text) - 10), (changed, 5)):
+        logits = model.start([ids], capacity=len(ids))
+        assert logits is not None and len(model.cache.positions) == computed
+        torch.testing.assert_close(logits[0], whole_logits(config, ids)[-1], rtol=0.0, atol=TOLERANCE)

@@ -1,0 +1,151 @@
+"""Texts in batches: the ids of transformers, of each prompt alone and of every layout; and why texts end."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.generation import GenerationConfig
+from megatron.core.topology import Topology, single_process
+from megatron.data.tokenizers import NullTokenizer
+from megatron.errors import ConfigError, DataError
+from megatron.inference.cached_model import CachedModel
+from megatron.inference.generator import Completion, NewToken, Speed, complete, generate_ids
+from megatron.inference.loading import build_model
+from tests.inference.test_cached_model import MODELS, Layout, random_model
+from tests.model import test_transformers_parity as parity
+from tests.rank_pool import RankPool
+
+GREEDY = GenerationConfig(max_new_tokens=16, temperature=0.0)
+DRAWN = replace(GREEDY, temperature=1.5, seed=7)
+PROMPTS = ([5, 7, 11], [2], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
+
+
+def cached(name: str, topology: Topology) -> CachedModel:
+    return CachedModel(random_model(MODELS[name], topology, with_cache=True), topology)
+
+
+def ids_of(
+    model: CachedModel, prompts: Sequence[list[int]], config: GenerationConfig, stop_ids: Sequence[int] = ()
+) -> list[list[int]]:
+    """The new ids of every prompt."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    for turn in generate_ids(model, prompts, config, stop_ids):
+        for new in turn:
+            texts[new.row].append(new.token)
+    return texts
+
+
+def ids_of_transformers(config: TransformerConfig, prompt: list[int]) -> tuple[CachedModel, list[int]]:
+    """What transformers generates, and our model with the same weights."""
+    theirs = parity.random_model(config).eval()
+    with parity.fp32_means_fp64():
+        ids = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=GREEDY.max_new_tokens, eos_token_id=None
+        )
+    weights = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    model = build_model(config, single_process(), torch.float64)
+    parity.load(model, parity.to_global(parity.as_published(weights, theirs.config.model_type), config))
+    return CachedModel(model, single_process()), ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "scaled rope", "mixtral", "qwen3_moe"])
+def test_greedy_ids_are_those_that_transformers_generates(name: str) -> None:
+    model, wanted = ids_of_transformers(MODELS[name], PROMPTS[2])
+    assert len(set(wanted)) > 3
+    assert ids_of(model, PROMPTS, GREEDY)[2] == wanted
+
+
+@pytest.mark.parametrize("config", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_batch_has_the_text_of_each_prompt_alone(config: GenerationConfig) -> None:
+    model = cached("llama4_text", single_process())
+    alone = [
+        ids_of(model, [prompt], replace(config, seed=config.seed + number))[0] for number, prompt in enumerate(PROMPTS)
+    ]
+    assert all(len(set(ids)) > 3 for ids in alone)
+    assert ids_of(model, PROMPTS, config) == alone
+
+
+def test_the_seed_determines_the_text() -> None:
+    model = cached("llama", single_process())
+    first, same, other = (ids_of(model, PROMPTS, replace(DRAWN, seed=seed)) for seed in (7, 7, 8))
+    assert first == same and first != other
+    assert first[1] != other[0], "texts with the same seed have different prompts"
+
+
+def ids_on_rank(layout: Layout, name: str) -> list[list[list[int]]]:
+    model = cached(name, layout.topology)
+    return [ids_of(model, PROMPTS, config, stop_ids=range(0, 60, 8)) for config in (GREEDY, DRAWN)]
+
+
+@cache
+def ids_alone(name: str) -> list[list[list[int]]]:
+    return ids_on_rank(Layout(), name)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_all_ranks_have_the_ids_of_one_process(four_ranks: RankPool, layout: Layout, name: str) -> None:
+    """Also when texts of a batch end before others."""
+    assert len({len(text) for texts in ids_alone(name) for text in texts}) > 2
+    for ids in four_ranks.run(ids_on_rank, layout, name, world_size=layout.tp * layout.pp):
+        assert ids == ids_alone(name)
+
+
+def test_texts_end_for_three_reasons() -> None:
+    """Each at its own token; the others go on."""
+    model = cached("llama", single_process())
+    free = ids_of(model, PROMPTS, GREEDY)
+    stop = next(token for token in free[0] if token not in free[1] + free[2])
+    length = len(PROMPTS[2]) + 5
+    turns = list(generate_ids(model, PROMPTS, replace(GREEDY, max_position_embeddings=length), stop_ids=(stop,)))
+    last = {new.row: (turn, new) for turn, news in enumerate(turns) for new in news}
+    assert last[0] == (free[0].index(stop), NewToken(0, stop, "end_of_document"))
+    assert last[1] == (14, NewToken(1, free[1][14], "max_position_embeddings"))
+    assert last[2] == (4, NewToken(2, free[2][4], "max_position_embeddings"))
+    assert [news[-1].finish for news in generate_ids(model, PROMPTS[:1], GREEDY)] == [*[None] * 15, "max_new_tokens"]
+
+
+def test_a_text_may_use_every_position_and_no_more() -> None:
+    model = cached("llama", single_process())
+    prompt = [token % 60 for token in range(model.max_length - 3)]
+    assert [len(ids) for ids in ids_of(model, [prompt, prompt[3:]], GREEDY)] == [3, 6]
+    with pytest.raises(DataError, match="Prompt 1 has 64 tokens, and a text has at most 64"):
+        ids_of(model, [prompt, [1] * 64], GREEDY)
+    (longer,) = ids_of(model, [prompt], replace(GREEDY, max_position_embeddings=100))
+    assert len(longer) == GREEDY.max_new_tokens
+
+
+def test_completions_have_the_new_text_and_count_its_tokens() -> None:
+    model, speed = cached("llama", single_process()), Speed()
+    tokenizer = NullTokenizer(60)
+    free = ids_of(model, PROMPTS[:2], GREEDY)
+    stop = next(token for token in free[0] if token not in free[1])
+    count = free[0].index(stop)
+    found = complete(model, tokenizer, ["5 7 11", "2"], GREEDY, stop_ids=(stop,), speed=speed)
+    texts = ["".join(f" {token}" for token in ids) for ids in (free[0][:count], free[1])]
+    assert found == [
+        Completion("5 7 11", texts[0], count, "end_of_document"),
+        Completion("2", texts[1], 16, "max_new_tokens"),
+    ]
+    assert (speed.prompt_tokens, speed.new_tokens) == (4, count + 15)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"temperature": -0.1}, "--temperature -0.1 must be finite and not negative"),
+        ({"temperature": float("nan")}, "--temperature nan"),
+        ({"top_k": -1}, "--top-k -1"),
+        ({"top_p": 0.0}, "--top-p 0.0 must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "--top-p 1.1 must be above 0 and at most 1"),
+        ({"max_new_tokens": 0}, "--max-new-tokens 0 must be at least 1"),
+        ({"max_position_embeddings": 0}, "--max-position-embeddings 0 must be at least 1"),
+    ],
+)
+def test_values_out_of_range_are_refused(changes: dict[str, float], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replace(GREEDY, **changes).check()  # type: ignore[arg-type]
