@@ -47,6 +47,23 @@ def test_every_file_of_the_packages_is_installed(tmp_path: Path, monkeypatch: py
     assert packaged(tmp_path) == files
 
 
+def test_no_file_of_the_packages_is_ignored_by_git() -> None:
+    """A pattern such as ``build/`` also leaves out a package of that name from a commit."""
+    words = [
+        "git",
+        "ls-files",
+        "--others",
+        "--ignored",
+        "--exclude-standard",
+        "megatron",
+        "megatron_llama",
+        "tests",
+        "tools",
+    ]
+    ignored = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert not [name for name in ignored if "/__pycache__/" not in name]
+
+
 def test_our_package_is_accepted() -> None:
     check_imports()
 
