@@ -190,9 +190,9 @@ def preprocess_one_by_one(text: Path, prefix: str, tokenizer: TokenizerConfig, w
 
 def preprocess_in_batches(text: Path, prefix: str, tokenizer: TokenizerConfig, workers: int) -> None:
     """As tools/preprocess_data.py does."""
-    task = EncodeTask(tokenizer, ("text",), append_eod=True, skip_bad_documents=False)
+    task = EncodeTask(tokenizer, InputFormat(), append_eod=True, skip_bad_documents=False)
     ranges = tuple(whole_ranges(list_sources([str(text)])))
-    Work(ranges, InputFormat(), task, prefix, shared_tokenizer(tokenizer).vocab_size, workers).run(lambda counts: None)
+    Work(ranges, task, prefix, shared_tokenizer(tokenizer).vocab_size, workers).run(lambda counts: None)
 
 
 def preprocess_whole_file(text: Path, prefix: str, tokenizer: TokenizerConfig, workers: int) -> None:

@@ -80,8 +80,8 @@ class PreprocessConfig:
     def job(self) -> Job:
         """The work that the flags describe."""
         form = InputFormat(self.json_keys, self.text_documents, self.dataset_config, self.dataset_split)
-        task = EncodeTask(self.tokenizer, self.json_keys, self.append_eod, self.skip_bad_documents)
-        return Job(tuple(list_sources(self.input)), form, task, self.output_prefix, self.workers)
+        task = EncodeTask(self.tokenizer, form, self.append_eod, self.skip_bad_documents)
+        return Job(tuple(list_sources(self.input)), task, self.output_prefix, self.workers)
 
 
 def preprocess(config: PreprocessConfig) -> Counts:
@@ -94,14 +94,14 @@ def preprocess(config: PreprocessConfig) -> Counts:
     if config.partitions > 1:
         return run_partitions(job, Partitioning(config.partitions, config.partition), vocab_size, progress)
     ranges = whole_ranges(list(job.sources))
-    work = Work(tuple(ranges), job.form, job.task, job.output_prefix, vocab_size, config.workers)
+    work = Work(tuple(ranges), job.task, job.output_prefix, vocab_size, config.workers)
     with progress(work.stored_bytes) as shown:
         return work.run(shown.add)
 
 
 def _check_keys(job: Job) -> None:
     plain = [source.path for source in job.sources if is_plain_text(source.path)]
-    if plain and len(job.form.keys) > 1:
+    if plain and len(job.task.form.keys) > 1:
         raise ConfigError(
             f"--json-keys names several keys, but {plain[0]} is plain text: name one, or convert the file."
         )

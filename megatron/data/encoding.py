@@ -7,7 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.text_inputs import BadDocument, Batch, parse_documents, place_of, text_bytes
+from megatron.data.text_inputs import (
+    BadDocument,
+    Batch,
+    InputFormat,
+    SourceRange,
+    parse_documents,
+    place_of,
+    read_batches,
+    text_bytes,
+)
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
 from megatron.data.verified_encoder import TokenizedTexts
 from megatron.errors import DataError
@@ -40,7 +49,7 @@ class EncodedBatch(NamedTuple):
 
 class EncodeTask(NamedTuple):
     tokenizer: TokenizerConfig
-    keys: tuple[str, ...]
+    form: InputFormat
     append_eod: bool
     skip_bad_documents: bool
 
@@ -53,19 +62,25 @@ def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
+def encode(part: Batch | SourceRange, task: EncodeTask) -> list[EncodedBatch]:
+    """Tokenize a batch, or the documents of a range of a file. Raises :class:`DataError` as :func:`encode_batch`."""
+    batches = read_batches([part], task.form) if isinstance(part, SourceRange) else [part]
+    return [encode_batch(batch, task) for batch in batches]
+
+
 def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
     """Tokenize a batch. Raises :class:`DataError` with the place of a bad document, unless they are skipped."""
     tokenizer = shared_tokenizer(task.tokenizer)
     good: list[tuple[int, list[str]]] = []
     bad: list[tuple[int, str]] = []
-    for number, texts in parse_documents(batch, task.keys, "--json-keys"):
+    for number, texts in parse_documents(batch, task.form.keys, "--json-keys"):
         if isinstance(texts, str):
             bad.append((number, texts))
             if not task.skip_bad_documents:
                 break
         else:
             good.append((number, texts))
-    encoded = _tokenize(good, len(task.keys), tokenizer)
+    encoded = _tokenize(good, len(task.form.keys), tokenizer)
     if encoded is None:
         documents, good = good, []
         for number, texts in documents:
@@ -75,7 +90,7 @@ def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
             except DataError as error:
                 bad.append((number, f"cannot be tokenized: {str(error).rstrip('.')}"))
         bad.sort()
-        encoded = _tokenize(good, len(task.keys), tokenizer) or []
+        encoded = _tokenize(good, len(task.form.keys), tokenizer) or []
     named = [BadDocument(place_of(batch, number), reason) for number, reason in bad[:_NAMED_BAD_DOCUMENTS]]
     if bad and not task.skip_bad_documents:
         raise DataError(f"{named[0].place} {named[0].reason}, or skip such documents with --skip-bad-documents.")

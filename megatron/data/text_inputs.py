@@ -1,6 +1,7 @@
 """Documents from files: jsonl, plain text, parquet and Hugging Face datasets, in small batches.
 
-Reading is cheap and sequential; parsing and other expensive work is done by the receiver of a :class:`Batch`.
+Reading is cheap and sequential; parsing and other expensive work is done by the receiver of a :class:`Batch`. Parts of
+local files of lines are read by the receiver, too (:func:`divide_among_workers`).
 """
 
 import gzip
@@ -31,7 +32,7 @@ with suppress(ImportError):  # it is in the extra "data"
 
 Separation = Literal["file", "paragraph", "line"]
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 22
 MAX_DOCUMENT_BYTES = 1 << 28
 DATASET_PREFIX = "dataset:"
 
@@ -143,6 +144,17 @@ def _can_be_cut(path: str, separation: Separation) -> bool:
 # --- reading -------------------------------------------------------------------------------------------------
 
 
+def divide_among_workers(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[Batch | SourceRange]:
+    """What a worker does at a time, in order: a range that it reads itself, so that its text crosses no pipe; of
+    sources that cannot be cut, and of URLs, a batch that is read here."""
+    for source in ranges:
+        if _can_be_cut(source.path, form.separation) and not is_url(source.path):
+            for start in range(source.start, source.stop, BATCH_BYTES):
+                yield SourceRange(source.path, start, min(start + BATCH_BYTES, source.stop))
+        else:
+            yield from read_batches([source], form)
+
+
 def read_batches(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[Batch]:
     """The documents of all ranges, in order. Memory: one batch, or one document if it is larger."""
     for source in ranges:
@@ -183,6 +195,7 @@ def _read_lines(source: SourceRange, stored: BinaryIO, kind: Literal["json", "li
     if source.start:  # the line of the byte before belongs to the previous range
         stored.seek(source.start - 1)
         position += len(_rest_of_line(content, source)) - 1
+        reported = position
     while position < source.stop or content is not stored:
         size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, source.stop - position)
         block = content.read(size)
@@ -366,26 +379,29 @@ def _decode(batch: Batch, place: int, text: bytes) -> list[str] | str:
 
 def _parse_json(line: bytes, keys: tuple[str, ...], key_flag: str) -> list[str] | str:
     document: Any
+    may_have_surrogates = _loads is json.loads
     try:
         try:
             document = _loads(line)
         except ValueError:  # orjson refuses what json accepts: NaN, a byte order mark, halves of surrogate pairs
-            document = json.loads(line)
+            document, may_have_surrogates = json.loads(line), True
     except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8
         return f"is not valid JSON ({error}): mend or remove it"
     if not isinstance(document, dict):
         return "is not a JSON object: mend or remove it"
-    return _check_texts(document, keys, key_flag)
+    return _check_texts(document, keys, key_flag, may_have_surrogates)
 
 
-def _check_texts(document: dict[str, Any], keys: tuple[str, ...], key_flag: str) -> list[str] | str:
+def _check_texts(
+    document: dict[str, Any], keys: tuple[str, ...], key_flag: str, may_have_surrogates: bool = True
+) -> list[str] | str:
     texts = [document.get(key) for key in keys]
     for key, text in zip(keys, texts):
         if not isinstance(text, str):
             found = f"has no text under the key {key!r}" if key in document else f"has no key {key!r}"
             return f"{found}: name the right key with {key_flag}, or remove the line"
         try:
-            if not text.isascii():
+            if may_have_surrogates and not text.isascii():
                 text.encode()
         except UnicodeEncodeError:
             return "holds half of a surrogate pair, which is no text: mend or remove it"

@@ -27,7 +27,7 @@ from megatron.data.corpus_files import warn_of_overwriting
 from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.merging import merge_datasets
 from megatron.data.storage import SourceFile
-from megatron.data.text_inputs import InputFormat, cut_in_partitions
+from megatron.data.text_inputs import cut_in_partitions
 from megatron.data.tokenizers import tokenizer_files
 from megatron.errors import DataError, UserError
 
@@ -39,7 +39,6 @@ class Job(NamedTuple):
     """Everything that a run reads and writes."""
 
     sources: tuple[SourceFile, ...]
-    form: InputFormat
     task: EncodeTask
     output_prefix: str
     workers: int
@@ -49,8 +48,8 @@ class Job(NamedTuple):
         return {
             "partitions": partitions,
             "inputs": [list(source) for source in self.sources],
-            "json_keys": list(self.form.keys),
-            "text_documents": self.form.separation,
+            "json_keys": list(self.task.form.keys),
+            "text_documents": self.task.form.separation,
             "append_eod": self.task.append_eod,
             "skip_bad_documents": self.task.skip_bad_documents,
             "tokenizer_type": self.task.tokenizer.tokenizer_type,
@@ -89,14 +88,14 @@ class _Records:
     def complete(self, number: int) -> Counts | None:
         """What a complete partition counted."""
         counts = self._read(Path(f"{self.prefix(number)}.json"))
-        outputs = (f"{output_of(self.prefix(number), key)}.idx" for key in self._job.form.keys)
+        outputs = (f"{output_of(self.prefix(number), key)}.idx" for key in self._job.task.form.keys)
         return counts if counts and all(map(os.path.exists, outputs)) else None
 
     def merged(self) -> Counts | None:
         """What all counted, if they are merged already."""
         counts = self._read(self.directory / _MERGED)
         if counts and not all(
-            os.path.exists(f"{output_of(self._job.output_prefix, k)}.idx") for k in self._job.form.keys
+            os.path.exists(f"{output_of(self._job.output_prefix, k)}.idx") for k in self._job.task.form.keys
         ):
             raise DataError(f"The merged output of {self.directory} is gone: remove that folder to make it again.")
         return counts
@@ -126,7 +125,7 @@ class _Records:
     def remove_partitions(self) -> None:
         """Remove what has been merged."""
         for number in range(self.count):
-            for key in self._job.form.keys:
+            for key in self._job.task.form.keys:
                 for kind in (".idx", ".bin", SUFFIX):
                     with suppress(FileNotFoundError):
                         os.remove(output_of(self.prefix(number), key) + kind)
@@ -140,17 +139,17 @@ def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progre
     if (merged := records.merged()) is not None:
         print(f"{job.output_prefix} is complete already.", file=sys.stderr)
         return merged
-    for key in job.form.keys:
+    for key in job.task.form.keys:
         warn_of_overwriting(output_of(job.output_prefix, key))
     wanted = range(partitioning.parts) if partitioning.only is None else [partitioning.only]
     missing = [number for number in wanted if records.complete(number) is None]
     for number in sorted(set(wanted) - set(missing)):
         print(f"Partition {number} is complete already.", file=sys.stderr)
-    parts = cut_in_partitions(list(job.sources), partitioning.parts, job.form.separation)
+    parts = cut_in_partitions(list(job.sources), partitioning.parts, job.task.form.separation)
     at_a_time = min(job.workers, len(missing))
     shares = cycle(_shares(job.workers, at_a_time))
     works = {
-        number: Work(tuple(parts[number]), job.form, job.task, records.prefix(number), vocab_size, share, True)
+        number: Work(tuple(parts[number]), job.task, records.prefix(number), vocab_size, share, True)
         for number, share in zip(missing, shares)
     }
     with progress(sum(work.stored_bytes for work in works.values())) as shown:
@@ -191,7 +190,7 @@ def _merge_all(job: Job, records: _Records, seconds: float) -> Counts:
         total.add(part)
     if not total.tokens:
         raise DataError("The inputs have no document with text: check --input and --json-keys.")
-    for key in job.form.keys:
+    for key in job.task.form.keys:
         prefixes = [output_of(records.prefix(number), key) for number in range(records.count)]
         merge_datasets(prefixes, output_of(job.output_prefix, key))
     records.write(_MERGED, total)

@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from itertools import chain
 from multiprocessing import get_context
 from typing import NamedTuple
 
 from megatron.commands.preprocessing.progress import Counts
-from megatron.data.encoding import EncodedBatch, EncodeTask, encode_batch
+from megatron.data.encoding import EncodedBatch, EncodeTask, encode
 from megatron.data.indexed_dataset import IndexedDatasetWriter
-from megatron.data.text_inputs import Batch, InputFormat, SourceRange, read_batches
+from megatron.data.text_inputs import Batch, SourceRange, divide_among_workers
 from megatron.errors import DataError
 
-_BATCHES_PER_WORKER = 4  # in flight at a time; bounds memory
+_PARTS_PER_WORKER = 4  # in flight at a time; bounds memory
 
 
 class Work(NamedTuple):
     """What to read, and where to write its tokens."""
 
     ranges: tuple[SourceRange, ...]
-    form: InputFormat
     task: EncodeTask
     output_prefix: str
     vocab_size: int
@@ -41,13 +41,14 @@ class Work(NamedTuple):
     def run(self, report: Callable[[Counts], None]) -> Counts:
         """Write the outputs, one per key, which appear only when complete; tells ``report`` of every batch."""
         total, start = Counts(), time.monotonic()
-        encode = functools.partial(encode_batch, task=self.task)
+        parts = divide_among_workers(self.ranges, self.task.form)
         with ExitStack() as stack:
             writers = [
                 stack.enter_context(IndexedDatasetWriter(output_of(self.output_prefix, key), self.vocab_size))
-                for key in self.form.keys
+                for key in self.task.form.keys
             ]
-            for encoded in map_in_order(encode, read_batches(self.ranges, self.form), self.workers):
+            batches = map_in_order(functools.partial(encode, task=self.task), parts, self.workers)
+            for encoded in chain.from_iterable(batches):
                 for writer, key in zip(writers, encoded.keys, strict=True):
                     writer.add_documents(key.tokens, key.lengths)
                 counts = Counts.of(encoded)
@@ -65,21 +66,21 @@ def output_of(prefix: str, key: str) -> str:
 
 
 def map_in_order(
-    encode: Callable[[Batch], EncodedBatch], batches: Iterator[Batch], workers: int
-) -> Iterator[EncodedBatch]:
-    """``map`` over worker processes: results in order, a bounded number of batches in flight."""
+    encode: Callable[[Batch | SourceRange], list[EncodedBatch]], parts: Iterator[Batch | SourceRange], workers: int
+) -> Iterator[list[EncodedBatch]]:
+    """``map`` over worker processes: results in order, a bounded number of parts in flight."""
     if workers == 1:
-        yield from map(encode, batches)
+        yield from map(encode, parts)
         return
     # Forked workers start at once and have the tokenizer already; a process with threads must not fork.
     method = "fork" if threading.active_count() == 1 else "spawn"
     pool = ProcessPoolExecutor(workers, get_context(method), initializer=_start_worker, initargs=(os.getpid(),))
-    pending: deque[Future[EncodedBatch]] = deque()
+    pending: deque[Future[list[EncodedBatch]]] = deque()
     try:
         pool.submit(int).result()  # all are there before reading starts threads
-        for batch in batches:
-            pending.append(pool.submit(encode, batch))
-            if len(pending) >= workers * _BATCHES_PER_WORKER:
+        for part in parts:
+            pending.append(pool.submit(encode, part))
+            if len(pending) >= workers * _PARTS_PER_WORKER:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
