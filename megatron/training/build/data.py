@@ -66,9 +66,7 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
         context.log_rank0("--eval-iters has no effect with --full-validation")
     return Data(
         train=Lookahead(iter(()) if train is None else build_run_loader(context, vocabulary, train, consumed)),
-        evaluated=[
-            _evaluation_set(context, vocabulary, per_evaluation, one, starts[one.split]) for one in evaluated
-        ],
+        evaluated=[_evaluation_set(context, vocabulary, per_evaluation, one, starts[one.split]) for one in evaluated],
         train_epochs={} if train is None else epochs_of(train),
         check=DataCheck(
             BlockComparison(digests, Share(topology.control.rank, topology.control.size)),
@@ -145,7 +143,8 @@ def _evaluation_set(
 
 def _check_indexes(data: DataConfig, sources: Sources, counts: Counts, control: ControlGroup) -> Digests:
     """Compare this rank's share of the indexes that the run needs with their digests."""
-    prefixes = used_prefixes(sources, [index for index, count in enumerate(counts) if count != 0 and sources.has(index)])
+    used = [index for index, count in enumerate(counts) if count != 0 and sources.has(index)]
+    prefixes = used_prefixes(sources, used)
     share = Share(control.rank, control.size)
     return check_indexes(prefixes, data.index_cache_path, share, data.num_dataset_builder_threads)
 
