@@ -1,0 +1,92 @@
+"""This codebase as a contender of benchmarks/peers.py."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.peer_worker import LEARNING_RATE, Job, Step
+from megatron.checkpoint.conversion import fill_from_hugging_face
+from megatron.checkpoint.hugging_face_config import transformer_config_of
+from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.strategy import whole_params
+from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
+from megatron.core.models.transformer import TransformerModel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.loss_scaler import LossScaler
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.precision import NumberFormats
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import RankGrid, Topology
+from megatron.metrics.timers import Timers
+from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.stages import split_evenly
+from megatron.training.initialize import Process, prepare_cpu
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
+
+
+def build(job: Job) -> Step:
+    """The step of a training run."""
+    if job.device == "cpu":
+        prepare_cpu(Process(job.rank, job.rank, job.ranks, job.ranks, has_thread_count=True))
+    grid = RankGrid(tp=job.size("tp"), cp=job.size("cp"), pp=job.size("pp"), dp=job.size("dp") * job.size("fsdp"))
+    topology = Topology(grid, job.rank, job.torch_device)
+    model = _model(job, topology)
+    length = job.model["max_position_embeddings"]
+    schedule = partial(build_schedule, "1f1b", grid.pp)
+    executor = build_executor(model, topology, schedule, length, job.micro_batch_size)
+    formats = NumberFormats(job.torch_dtype, torch.float32, torch.float32)
+    config = ParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params" if job.layout == "fsdp" else "no_shard"
+    )
+    data_parallel = wrap_data_parallel(model, formats, topology, config)
+    optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
+    module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology)
+    places = model.context.context_parallel.split.positions(length)
+
+    def step(batch: Tensor) -> float:
+        microbatches = [{"tokens": text[:, places], "labels": text[:, places + 1]} for text in job.microbatches(batch)]
+        for one in microbatches:
+            one["loss_mask"] = torch.ones(one["labels"].shape, device=job.torch_device)
+        outcome = train_step(
+            module,
+            iter(microbatches),
+            Hyperparameters(learning_rate=LEARNING_RATE),
+            num_microbatches=len(microbatches),
+            expected_tokens=batch.shape[0] * length,
+            timers=Timers(0),
+        )
+        # Every rank has the loss of all.
+        return outcome.loss if job.rank == 0 else 0.0
+
+    return step
+
+
+def _model(job: Job, topology: Topology) -> TransformerModel:
+    """This rank's part of the model with the start weights."""
+    architecture = transformer_config_of(job.model, job.weights)
+    stages = topology.grid.pp
+    placement = placement_of("1f1b", stages, None)
+    chunks = chunks_of_stage(
+        split_evenly(architecture.num_layers, stages, placement.num_chunks), placement, topology.pipeline_parallel.rank
+    )
+    context = BuildContext(
+        TensorParallel(topology.tensor_parallel),
+        job.torch_dtype,
+        job.torch_device,
+        choose_attention_kernel("auto", job.torch_device, job.torch_dtype),
+        context_parallel=ContextParallel(topology.context_parallel, ("p2p",)),
+    )
+    model = build_model(architecture, context, seed=1, virtual_stages=chunks)
+    source = Path(job.weights)
+    targets = [(one.info, one.start, one.tensor) for one in whole_params(model.parameters())]
+    fill_from_hugging_face(source, HuggingFaceWeights(source), architecture, targets)
+    return model

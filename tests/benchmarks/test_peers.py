@@ -1,0 +1,114 @@
+"""benchmarks/peers.py: the protocol with ours and transformers on a tiny model, and the arithmetic of its table."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peer_processes import ContenderError, RankProcesses
+from benchmarks.peers import (
+    CHECKED_STEPS,
+    TINY,
+    BenchmarkConfig,
+    Contender,
+    Result,
+    compare_losses,
+    contenders_of,
+    interval,
+    measure,
+    relative_speed,
+    report,
+    table,
+    write_inputs,
+)
+from megatron.errors import ConfigError
+
+OURS = Contender("ours", "one", TINY, 4)
+TRANSFORMERS = replace(OURS, peer="transformers")
+
+
+@pytest.mark.processes
+def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
+    pytest.importorskip("transformers")
+    results = measure(BenchmarkConfig(model="tiny", only="TP2", repeats=2, timeout=60))
+    assert [one.contender.name for one in results] == [
+        "tiny, fp32, one rank, ours",
+        "tiny, fp32, one rank, transformers",
+        "tiny, fp32, TP2, ours",
+    ]
+    assert [one.error for one in results] == [None] * 3
+    assert all(len(one.losses) == CHECKED_STEPS and len(one.seconds) == 2 for one in results)
+    assert len(set(results[0].losses)) == CHECKED_STEPS
+
+
+@pytest.mark.processes
+def test_an_error_of_a_rank_is_reported_and_ends_the_other_ranks(tmp_path: Path) -> None:
+    write_inputs(TINY, tmp_path / "inputs")
+    broken = replace(OURS, layout="tp", workload=replace(TINY, model=TINY.model | {"hidden_act": "relu"}))
+    jobs = [broken.job(rank, "cpu", str(tmp_path / "inputs"), str(tmp_path / "store")) for rank in range(2)]
+    with pytest.raises(ContenderError, match="relu"):
+        RankProcesses(Path(sys.executable), jobs, threads=1, directory=tmp_path, timeout=60)
+
+
+def test_different_losses_are_an_error() -> None:
+    results = [Result(OURS, [4.0, 3.0], [1.0]), Result(TRANSFORMERS, [4.0, 3.003], [1.0])]
+    compare_losses(results)
+    assert results[0].error is None
+    assert results[1].error == "the losses differ from ours by 1.0e-03 (relative), more than 1e-04"
+
+
+@pytest.mark.parametrize("loss", [3.0 * (1 + 5e-5), 3.0 * (1 - 5e-5)])
+def test_losses_within_the_tolerance_are_equal(loss: float) -> None:
+    results = [Result(OURS, [3.0], []), Result(TRANSFORMERS, [loss], [])]
+    compare_losses(results)
+    assert results[1].error is None
+
+
+def test_a_loss_that_is_not_a_number_is_an_error() -> None:
+    results = [Result(OURS, [3.0], []), Result(TRANSFORMERS, [float("nan")], [])]
+    compare_losses(results)
+    assert results[1].error is not None
+
+
+def test_the_interval_is_of_the_turns() -> None:
+    assert interval([float(value) for value in range(11)]) == (1.0, 5.0, 9.0)
+
+
+def test_speeds_are_compared_turn_by_turn() -> None:
+    # Both are twice as slow in the second turn: the ratio is the same.
+    assert relative_speed([1.0, 2.0], [3.0, 6.0]) == (3.0, 3.0, 3.0)
+    assert relative_speed([], [3.0]) is None
+
+
+def test_the_table_has_speeds_and_names_errors() -> None:
+    failed = Result(replace(OURS, layout="cp"), [], [], "RuntimeError: no ring")
+    rows = report([Result(OURS, [3.0], [0.1, 0.1]), Result(TRANSFORMERS, [3.0], [0.2, 0.2]), failed])
+    _, ours, transformers, last = table(rows)
+    assert ours.split("ours")[1].split() == ["100.0", "(100.0-100.0)", "2.00", "(2.00-2.00)", "1.00", "(1.00-1.00)"]
+    assert "0.50 (0.50-0.50)" in transformers
+    assert last.split("CP2, ours")[1].strip() == "RuntimeError: no ring"
+
+
+def test_every_layout_of_ours_is_a_row() -> None:
+    layouts = [one.layout for one in contenders_of(["transformers"]) if one.peer == "ours"]
+    assert layouts == ["one", "dp", "fsdp", "tp", "pp", "cp"]
+
+
+def test_rows_come_with_their_references() -> None:
+    names = [one.name for one in BenchmarkConfig(only="TP2").contenders]
+    assert names == ["6 M, fp32, one rank, ours", "6 M, fp32, one rank, transformers", "6 M, fp32, TP2, ours"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BenchmarkConfig(repeats=1), "--repeats"),
+        (BenchmarkConfig(peers=("nobody",)), "--peers nobody"),
+        (BenchmarkConfig(model="huge"), "--model huge"),
+        (BenchmarkConfig(json="s3://bucket/x"), "--json"),
+    ],
+)
+def test_wrong_flags_are_named(config: BenchmarkConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.check()
