@@ -31,7 +31,7 @@ TRANSFORMERS = replace(OURS, peer="transformers")
 @pytest.mark.processes
 def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
     pytest.importorskip("transformers")
-    results = measure(BenchmarkConfig(model="tiny", only="TP2", repeats=2, timeout=60))
+    results = measure(BenchmarkConfig(model="tiny", only="TP2", repeats=2, timeout=300))
     assert [one.contender.name for one in results] == [
         "tiny, fp32, one rank, ours",
         "tiny, fp32, one rank, transformers",
@@ -48,7 +48,7 @@ def test_an_error_of_a_rank_is_reported_and_ends_the_other_ranks(tmp_path: Path)
     broken = replace(OURS, layout="tp", workload=replace(TINY, model=TINY.model | {"hidden_act": "relu"}))
     jobs = [broken.job(rank, "cpu", str(tmp_path / "inputs"), str(tmp_path / "store")) for rank in range(2)]
     with pytest.raises(ContenderError, match="relu"):
-        RankProcesses(Path(sys.executable), jobs, threads=1, directory=tmp_path, timeout=60)
+        RankProcesses(Path(sys.executable), jobs, threads=1, directory=tmp_path, timeout=300)
 
 
 def test_different_losses_are_an_error() -> None:
