@@ -5,7 +5,7 @@
     {"end": true}     ->  (the process ends)
 
 An error is answered with ``{"error": "TypeError: ..."}``. The module runs in the environment of its contender, and
-imports torch and the module ``benchmarks.peer_NAME`` alone.
+imports torch, safetensors and the module ``benchmarks.peer_NAME`` alone.
 """
 
 import importlib
@@ -21,6 +21,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,7 +48,7 @@ class Job:
     model: dict[str, Any]
     """The fields of Hugging Face's ``config.json``."""
     weights: str
-    """Directory with ``model.safetensors`` in Hugging Face's names and ``batches.pt``, ``[batches, b, s + 1]``."""
+    """Directory with ``model.safetensors`` in Hugging Face's names and ``batches.safetensors``, ``[batches, b, s + 1]``."""
     is_compiled: bool = False
 
     def size(self, layout: str) -> int:
@@ -66,19 +67,24 @@ class Job:
 
     def read_weights(self) -> dict[str, Tensor]:
         """The start weights by Hugging Face's names, in the dtype and on the device of the job."""
-        load_file = importlib.import_module("safetensors.torch").load_file
-        weights: dict[str, Tensor] = load_file(f"{self.weights}/model.safetensors")
+        weights = _read(f"{self.weights}/model.safetensors")
         return {name: weight.to(self.torch_device, self.torch_dtype) for name, weight in weights.items()}
 
     def read_batches(self) -> Iterator[Tensor]:
         """The batches ``[b, s + 1]``, again and again."""
-        return cycle(torch.load(f"{self.weights}/batches.pt").to(self.torch_device))
+        return cycle(_read(f"{self.weights}/batches.safetensors")["batches"].to(self.torch_device))
 
     def microbatches(self, batch: Tensor) -> tuple[Tensor, ...]:
         """This data-parallel rank's microbatches ``[micro-batch size, s + 1]``."""
         replicas = self.size("dp") * self.size("fsdp")
         mine = batch.chunk(replicas)[self.rank] if replicas > 1 else batch
         return mine.split(self.micro_batch_size)
+
+
+def _read(path: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    tensors: dict[str, Tensor] = load_file(path)
+    return tensors
 
 
 Step = Callable[[Tensor], float]

@@ -240,7 +240,8 @@ def write_inputs(workload: Workload, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(workload.model))
     shape = (BATCHES, workload.batch, workload.model["max_position_embeddings"] + 1)
     generator = torch.Generator().manual_seed(1)
-    torch.save(torch.randint(workload.model["vocab_size"], shape, generator=generator), directory / "batches.pt")
+    batches = torch.randint(workload.model["vocab_size"], shape, generator=generator)
+    save_file({"batches": batches}, directory / "batches.safetensors")
 
 
 def start(contender: Contender, number: int, config: BenchmarkConfig, directory: Path) -> RankProcesses:

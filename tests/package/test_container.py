@@ -93,7 +93,7 @@ def test_every_copied_path_is_sent_and_there() -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow(reason="makes a virtual environment, and installs packages from the network")
+@pytest.mark.processes
 def test_the_steps_of_the_container_file_work_in_a_bare_environment(tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     environment_with_torch(environment)
