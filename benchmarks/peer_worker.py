@@ -48,7 +48,7 @@ class Job:
     model: dict[str, Any]
     """The fields of Hugging Face's ``config.json``."""
     weights: str
-    """Directory with ``model.safetensors`` in Hugging Face's names and ``batches.safetensors``, ``[batches, b, s + 1]``."""
+    """Directory with ``model.safetensors`` in Hugging Face's names and ``batches.safetensors`` [batches, b, s + 1]."""
     is_compiled: bool = False
 
     def size(self, layout: str) -> int:
