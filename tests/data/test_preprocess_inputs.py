@@ -24,11 +24,14 @@ from megatron.data.merging import merge_datasets
 from megatron.data.storage import find_files, open_stored
 from megatron.data.text_inputs import (
     InputFormat,
+    SourceRange,
     cut_in_partitions,
+    divide_among_workers,
     list_sources,
     parse_documents,
     place_of,
     read_batches,
+    whole_ranges,
 )
 from megatron.errors import ConfigError, DataError
 from tests.data.test_indexed_dataset import md5, write
@@ -196,6 +199,28 @@ def test_a_document_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).write_text("1 " * 2000)
         with pytest.raises(DataError, match=sentence):
             run(tmp_path, "out", str(tmp_path / name))
+
+
+# --- parts of workers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part_bytes", [1, 20, 29, 1000, 1 << 22])
+def test_workers_read_every_byte_of_local_lines_once(
+    inputs: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines may be longer than a part, and begin in another."""
+    monkeypatch.setattr(text_inputs, "BATCH_BYTES", part_bytes)
+    parts = list(divide_among_workers(whole_ranges(list_sources([str(inputs / "in.jsonl")])), InputFormat()))
+    assert all(isinstance(part, SourceRange) for part in parts) and len(parts) == -(-len(LINES) // part_bytes)
+    batches = [batch for part in parts for batch in read_batches([part], InputFormat())]  # type: ignore[list-item]
+    assert b"".join(batch.records for batch in batches) == LINES  # type: ignore[misc]
+    assert sum(batch.stored_bytes for batch in batches) == len(LINES)
+
+
+def test_what_cannot_be_cut_is_read_for_the_workers(inputs: Path) -> None:
+    sources = list_sources([str(inputs / name) for name in ("in.jsonl.gz", "in.parquet")])
+    parts = list(divide_among_workers(whole_ranges(sources), InputFormat()))
+    assert len(parts) == 2 and not any(isinstance(part, SourceRange) for part in parts)
 
 
 # --- partitions ----------------------------------------------------------------------------------------------
