@@ -8,7 +8,6 @@ An error is answered with ``{"error": "TypeError: ..."}``. The module runs in th
 imports torch, safetensors and the module ``benchmarks.peer_NAME`` alone.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -117,8 +116,21 @@ def answer(job: Job) -> tuple[Step, Iterator[Tensor]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(job.ranks)
     backend = "nccl" if job.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{job.store}", rank=job.rank, world_size=job.ranks)
-    build: Callable[[Job], Step] = importlib.import_module(f"benchmarks.peer_{job.peer}").build
-    return build(job), job.read_batches()
+    return build_step(job), job.read_batches()
+
+
+def build_step(job: Job) -> Step:
+    """The step of a peer; only its module is imported, since each environment has the packages of one peer."""
+    match job.peer:
+        case "ours":
+            from benchmarks import peer_ours
+
+            return peer_ours.build(job)
+        case "transformers":
+            from benchmarks import peer_transformers
+
+            return peer_transformers.build(job)
+    raise ValueError(f"no peer {job.peer}")
 
 
 def timed_steps(step: Step, batches: Iterator[Tensor], count: int) -> dict[str, Any]:
