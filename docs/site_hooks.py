@@ -1,6 +1,6 @@
 """What mkdocs does not do by itself: pages of files outside docs/, and anchors as GitHub makes them.
 
-The pages are written to be read on GitHub, too, so their links are those of the repository.
+The pages are written to be read on GitHub, too, so their links name files of the repository.
 """
 
 import re

@@ -101,7 +101,7 @@ class TransformerConfig:
 
     @property
     def width_mult(self) -> float:
-        """The hidden size over that of the base model under muP; 1 without."""
+        """The hidden size divided by the base model's under muP; 1 without."""
         if not self.use_mup:
             return 1.0
         assert self.mup_base_hidden_size is not None
