@@ -62,8 +62,8 @@ class ParameterInfo:
     """Whether it belongs to experts: then the ranks of the stage divide it by the axes ``etp`` and ``ep``, and the
     ranks along ``edp`` share it. Other parameters are dense: the axes are ``tp``, and ``cp`` and ``dp``."""
     fan_in_mult: float = 1.0
-    """Under muP the fan-in of a matrix divided by its fan-in in the base model. 1 if it does not grow with the width, and
-    for the output layer, whose logits have a multiplier instead."""
+    """Under muP the fan-in of a matrix divided by its fan-in in the base model. 1 if it does not grow with the width,
+    and for the output layer, whose logits have a multiplier instead."""
     fan_out_mult: float = 1.0
     """The same of the fan-out; of a vector, its size."""
 
