@@ -35,7 +35,7 @@ class AveragedModel:
                     f"{min(different)[0]} is in one of them, or has another shape: average checkpoints of one run."
                 )
         for name, size in names[0].items():
-            dtypes = [one.manifest.tensors()[_source(one, name)].properties.dtype for one in saved]
+            dtypes = [one.manifest.tensors[_source(one, name)].dtype for one in saved]
             rows, *other = size
             chunks = [
                 ChunkStorageMetadata(torch.Size((begin, *(0 for _ in other))), torch.Size((count, *other)))
@@ -63,10 +63,10 @@ class AveragedModel:
 
 
 def _model_names(saved: SavedTensors) -> dict[str, torch.Size]:
-    return {name: tensor.size for name, tensor in saved.manifest.tensors().items() if name.startswith(MODEL)}
+    return {name: torch.Size(tensor.shape) for name, tensor in saved.manifest.tensors.items() if name.startswith(MODEL)}
 
 
 def _source(saved: SavedTensors, name: str) -> str:
     """The tensor of ``saved`` to read for the model's tensor ``name``."""
     master = MASTER + name.removeprefix(MODEL)
-    return master if master in saved.manifest.tensors() else name
+    return master if master in saved.manifest.tensors else name

@@ -91,7 +91,7 @@ class Worker:
         content = json.loads(job["content"])
         written = self._collect(Path(job["directory"]), set(content["files"]))
         content["files"] = {name: file.to_json() for name, file in written.items()}
-        self._commit(job, seal("manifest", json.dumps(content)))
+        self._commit(job, seal("manifest", json.dumps(content, separators=(",", ":"))))
 
     def mirror(self, job: Job) -> None:
         """Wait until every rank has copied its file of the checkpoint ``source``, then make the copy a checkpoint."""

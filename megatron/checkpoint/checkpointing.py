@@ -5,40 +5,29 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from megatron.checkpoint.directory import iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import verify_file
 from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath
+from megatron.checkpoint.save_plan import SavePlanner
 from megatron.checkpoint.schema import SavedState, upgrade
-from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.sharded_tensor import boxed
 from megatron.checkpoint.storage import SafetensorsReader, SafetensorsWriter, SaveBackend, SyncSaveBackend
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
 
 # The public save() and load() are these two behind a warning for every run of a single process.
 from megatron.torch_compat import load_state_dict, save_state_dict
-
-SLICE_BYTES = 16 << 20
-"""Replicated boxes are cut into slices of about this size, which are spread over the ranks."""
 
 
 def save_checkpoint(
@@ -63,14 +52,15 @@ def save_checkpoint(
     """
     saving = saving or SyncSaveBackend(root, iteration)
     group = _process_group(control)
+    planner = SavePlanner(0 if control is None else control.ranks[control.rank])
     try:
         with _same_error_on_all_ranks(group):
             save_state_dict(
                 dict(tensors),
-                SafetensorsWriter(state, saving),
+                SafetensorsWriter(state, saving, planner),
                 process_group=group,
                 no_dist=group is None,
-                planner=_SavePlanner(),
+                planner=planner,
             )
     except BaseException:
         saving.abandon()
@@ -90,7 +80,7 @@ def load_checkpoint(
     tensors are converted to the dtype of ``tensors``. Raises :class:`CheckpointError` on all ranks for a damaged
     checkpoint, a missing name, or another shape or kind of number; ``tensors`` are undefined then.
     """
-    reader = SafetensorsReader(root, iteration)
+    reader = SafetensorsReader(root, iteration, boxed(tensors))
     group = _process_group(control)
     with _same_error_on_all_ranks(group):
         load_state_dict(
@@ -100,7 +90,7 @@ def load_checkpoint(
             no_dist=group is None,
             planner=_LoadPlanner(),
         )
-    return reader.manifest.state
+    return dict(reader.manifest.state)
 
 
 def verify_share(root: AnyPath, iteration: int, rank: int, size: int) -> None:
@@ -159,141 +149,15 @@ def _one_error(exception: CheckpointException, world_size: int) -> BaseException
     return CheckpointError(f"{where}{first}{more}")
 
 
-# --- planning a save ---------------------------------------------------------------------------------------
-
-
-def _boxed(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor as a :class:`BoxedTensor` or DTensor."""
-    boxed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        assert isinstance(tensor, Tensor), (name, type(tensor))  # what is not a tensor belongs in the state
-        boxed[name] = tensor if hasattr(tensor, "__create_write_items__") else BoxedTensor.from_whole(tensor)
-    return boxed
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner with a better spread of replicas and a check for completeness."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(_boxed(state_dict), storage_meta, is_coordinator)
-
-    def create_local_plan(self) -> SavePlan:
-        """On every rank: list all boxes, and send the names of tensors without any."""
-        plan = super().create_local_plan()
-        absent = set(self.state_dict) - {item.index.fqn for item in plan.items}
-        return replace(plan, planner_data=sorted(absent))
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: assign boxes to ranks. DCP refuses overlaps and boxes out of bounds."""
-        names = {name for plan in all_plans for name in plan.planner_data}
-        plans, metadata = super().create_global_plan(spread_replicas(all_plans))
-        _check_complete(metadata, names)
-        return plans, metadata
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """On every rank: the assigned part of a local box, as a view."""
-        chunk = _tensor_data(write_item).chunk
-        tensor: Any = self.state_dict[write_item.index.fqn]
-        for whole in tensor.__create_chunk_list__():
-            starts = [inner - outer for inner, outer in zip(chunk.offsets, whole.offsets)]
-            if all(0 <= at <= most - size for at, size, most in zip(starts, chunk.sizes, whole.sizes)):
-                box: Tensor = tensor.__get_tensor_shard__(MetadataIndex(write_item.index.fqn, whole.offsets))
-                return box[tuple(slice(at, at + size) for at, size in zip(starts, chunk.sizes))]
-        raise AssertionError(f"no box of {write_item.index} here")
-
-
-def spread_replicas(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Assign each box to one of the ranks that hold it, so that ranks write about equally many bytes.
-
-    Large replicated boxes are first cut into slices, so that no rank writes a whole embedding while its replicas wait.
-    DCP's own method assigns whole boxes, weighs each by its global tensor, ignores boxes of one rank only, and takes
-    boxes of different shapes at one offset for replicas.
-    """
-    boxes: dict[MetadataIndex, WriteItem] = {}
-    holders: dict[MetadataIndex, list[int]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = _tensor_data(item)
-            if prod(data.chunk.sizes) > 0 or prod(data.size) == 0:
-                _check_agreement(item, boxes.setdefault(item.index, item))
-                holders.setdefault(item.index, []).append(rank)
-    load = [0] * len(plans)
-    taken: list[list[WriteItem]] = [[] for _ in plans]
-    replicated = []
-    for index, item in boxes.items():
-        if len(holders[index]) == 1:
-            load[holders[index][0]] += _nbytes(item)
-            taken[holders[index][0]].append(item)
-        else:
-            replicated += [(part, holders[index]) for part in _slices(item)]
-    # The largest first: the small ones level the load at the end.
-    for item, ranks in sorted(replicated, key=lambda part: -_nbytes(part[0])):
-        rank = min(ranks, key=load.__getitem__)
-        load[rank] += _nbytes(item)
-        taken[rank].append(item)
-    return [replace(plan, items=items) for plan, items in zip(plans, taken)]
-
-
-def _slices(item: WriteItem) -> Iterator[WriteItem]:
-    """Cut a box along dim 0 into slices of at most ``SLICE_BYTES``, or of one row."""
-    data = _tensor_data(item)
-    rows = data.chunk.sizes[0] if data.chunk.sizes else 1
-    step = max(1, SLICE_BYTES * rows // max(1, _nbytes(item)))
-    if step >= rows:
-        yield item
-        return
-    for row in range(0, rows, step):
-        offsets = torch.Size((data.chunk.offsets[0] + row, *data.chunk.offsets[1:]))
-        sizes = torch.Size((min(step, rows - row), *data.chunk.sizes[1:]))
-        part = replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
-        yield replace(item, index=MetadataIndex(item.index.fqn, offsets), tensor_data=part)
-
-
-def _check_agreement(mine: WriteItem, theirs: WriteItem) -> None:
-    """Assert that replicas have equal shape and dtype."""
-    one, other = _tensor_data(mine), _tensor_data(theirs)
-    assert one.chunk.sizes == other.chunk.sizes, (mine.index, one.chunk, other.chunk)
-    assert one.size == other.size, (mine.index, one.size, other.size)
-    assert one.properties.dtype == other.properties.dtype, (mine.index, one.properties, other.properties)
-
-
-def _tensor_data(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None, item
-    return item.tensor_data
-
-
-def _nbytes(item: WriteItem) -> int:
-    data = _tensor_data(item)
-    return prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _check_complete(metadata: Metadata, names: set[str]) -> None:
-    """Assert that all ranks together hold every element; DCP's check skips a single process."""
-    for name in names - set(metadata.state_dict_metadata):
-        raise ValueError(f"no rank holds any box of {name}")
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), name
-        elements = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-        if elements != prod(tensor.size):
-            raise ValueError(f"the ranks hold {elements} of the {prod(tensor.size)} elements of {name}")
-
-
 # --- planning a load ---------------------------------------------------------------------------------------
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which reports all mismatches at once."""
+    """DCP's planner, which reports all mismatches at once. Each rank plans its own reads, apart from the others."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._plan = LoadPlan([])
 
     def set_up_planner(
         self,
@@ -301,12 +165,17 @@ class _LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        super().set_up_planner(_boxed(state_dict), metadata, is_coordinator)
+        super().set_up_planner(boxed(state_dict), metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
+        """Send an empty plan to the coordinator, and keep the rank's own."""
         assert self.metadata is not None
         _check_same_model(self.state_dict, self.metadata)
-        return super().create_local_plan()
+        self._plan = super().create_local_plan()
+        return LoadPlan([])
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return self._plan
 
 
 def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None:

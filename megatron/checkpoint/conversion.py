@@ -195,17 +195,17 @@ class HuggingFaceExport:
         return self._sections[EMBEDDING] if section.is_gain_minus_one else section
 
     def _stored(self, source: str, section: Section) -> torch.dtype:
-        return self._saved.manifest.tensors()[source + section.ours].properties.dtype
+        return self._saved.manifest.tensors[source + section.ours].dtype
 
     def _choose_source(self, dtype: torch.dtype | None) -> str:
         sections = self._sections.values()
         if dtype is None or all(self._stored(MODEL, section) == dtype for section in sections):
             return MODEL
-        has_masters = all(MASTER + section.ours in self._saved.manifest.tensors() for section in sections)
+        has_masters = all(MASTER + section.ours in self._saved.manifest.tensors for section in sections)
         return MASTER if has_masters else MODEL
 
     def _average(self) -> str:
-        if any(EMA + section.ours not in self._saved.manifest.tensors() for section in self._sections.values()):
+        if any(EMA + section.ours not in self._saved.manifest.tensors for section in self._sections.values()):
             raise CheckpointError(
                 "The checkpoint has no moving average of the weights: remove --ema, or convert a checkpoint of a run "
                 "with --ema-decay."
@@ -213,9 +213,9 @@ class HuggingFaceExport:
         return EMA
 
     def _check_complete(self) -> None:
-        saved = self._saved.manifest.tensors()
+        saved = self._saved.manifest.tensors
         for name, tensor in HuggingFaceMapping.of(self.architecture).ours.items():
-            if MODEL + name not in saved or tuple(saved[MODEL + name].size) != tensor.shape:
+            if MODEL + name not in saved or saved[MODEL + name].shape != tensor.shape:
                 raise CheckpointError(
                     f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture "
                     "requires: convert another checkpoint."

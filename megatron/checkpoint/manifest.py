@@ -3,24 +3,16 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.places import boxes_are_disjoint
+from megatron.checkpoint.places import Numbers, boxes_are_disjoint
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
 from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
@@ -29,44 +21,71 @@ from megatron.errors import CheckpointError
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
+_FIRST_WITH_COLUMNS = 8
+"""Earlier format versions have an object per chunk, with the key of its entry."""
 
-@dataclass(frozen=True)
-class ChunkLocation:
+
+class Chunk(NamedTuple):
+    """A part of a global tensor in a file."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
     file: WrittenFile
     key: str
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """A global tensor and its chunks, as columns of numbers: there are millions of chunks in a large checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: Numbers
+    """``[chunks, dims]``"""
+    shapes: Numbers
+    """``[chunks, dims]``"""
+    files: Numbers
+    """``[chunks]``: places in the manifest's list of files."""
+    keys: tuple[str, ...] | None = None
+    """Of the chunks' entries in their files, where they are not :func:`chunk_key`."""
+
+    def overlapping(self, starts: Sequence[int], stops: Sequence[int]) -> Numbers:
+        """Numbers of the chunks that share elements with the box ``[starts, stops)``."""
+        begin, end = np.array(starts, np.int64), np.array(stops, np.int64)
+        found = ((self.offsets < end) & (begin < self.offsets + self.shapes)).all(axis=1)
+        return np.flatnonzero(found)
+
+
+def chunk_key(name: str, offset: Sequence[int]) -> str:
+    """The key of a chunk's entry in its file, such as ``layers.0.mlp.linear_fc2.weight@0,512``."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+@dataclass(frozen=True)
 class Manifest:
-    metadata: Metadata
-    """DCP's metadata: global tensors and chunks; ``storage_data`` has the location of each chunk."""
-    state: dict[str, Any]
+    tensors: Mapping[str, SavedTensor]
+    """By name."""
+    file_list: Sequence[WrittenFile]
+    state: Mapping[str, Any]
     """Everything that is not a tensor, as JSON."""
     format_version: int = FORMAT_VERSION
 
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        return cast(dict[str, TensorStorageMetadata], self.metadata.state_dict_metadata)
-
     def files(self) -> dict[str, WrittenFile]:
         """The files with the tensors, by name."""
-        locations = cast(dict[MetadataIndex, ChunkLocation], self.metadata.storage_data or {}).values()
-        return {location.file.name: location.file for location in locations}
+        return {file.name: file for file in self.file_list}
 
-    def location(self, index: MetadataIndex) -> ChunkLocation:
-        location: ChunkLocation = self.metadata.storage_data[index]
-        return location
+    def chunks(self, name: str, numbers: Sequence[int] | Numbers | None = None) -> Iterator[Chunk]:
+        """The chunks of the tensor ``name``, or those with these numbers."""
+        tensor = self.tensors[name]
+        chosen = range(len(tensor.files)) if numbers is None else numbers
+        for number in chosen:
+            offset = tuple(tensor.offsets[number].tolist())
+            key = chunk_key(name, offset) if tensor.keys is None else tensor.keys[number]
+            yield Chunk(offset, tuple(tensor.shapes[number].tolist()), self.file_list[tensor.files[number]], key)
 
-    def entry(self, index: MetadataIndex) -> Entry:
-        """Dtype and shape of the chunk at ``index``."""
-        return Entry(self.tensors()[index.fqn].properties.dtype, self._chunk_shapes[index])
-
-    @cached_property
-    def _chunk_shapes(self) -> dict[MetadataIndex, tuple[int, ...]]:
-        return {
-            MetadataIndex(name, chunk.offsets): tuple(chunk.sizes)
-            for name, tensor in self.tensors().items()
-            for chunk in tensor.chunks
-        }
+    def entry(self, name: str, chunk: Chunk) -> Entry:
+        """Dtype and shape of a chunk of the tensor ``name``."""
+        return Entry(self.tensors[name].dtype, chunk.shape)
 
 
 def encode_manifest(manifest: Manifest) -> str:
@@ -75,22 +94,24 @@ def encode_manifest(manifest: Manifest) -> str:
 
 def encode_content(manifest: Manifest) -> str:
     """The text of a manifest without its digest."""
-    tensors = {}
-    for name, tensor in manifest.tensors().items():
-        chunks = []
-        for chunk in tensor.chunks:
-            location = manifest.location(MetadataIndex(name, chunk.offsets))
-            place = {"offset": list(chunk.offsets), "shape": list(chunk.sizes)}
-            chunks.append({**place, "file": location.file.name, "key": location.key})
-        dtype = DTYPE_NAMES[tensor.properties.dtype]
-        tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
     content = {
         "format_version": manifest.format_version,
         "state": manifest.state,
-        "files": {name: file.to_json() for name, file in manifest.files().items()},
-        "tensors": tensors,
+        "files": {file.name: file.to_json() for file in manifest.file_list},
+        "tensors": {name: _encode_tensor(tensor) for name, tensor in manifest.tensors.items()},
     }
-    return json.dumps(content)
+    # Without spaces: of millions of numbers, they would be a sixth of the file.
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _encode_tensor(tensor: SavedTensor) -> dict[str, Any]:
+    assert tensor.keys is None, "keys of their own are of earlier format versions"
+    chunks = {"offset": tensor.offsets, "shape": tensor.shapes, "file": tensor.files}
+    return {
+        "dtype": DTYPE_NAMES[tensor.dtype],
+        "shape": list(tensor.shape),
+        "chunks": {kind: column.ravel().tolist() for kind, column in chunks.items()},
+    }
 
 
 def decode_manifest(text: str) -> Manifest:
@@ -105,45 +126,81 @@ def decode_manifest(text: str) -> Manifest:
             raise ValueError("its digest does not match its content")
         if not isinstance(document["state"], dict):
             raise ValueError("its state is not an object")
-        files = {name: WrittenFile.from_json(name, record) for name, record in document["files"].items()}
-        for name in files:
+        files = [WrittenFile.from_json(name, record) for name, record in document["files"].items()]
+        for file in files:
             # A name with a directory could lead out of the checkpoint.
-            if name != os.path.basename(name) or name in ("", ".", ".."):
-                raise ValueError(f"bad file name {name!r}")
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
+            if file.name != os.path.basename(file.name) or file.name in ("", ".", ".."):
+                raise ValueError(f"bad file name {file.name!r}")
+        places = {file.name: place for place, file in enumerate(files)}
+        tensors = {}
         for name, record in document["tensors"].items():
-            _decode_tensor(name, record, files, metadata)
+            columns = version >= _FIRST_WITH_COLUMNS
+            tensors[name] = _decode_tensor(record) if columns else _decode_objects(name, record, places)
+        _check_chunks(tensors, len(files))
     except (KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{type(error).__name__} {error}") from error
-    return Manifest(metadata, document["state"], version)
+    return Manifest(tensors, files, document["state"], version)
 
 
-def _decode_tensor(name: str, record: dict[str, Any], files: Mapping[str, WrittenFile], metadata: Metadata) -> None:
-    size = torch.Size(record["shape"])
-    chunks = []
-    for entry in record["chunks"]:
-        chunk = ChunkStorageMetadata(torch.Size(entry["offset"]), torch.Size(entry["shape"]))
-        chunks.append(chunk)
-        location = ChunkLocation(files[entry["file"]], str(entry["key"]))
-        metadata.storage_data[MetadataIndex(name, chunk.offsets)] = location
-    if not _chunks_fill(chunks, size):
-        raise ValueError(f"the chunks of {name} do not fill its shape {list(size)}")
-    properties = TensorProperties(dtype=DTYPES[record["dtype"]])
-    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+def _decode_tensor(record: dict[str, Any]) -> SavedTensor:
+    shape, chunks = record["shape"], record["chunks"]
+    files = _column(chunks["file"])
+    offsets, shapes = (_column(chunks[kind]).reshape(len(files), len(shape)) for kind in ("offset", "shape"))
+    return SavedTensor(DTYPES[record["dtype"]], tuple(torch.Size(shape)), offsets, shapes, files)
 
 
-def _chunks_fill(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether the chunks are disjoint and cover a tensor of ``size``."""
-    if any(not len(chunk.offsets) == len(chunk.sizes) == len(size) for chunk in chunks):
-        return False
-    # [chunks, dims]
-    starts = np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size))
-    lengths = np.array([chunk.sizes for chunk in chunks], dtype=np.int64).reshape(len(chunks), len(size))
-    if (starts < 0).any() or (lengths < 0).any() or (starts + lengths > np.array(size, dtype=np.int64)).any():
-        return False
-    # Python's integers: a forged size must not wrap around. Disjoint chunks of the right volume cover the tensor.
-    volume = sum(math.prod(shape) for shape in lengths.tolist())
-    return volume == math.prod(size) and boxes_are_disjoint(starts, starts + lengths)
+def _decode_objects(name: str, record: dict[str, Any], places: Mapping[str, int]) -> SavedTensor:
+    """A tensor of a format version before :data:`_FIRST_WITH_COLUMNS`."""
+    chunks = record["chunks"]
+    columns = {
+        "offset": [number for chunk in chunks for number in chunk["offset"]],
+        "shape": [number for chunk in chunks for number in chunk["shape"]],
+        "file": [places[chunk["file"]] for chunk in chunks],
+    }
+    if any(not len(chunk["offset"]) == len(chunk["shape"]) == len(record["shape"]) for chunk in chunks):
+        raise ValueError(f"the chunks of {name} do not fill its shape {record['shape']}")
+    tensor = _decode_tensor({**record, "chunks": columns})
+    return replace(tensor, keys=tuple(str(chunk["key"]) for chunk in chunks))
+
+
+def _column(numbers: list[int]) -> Numbers:
+    column = np.array(numbers) if numbers else np.zeros(0, np.int64)
+    if column.dtype != np.int64 or column.ndim != 1:
+        raise ValueError("a chunk without whole numbers")
+    return column
+
+
+def _check_chunks(tensors: Mapping[str, SavedTensor], num_files: int) -> None:
+    """Raise ``ValueError`` unless the chunks of every tensor are disjoint, cover it, and lie in known files."""
+    for name, tensor in tensors.items():
+        if ((tensor.files < 0) | (tensor.files >= num_files)).any():
+            raise ValueError(f"a chunk of {name} is in no file")
+        # Compared without a sum, which a forged offset would let overflow.
+        fits = (tensor.offsets >= 0) & (tensor.shapes >= 0) & (tensor.offsets <= np.array(tensor.shape) - tensor.shapes)
+        if not fits.all() or not _is_filled(tensor):
+            raise ValueError(f"the chunks of {name} do not fill its shape {list(tensor.shape)}")
+    dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
+    offsets = [padded(tensor.offsets, dims, 0) for tensor in tensors.values()]
+    shapes = [padded(tensor.shapes, dims, 1) for tensor in tensors.values()]
+    counts = [len(tensor.files) for tensor in tensors.values()]
+    if tensors:
+        starts = np.concatenate(offsets)
+        if not boxes_are_disjoint(starts, starts + np.concatenate(shapes), np.repeat(np.arange(len(counts)), counts)):
+            raise ValueError("the chunks of a tensor overlap")
+
+
+def _is_filled(tensor: SavedTensor) -> bool:
+    """Whether disjoint chunks of these shapes have as many elements as the tensor."""
+    volume = math.prod(tensor.shape)
+    # Each chunk is a part of the tensor, so only their sum could overflow.
+    if volume * len(tensor.files) < 1 << 62:
+        return int(tensor.shapes.prod(axis=1).sum()) == volume
+    return sum(math.prod(shape) for shape in tensor.shapes.tolist()) == volume
+
+
+def padded(column: Numbers, dims: int, value: int) -> Numbers:
+    """``[chunks, dims]`` from fewer dims: further ones with offset 0 and size 1 do not change a box."""
+    return np.pad(column, ((0, 0), (0, dims - column.shape[1])), constant_values=value)
 
 
 def read_checkpoint(root: AnyPath, iteration: int) -> Manifest:

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+Numbers = npt.NDArray[np.int64]
 Place = tuple[slice, ...]
 """A part of a tensor: start, stop and step of every dim (step positive; None is 1)."""
 
@@ -24,39 +25,59 @@ def strided(start: int, count: int, step: int) -> slice:
     return slice(start, start + (count - 1) * step + 1, step) if count else slice(0, 0, step)
 
 
-def boxes_are_disjoint(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
+def boxes_are_disjoint(starts: Numbers, stops: Numbers, groups: Numbers | None = None) -> bool:
     """Whether no two boxes ``[starts, stops)`` (``[boxes, dims]`` each) share an element.
 
-    Boxes are divided into separate groups along one dim after the other. For shards of a tensor, the groups end up as
-    single boxes; groups that no dim divides are compared pair by pair.
+    Only boxes of one of the ``groups`` ``[boxes]`` are compared; by default all are. Groups are divided along one dim
+    after the other, all at once. For shards of a tensor they end up as single boxes; groups that no dim divides are
+    compared pair by pair.
     """
-    has_elements = (stops > starts).all(axis=1)
-    groups = [np.flatnonzero(has_elements)]
-    while groups:
-        group = groups.pop()
-        if len(group) < 2:
-            continue
-        divided = _divide(starts[group], stops[group])
-        if divided is None:
-            if not _pairwise_disjoint(starts[group], stops[group]):
-                return False
-        else:
-            groups += [group[part] for part in divided]
-    return True
+    groups = np.zeros(len(starts), np.int64) if groups is None else groups
+    chosen = np.flatnonzero((stops > starts).all(axis=1))
+    starts, stops, groups = starts[chosen], stops[chosen], groups[chosen]
+    divided = True
+    while divided:
+        divided = False
+        for dim in range(starts.shape[1]):
+            groups, order, cuts = _divided(starts[:, dim], stops[:, dim], groups)
+            divided |= cuts
+            # Boxes that are alone in their group are done.
+            starts, stops = starts[order], stops[order]
+            together = np.zeros(len(groups), bool)
+            same = groups[1:] == groups[:-1]
+            together[1:] |= same
+            together[:-1] |= same
+            starts, stops, groups = starts[together], stops[together], groups[together]
+    borders = np.flatnonzero(groups[1:] != groups[:-1]) + 1
+    return all(
+        _pairwise_disjoint(*group) for group in zip(np.split(starts, borders), np.split(stops, borders)) if len(groups)
+    )
 
 
-def _divide(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]] | None:
-    """Indices of the boxes in groups that are separate along some dim; None if no dim divides them."""
-    for dim in range(starts.shape[1]):
-        order = np.argsort(starts[:, dim], kind="stable")
-        reached = np.maximum.accumulate(stops[order, dim])
-        cuts = np.flatnonzero(starts[order[1:], dim] >= reached[:-1]) + 1
-        if len(cuts):
-            return np.split(order, cuts)
-    return None
+def _divided(starts: Numbers, stops: Numbers, groups: Numbers) -> tuple[Numbers, Numbers, bool]:
+    """Divide groups of ranges ``[starts, stops)`` where no range crosses a border.
+
+    Returns the new group of each range in a new order, that order, and whether there was such a border.
+    """
+    order = np.lexsort((starts, groups))
+    starts, stops, groups = starts[order], stops[order], groups[order]
+    if len(order) < 2:
+        return groups, order, False
+    length = int(stops.max()) + 1
+    if length * len(order) >= 1 << 62:
+        # Places among all coordinates instead, so that the sums below cannot overflow.
+        coordinates, places = np.unique(np.concatenate((starts, stops)), return_inverse=True)
+        starts, stops = np.split(places, 2)
+        length = len(coordinates)
+    is_first = np.concatenate(([True], groups[1:] != groups[:-1]))
+    number = np.cumsum(is_first)
+    # The furthest end of the earlier ranges of the group: later groups have larger numbers.
+    reached = np.maximum.accumulate(number * length + stops)
+    is_border = np.concatenate(([False], starts[1:] + number[1:] * length >= reached[:-1]))
+    return np.cumsum(is_first | is_border), order, bool((is_border & ~is_first).any())
 
 
-def _pairwise_disjoint(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
+def _pairwise_disjoint(starts: Numbers, stops: Numbers) -> bool:
     for box in range(len(starts) - 1):
         others = slice(box + 1, None)
         if ((starts[box] < stops[others]) & (starts[others] < stops[box])).all(axis=1).any():

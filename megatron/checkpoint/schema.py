@@ -20,9 +20,9 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.errors import CheckpointError
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Version of the manifest and of the state in it."""
-READABLE_VERSIONS = (2, 3, 4, 5, 6, 7)
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8)
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -136,12 +136,18 @@ def _from_version_6(state: State) -> State:
     return state
 
 
+def _from_version_7(state: State) -> State:
+    """Version 8 lists the chunks of tensors in columns; the state is the same."""
+    return state
+
+
 MIGRATIONS: Mapping[int, Callable[[State], State]] = {
     2: _from_version_2,
     3: _from_version_3,
     4: _from_version_4,
     5: _from_version_5,
     6: _from_version_6,
+    7: _from_version_7,
 }
 """Migration from each version to the next."""
 

@@ -5,7 +5,7 @@ optimizer) gives a rank some boxes: rectangles of the global tensor. A checkpoin
 other boxes, so it does not depend on the layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NoReturn
 
@@ -26,20 +26,32 @@ class BoxedTensor(Tensor):
     """
 
     _boxes: dict[tuple[int, ...], Tensor]
+    holders: Sequence[int]
+    """The ranks that hold exactly these boxes, if that is known: then they divide the boxes at a save without asking
+    each other, and the coordinator does not receive them from all. Ranks of ``torch.distributed``."""
 
     @staticmethod
     def __new__(
-        cls, global_shape: Sequence[int], dtype: torch.dtype, boxes: dict[tuple[int, ...], Tensor]
+        cls,
+        global_shape: Sequence[int],
+        dtype: torch.dtype,
+        boxes: dict[tuple[int, ...], Tensor],
+        holders: Sequence[int] = (),
     ) -> "BoxedTensor":
         """Use the ``from_...`` constructors instead."""
         device = next((box.device for box in boxes.values()), torch.device("cpu"))
         tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
         tensor._boxes = boxes
+        tensor.holders = holders
         return tensor
 
     @classmethod
     def from_boxes(
-        cls, global_shape: Sequence[int], dtype: torch.dtype, boxes: Iterable[tuple[Sequence[int], Tensor]]
+        cls,
+        global_shape: Sequence[int],
+        dtype: torch.dtype,
+        boxes: Iterable[tuple[Sequence[int], Tensor]],
+        holders: Sequence[int] = (),
     ) -> "BoxedTensor":
         """From ``(global offset, local view)`` pairs; a load fills the views in place. Empty boxes are dropped. Boxes
         must not overlap."""
@@ -53,22 +65,24 @@ class BoxedTensor(Tensor):
             if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
                 kept[tuple(offset)] = box.detach()
-        return cls(global_shape, dtype, kept)
+        return cls(global_shape, dtype, kept, holders)
 
     @classmethod
-    def from_whole(cls, tensor: Tensor) -> "BoxedTensor":
+    def from_whole(cls, tensor: Tensor, holders: Sequence[int] = ()) -> "BoxedTensor":
         """From a tensor that is the whole global tensor, replicated on every rank that passes it."""
-        return cls.from_boxes(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
+        return cls.from_boxes(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)], holders)
 
     @classmethod
-    def from_flat_range(cls, info: ParameterInfo, flat_tensor: Tensor, start: int) -> "BoxedTensor":
+    def from_flat_range(
+        cls, info: ParameterInfo, flat_tensor: Tensor, start: int, holders: Sequence[int] = ()
+    ) -> "BoxedTensor":
         """From a 1-D tensor with elements ``[start, start + numel)`` of the flattened local parameter."""
         assert flat_tensor.dim() == 1, (info.name, flat_tensor.shape)
         boxes = [
             (box.global_offset, flat_tensor[begin - start : end - start].view(box.shape))
             for box, begin, end in flat_range_boxes(info, start, start + flat_tensor.numel())
         ]
-        return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes)
+        return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes, holders)
 
     @property
     def boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -106,3 +120,12 @@ class BoxedTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         boxes = ", ".join(f"{list(box.shape)} at {list(offset)}" for offset, box in self._boxes.items())
         return f"BoxedTensor({list(self.shape)}, {self.dtype}, boxes: {boxes or 'none'})"
+
+
+def boxed(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor as a :class:`BoxedTensor` or DTensor."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, Tensor), (name, type(tensor))  # what is not a tensor belongs in the state
+        found[name] = tensor if hasattr(tensor, "__create_write_items__") else BoxedTensor.from_whole(tensor)
+    return found

@@ -1,8 +1,9 @@
 """A checkpoint on disk: safetensors files and one JSON manifest.
 
-    rank_00003.safetensors   the boxes that rank 3 wrote, one entry each
-    manifest.json            its own digest; dtype, shape and chunks (place, file, key of the entry) of every global
-                             tensor; size and XXH3-128 digests of every file; the state: everything but tensors
+    rank_00003.safetensors   the boxes that rank 3 wrote, one entry each, such as ``model/embedding.weight@0,512``
+    manifest.json            its own digest; dtype, shape and chunks of every global tensor, as columns of numbers
+                             (offset, shape, and place in the list of files); size and XXH3-128 digests of every file;
+                             the state: everything but tensors
 
 ``SafetensorsWriter`` and ``SafetensorsReader`` store what the planners of ``torch.distributed.checkpoint``
 (DCP) decide. Nothing is pickled or unpickled, so a checkpoint cannot execute code.
@@ -15,17 +16,35 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as StatePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from megatron.checkpoint.directory import commit, locate_checkpoint, new_saving_directory, remove_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained, sync_directory
-from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_checkpoint
+from megatron.checkpoint.manifest import (
+    JSON,
+    Chunk,
+    Manifest,
+    chunk_key,
+    encode_manifest,
+    read_checkpoint,
+)
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import write_safetensors
+from megatron.checkpoint.save_plan import SavePlanner
 from megatron.checkpoint.verified_file import VerifiedSafetensors
 from megatron.errors import CheckpointError
 
@@ -87,11 +106,12 @@ class SyncSaveBackend:
 
 
 class SafetensorsWriter(StorageWriter):
-    """Passes DCP's write plan to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
+    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
 
-    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend) -> None:
+    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
         self._state = state
         self._saving = saving
+        self._planner = planner
         self._directory = Path()
 
     @classmethod
@@ -116,36 +136,35 @@ class SafetensorsWriter(StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: StatePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes to its file; no file without boxes."""
         tensors: dict[str, Tensor] = {}
         for item in plan.items:
             box = planner.resolve_data(item)
             assert isinstance(box, Tensor), item
-            tensors[chunk_key(item.index)] = box
+            tensors[chunk_key(item.index.fqn, item.index.offset or ())] = box
         results = []
         if tensors:
             file = self._saving.write(plan.storage_data, tensors)
-            for item, (key, box) in zip(plan.items, tensors.items(), strict=True):
-                results.append(WriteResult(item.index, box.nbytes, ChunkLocation(file, key)))
+            # The coordinator knows the chunks from the plan.
+            results.append(WriteResult(MetadataIndex(file.name), file.size, file))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have written: commit."""
-        locations = {result.index: result.storage_data for rank in results for result in rank}
-        metadata = dataclasses.replace(metadata, storage_data=locations)
-        self._saving.commit(self._directory, Manifest(metadata, dict(self._state)))
+        places = np.cumsum([len(of_rank) for of_rank in results]) - 1
+        tensors = {
+            name: dataclasses.replace(tensor, files=places[tensor.files])
+            for name, tensor in self._planner.saved.items()
+        }
+        files = [result.storage_data for of_rank in results for result in of_rank]
+        self._saving.commit(self._directory, Manifest(tensors, files, self._state))
 
 
 def file_of_rank(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
-
-
-def chunk_key(index: MetadataIndex) -> str:
-    """The key of a chunk's entry in its file, such as ``layers.0.mlp.linear_fc2.weight@0,512``."""
-    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
 class SafetensorsReader(StorageReader):
@@ -155,10 +174,12 @@ class SafetensorsReader(StorageReader):
     manifest is read inside the collective load, so that all ranks receive its errors.
     """
 
-    def __init__(self, root: AnyPath, iteration: int) -> None:
-        self._root, self._iteration = root, iteration
+    def __init__(self, root: AnyPath, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        self._root, self._iteration, self._tensors = root, iteration, tensors
         self._directory: AnyPath = Path()
-        self.manifest = Manifest(Metadata({}), {})
+        self.manifest = Manifest({}, (), {})
+        self._chunks: dict[MetadataIndex, Chunk] = {}
+        """The chunks that this rank reads."""
         self._error: CheckpointError | None = None
 
     @classmethod
@@ -174,7 +195,24 @@ class SafetensorsReader(StorageReader):
         except CheckpointError as error:
             # DCP would log the error as a warning and raise a vague one. The next step raises it.
             self._error = error
-        return self.manifest.metadata
+        return Metadata(self._needed_chunks())
+
+    def _needed_chunks(self) -> dict[str, STORAGE_TYPES]:
+        """DCP's facts of every tensor to load, with the chunks that this rank's boxes overlap."""
+        found: dict[str, STORAGE_TYPES] = {}
+        for name, local in self._tensors.items():
+            if name not in self.manifest.tensors:
+                continue
+            saved = self.manifest.tensors[name]
+            numbers: set[int] = set()
+            for box in local.__create_chunk_list__() if local.size() == saved.shape else ():  # type: ignore[attr-defined]
+                stops = [start + size for start, size in zip(box.offsets, box.sizes)]
+                numbers.update(saved.overlapping(box.offsets, stops).tolist())
+            chunks = list(self.manifest.chunks(name, sorted(numbers)))
+            extents = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in chunks]
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), extents)
+            self._chunks |= {MetadataIndex(name, torch.Size(one.offset)): one for one in chunks}
+        return found
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise the :class:`CheckpointError` of :meth:`read_metadata`."""
@@ -191,7 +229,7 @@ class SafetensorsReader(StorageReader):
         """Copy every item of the plan into its target; raises :class:`CheckpointError` for a damaged file."""
         items_of: dict[WrittenFile, list[ReadItem]] = {}
         for item in plan.items:
-            items_of.setdefault(self.manifest.location(item.storage_index).file, []).append(item)
+            items_of.setdefault(self._chunk(item).file, []).append(item)
         for file, items in items_of.items():
             self._read_file(file, items, planner)
         future: Future[None] = Future()
@@ -201,11 +239,12 @@ class SafetensorsReader(StorageReader):
     def _read_file(self, file: WrittenFile, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         with VerifiedSafetensors(self._directory, file) as entries:
             # In the order of the file, so that a block of several small entries is read once.
-            for item in sorted(items, key=lambda item: entries.position(self._key(item))):
+            for item in sorted(items, key=lambda item: entries.position(self._chunk(item).key)):
+                chunk = self._chunk(item)
                 place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
                 target = planner.resolve_tensor(item).detach()
-                entries.copy_into(target, self._key(item), place, self.manifest.entry(item.storage_index))
+                entries.copy_into(target, chunk.key, place, self.manifest.entry(item.storage_index.fqn, chunk))
                 planner.commit_tensor(item, target)
 
-    def _key(self, item: ReadItem) -> str:
-        return self.manifest.location(item.storage_index).key
+    def _chunk(self, item: ReadItem) -> Chunk:
+        return self._chunks[item.storage_index]

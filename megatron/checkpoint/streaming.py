@@ -5,13 +5,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from megatron.checkpoint.directory import (
     commit,
@@ -20,12 +16,18 @@ from megatron.checkpoint.directory import (
     new_saving_directory,
     remove_checkpoint,
 )
-from megatron.checkpoint.files import explained
-from megatron.checkpoint.manifest import JSON, ChunkLocation, Manifest, encode_manifest, read_checkpoint
+from megatron.checkpoint.files import WrittenFile, explained
+from megatron.checkpoint.manifest import (
+    JSON,
+    Manifest,
+    SavedTensor,
+    chunk_key,
+    encode_manifest,
+    read_checkpoint,
+)
 from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned, packed
-from megatron.checkpoint.storage import chunk_key
 from megatron.checkpoint.verified_file import VerifiedSafetensors
 
 FILE_BYTES = 4 << 30
@@ -39,7 +41,7 @@ class _Chunk(NamedTuple):
 
     @property
     def key(self) -> str:
-        return chunk_key(MetadataIndex(self.tensor, self.extent.offsets))
+        return chunk_key(self.tensor, self.extent.offsets)
 
 
 def save_streaming(
@@ -60,13 +62,14 @@ def save_streaming(
     saving = new_saving_directory(root, iteration)
     try:
         with explained("write", saving):
-            locations: dict[MetadataIndex, ChunkLocation] = {}
-            files = packed(_chunks(tensors), lambda chunk: chunk.entry.nbytes, file_bytes)
-            for number, chunks in enumerate(files):
-                locations |= _write_file(saving / f"weights_{number:05d}.safetensors", chunks, read)
+            files: list[WrittenFile] = []
+            file_of: dict[str, int] = {}
+            for number, chunks in enumerate(packed(_chunks(tensors), lambda chunk: chunk.entry.nbytes, file_bytes)):
+                files.append(_write_file(saving / f"weights_{number:05d}.safetensors", chunks, read))
+                file_of |= {chunk.key: number for chunk in chunks}
             furnish(saving)
-        metadata = Metadata(state_dict_metadata=dict(tensors), storage_data=locations)
-        commit(saving, root, iteration, encode_manifest(Manifest(metadata, dict(state))))
+        saved = {name: _saved_tensor(name, tensor, file_of) for name, tensor in tensors.items()}
+        commit(saving, root, iteration, encode_manifest(Manifest(saved, files, state)))
     except BaseException:
         remove_checkpoint(saving)
         raise
@@ -79,9 +82,19 @@ def _chunks(tensors: Mapping[str, TensorStorageMetadata]) -> Iterator[_Chunk]:
             yield _Chunk(name, extent, Entry(tensor.properties.dtype, tuple(extent.sizes)))
 
 
+def _saved_tensor(name: str, tensor: TensorStorageMetadata, file_of: Mapping[str, int]) -> SavedTensor:
+    """The tensor with its chunks in the files that ``file_of`` has by their keys."""
+    offsets, shapes = (
+        np.array(rows, np.int64).reshape(len(tensor.chunks), len(tensor.size))
+        for rows in ([chunk.offsets for chunk in tensor.chunks], [chunk.sizes for chunk in tensor.chunks])
+    )
+    files = np.array([file_of[chunk_key(name, chunk.offsets)] for chunk in tensor.chunks], np.int64)
+    return SavedTensor(tensor.properties.dtype, tuple(tensor.size), offsets, shapes, files)
+
+
 def _write_file(
     path: Path, chunks: Sequence[_Chunk], read: Callable[[str, ChunkStorageMetadata], Tensor]
-) -> dict[MetadataIndex, ChunkLocation]:
+) -> WrittenFile:
     entries = aligned({chunk.key: chunk.entry for chunk in chunks})
     by_key = {chunk.key: chunk for chunk in chunks}
     with SafetensorsStream(path, entries) as stream:
@@ -91,9 +104,7 @@ def _write_file(
             stream.write(content)
             # Freed before the next chunk is allocated.
             del content
-    return {
-        MetadataIndex(chunk.tensor, chunk.extent.offsets): ChunkLocation(stream.written, chunk.key) for chunk in chunks
-    }
+    return stream.written
 
 
 class SavedTensors:
@@ -108,14 +119,14 @@ class SavedTensors:
 
     def read_into(self, target: Tensor, name: str, place: Place) -> None:
         """Fill ``target`` with the part ``place`` of the global tensor ``name``; their shapes are equal."""
-        for chunk in self.manifest.tensors()[name].chunks:
-            parts = [overlap(wanted, start, size) for wanted, start, size in zip(place, chunk.offsets, chunk.sizes)]
+        near = self.manifest.tensors[name].overlapping([one.start for one in place], [one.stop for one in place])
+        for chunk in self.manifest.chunks(name, near):
+            parts = [overlap(wanted, start, size) for wanted, start, size in zip(place, chunk.offset, chunk.shape)]
+            # A place with a step may lie on both sides of a chunk.
             if all(taken.start < taken.stop for taken, _ in parts):
-                index = MetadataIndex(name, chunk.offsets)
-                location = self.manifest.location(index)
                 taken, inside = (tuple(part[side] for part in parts) for side in (0, 1))
-                self._open(location.file.name).copy_into(
-                    target[taken], location.key, inside, self.manifest.entry(index)
+                self._open(chunk.file.name).copy_into(
+                    target[taken], chunk.key, inside, self.manifest.entry(name, chunk)
                 )
 
     def _open_file(self, name: str) -> VerifiedSafetensors:

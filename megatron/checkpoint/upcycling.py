@@ -35,7 +35,7 @@ class UpcycledModel:
         self._readers: dict[str, Callable[[ChunkStorageMetadata], Tensor]] = {}
         self.tensors: dict[str, TensorStorageMetadata] = {}
         """The chunks of each global tensor."""
-        stored = saved.manifest.tensors()
+        stored = saved.manifest.tensors
         prefix = MASTER if any(name.startswith(MASTER) for name in stored) else MODEL
         for name in stored:
             if name.startswith(prefix):
@@ -59,14 +59,14 @@ class UpcycledModel:
             return
         layer, linear = f"layers.{mlp[1]}.mlp", mlp[2]
         if linear == "linear_fc1":
-            self._add_router(f"{layer}.router.weight", self._saved.manifest.tensors()[source].properties.dtype)
+            self._add_router(f"{layer}.router.weight", self._saved.manifest.tensors[source].dtype)
         assert self._architecture.num_experts is not None
         self._add_copies(f"{layer}.experts.{linear}.weight", source, self._architecture.num_experts)
 
     def _add_copies(self, name: str, source: str, copies: int) -> None:
         """Add the stack of ``copies`` of the tensor ``source`` along dim 0."""
-        stored = self._saved.manifest.tensors()[source]
-        dtype, (rows, *other) = stored.properties.dtype, stored.size
+        stored = self._saved.manifest.tensors[source]
+        dtype, (rows, *other) = stored.dtype, stored.shape
         chunks = [
             ChunkStorageMetadata(torch.Size((copy * rows + first, *(0 for _ in other))), torch.Size((count, *other)))
             for copy in range(copies)

@@ -111,9 +111,10 @@ def renamed(manifest: str, name_of: Callable[[str], str], written_at: int) -> st
     content: dict[str, Any] = json.loads(manifest)["manifest"]
     content["files"] = {name_of(name): file for name, file in content["files"].items()}
     for tensor in content["tensors"].values():
-        for chunk in tensor["chunks"]:
+        # Format versions before 8 name the file of each chunk; later ones say where it is in the list of files.
+        for chunk in tensor["chunks"] if isinstance(tensor["chunks"], list) else ():
             chunk["file"] = name_of(chunk["file"])
-    return seal("manifest", json.dumps({**content, SOURCE_SAVED_AT: written_at}))
+    return seal("manifest", json.dumps({**content, SOURCE_SAVED_AT: written_at}, separators=(",", ":")))
 
 
 def leftovers(there: Collection[str], named: Collection[str], but: str = "") -> list[str]:

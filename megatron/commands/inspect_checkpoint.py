@@ -75,12 +75,12 @@ def describe_tensors(manifest: "Manifest") -> dict[str, dict[str, Any]]:
     """Dtype, shape and number of chunks of every global tensor."""
     return {
         name: {
-            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-            "shape": list(tensor.size),
-            "chunks": len(tensor.chunks),
-            "bytes": prod(tensor.size) * tensor.properties.dtype.itemsize,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "chunks": len(tensor.files),
+            "bytes": prod(tensor.shape) * tensor.dtype.itemsize,
         }
-        for name, tensor in manifest.tensors().items()
+        for name, tensor in manifest.tensors.items()
     }
 
 

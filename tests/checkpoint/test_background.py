@@ -9,17 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
@@ -27,7 +20,7 @@ from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import acquire
-from megatron.checkpoint.manifest import ChunkLocation, Manifest, read_manifest
+from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from megatron.checkpoint.storage import file_of_rank
 from tests.end_to_end.run_process import REPOSITORY, wait_until
 
@@ -190,18 +183,10 @@ class Ranks:
         return f"of_{rank}@0"
 
     def commit(self) -> None:
-        properties = TensorProperties(dtype=torch.int64)
-        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            f"of_{rank}": TensorStorageMetadata(properties, torch.Size([4]), [chunk]) for rank in range(2)
-        }
-        places = {
-            MetadataIndex(f"of_{rank}", torch.Size([0])): ChunkLocation(
-                WrittenFile(file_of_rank(rank), 0, ()), self.key(rank)
-            )
-            for rank in range(2)
-        }
-        self.savings[0].commit(self.directory, Manifest(Metadata(described, storage_data=places), {}))
+        zero, four = np.array([[0]]), np.array([[4]])
+        described = {f"of_{rank}": SavedTensor(torch.int64, (4,), zero, four, np.array([rank])) for rank in range(2)}
+        files = [WrittenFile(file_of_rank(rank), 0, ()) for rank in range(2)]
+        self.savings[0].commit(self.directory, Manifest(described, files, {}))
 
     def close(self) -> None:
         for process in self.processes:

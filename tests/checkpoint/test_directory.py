@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.directory import (
     MANIFEST,
@@ -26,7 +25,7 @@ def write(root: Path, iteration: int, label: str = "") -> None:
     """Save a checkpoint without tensors, whose state is ``label``."""
     saving = new_saving_directory(root, iteration)
     (saving / "rank_00000.safetensors").write_text(label)
-    commit(saving, root, iteration, encode_manifest(Manifest(Metadata({}), {"label": label})))
+    commit(saving, root, iteration, encode_manifest(Manifest({}, (), {"label": label})))
 
 
 def label(root: Path, iteration: int) -> str:

@@ -147,10 +147,10 @@ def read_weights(root: Path, iteration: int) -> dict[str, Tensor]:
     """The weights of one of our checkpoints."""
     saved = SavedTensors(root, iteration)
     weights = {}
-    for name, described in saved.manifest.tensors().items():
+    for name, described in saved.manifest.tensors.items():
         if name.startswith(MODEL):
-            weights[name] = torch.empty(described.size, dtype=described.properties.dtype)
-            saved.read_into(weights[name], name, tuple(slice(0, size) for size in described.size))
+            weights[name] = torch.empty(described.shape, dtype=described.dtype)
+            saved.read_into(weights[name], name, tuple(slice(0, size) for size in described.shape))
     assert weights
     return weights
 

@@ -168,7 +168,7 @@ def edit(change: Callable[[Any], object], text: str) -> str:
     """The manifest with a change of its content, and the digest of that: what only a fault of ours could write."""
     document = json.loads(text)["manifest"]
     change(document)
-    changed = json.dumps(document)
+    changed = json.dumps(document, separators=(",", ":"))
     digest = xxhash.xxh3_128_hexdigest(changed.encode())
     return f'{{"xxh3_128": "{digest}", "manifest": {changed}}}'
 
@@ -179,8 +179,9 @@ def test_an_edit_of_the_manifest_that_changes_nothing_is_accepted(saved: Path) -
     decode_manifest(text)
 
 
-def chunk(document: Any) -> Any:
-    return document["tensors"]["weight"]["chunks"][0]
+def chunks(document: Any) -> Any:
+    """The columns of the only chunk."""
+    return document["tensors"]["weight"]["chunks"]
 
 
 def record(document: Any) -> Any:
@@ -189,8 +190,8 @@ def record(document: Any) -> Any:
 
 def in_two(document: Any, *ranges: tuple[int, int]) -> None:
     """Cut the only chunk in two of such offsets and lengths."""
-    chunks = document["tensors"]["weight"]["chunks"]
-    chunks[:] = [{**chunks[0], "offset": [start], "shape": [length]} for start, length in ranges]
+    starts, lengths = zip(*ranges)
+    chunks(document).update(offset=[*starts], shape=[*lengths], file=[0] * len(ranges))
 
 
 def test_chunks_that_are_disjoint_and_fill_a_tensor_are_accepted(saved: Path) -> None:
@@ -204,20 +205,25 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "no tensors": partial(edit, lambda d: d.pop("tensors")),
     "a newer format": partial(edit, lambda d: d.update(format_version=FORMAT_VERSION + 1)),
     "another digest": lambda text: text.replace(text[14:46], "0" * 32),
-    "another number": lambda text: text.replace('"bytes": ', '"bytes": 1'),
+    "another number": lambda text: text.replace('"bytes":', '"bytes":1'),
     "state is a list": partial(edit, lambda d: d.update(state=[])),
     "unknown dtype": partial(edit, lambda d: d["tensors"]["weight"].update(dtype="F31")),
     "a chunk twice": partial(edit, lambda d: in_two(d, (0, 50), (0, 50))),
     "chunks that overlap": partial(edit, lambda d: in_two(d, (0, 60), (40, 40))),
     "a digest too few": partial(edit, lambda d: record(d).update(xxh3_128=[])),
     "no block size": partial(edit, lambda d: record(d).update(block_bytes=0)),
-    "a hole": partial(edit, lambda d: chunk(d).update(shape=[99])),
-    "out of bounds": partial(edit, lambda d: chunk(d).update(offset=[1])),
-    "negative": partial(edit, lambda d: chunk(d).update(offset=[-1])),
-    "shape of strings": partial(edit, lambda d: chunk(d).update(shape=["100"])),
-    "other rank": partial(edit, lambda d: chunk(d).update(offset=[0, 0])),
+    "a hole": partial(edit, lambda d: chunks(d).update(shape=[99])),
+    "out of bounds": partial(edit, lambda d: chunks(d).update(offset=[1])),
+    "negative": partial(edit, lambda d: chunks(d).update(offset=[-1])),
+    "shape of strings": partial(edit, lambda d: chunks(d).update(shape=["100"])),
+    "other rank": partial(edit, lambda d: chunks(d).update(offset=[0, 0])),
     "huge number": partial(edit, lambda d: d["tensors"]["weight"].update(shape=[10**40])),
-    "unlisted file": partial(edit, lambda d: chunk(d).update(file="rank_00001.safetensors")),
+    "fraction": partial(edit, lambda d: chunks(d).update(offset=[0.5])),
+    "no file": partial(edit, lambda d: chunks(d).update(file=[])),
+    "a file before the first": partial(edit, lambda d: chunks(d).update(file=[-1])),
+    "a huge offset": partial(edit, lambda d: chunks(d).update(offset=[(1 << 63) - 1])),
+    "nested columns": partial(edit, lambda d: chunks(d).update(offset=[[0]])),
+    "unlisted file": partial(edit, lambda d: chunks(d).update(file=[1])),
     "file elsewhere": lambda text: text.replace("rank_00000.safetensors", "../rank_00000.safetensors"),
     "deeply nested": lambda text: "[" * 100_000,
 }

@@ -64,7 +64,7 @@ def test_the_run_trains_and_skips_steps_that_overflow(whole: Path) -> None:
 
 def test_the_state_is_a_momentum_for_matrices_and_moments_for_the_rest(whole: Path) -> None:
     kinds: dict[str, set[str]] = {}
-    for tensor in read_checkpoint(whole, LENGTH).tensors():
+    for tensor in read_checkpoint(whole, LENGTH).tensors:
         if tensor.startswith("optimizer/"):
             _, kind, name = tensor.split("/")
             kinds.setdefault(name, set()).add(kind)

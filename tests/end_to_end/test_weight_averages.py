@@ -49,10 +49,10 @@ def tensors_of(root: Path, iteration: int, prefix: str) -> dict[str, Tensor]:
     """The global tensors of a checkpoint with ``prefix``, in fp64."""
     saved = SavedTensors(root, iteration)
     tensors = {}
-    for name, tensor in saved.manifest.tensors().items():
+    for name, tensor in saved.manifest.tensors.items():
         if name.startswith(prefix):
-            whole = torch.empty(tensor.size, dtype=torch.float64)
-            saved.read_into(whole, name, tuple(slice(0, size) for size in tensor.size))
+            whole = torch.empty(tensor.shape, dtype=torch.float64)
+            saved.read_into(whole, name, tuple(slice(0, size) for size in tensor.shape))
             tensors[name.removeprefix(prefix)] = whole
     return tensors
 

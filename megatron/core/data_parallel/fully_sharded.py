@@ -128,7 +128,10 @@ class FullyShardedDataParallel(DataParallel):
             view = _gradient_view(unit, part_sizes, gradients, group.shards.size)
             reduction = GradientReduction(group.shards, group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
-        self.local_params = [LocalParam(shard.info, shard.start, shard.weight) for shard in param_shards]
+        self.local_params = [
+            LocalParam(shard.info, shard.start, shard.weight, sharing.holders(shard.info, of_shard=True))
+            for shard in param_shards
+        ]
         # The backward pass runs the last unit first.
         splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.infos]
         super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)

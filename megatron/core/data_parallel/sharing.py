@@ -5,7 +5,9 @@ differs between the two kinds. Their gradients are sums over the tokens of all r
 rank with experts has already received the tokens of the other expert-parallel ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
@@ -21,21 +23,26 @@ class Sharing:
     """Ranks that divide weights, gradients or optimizer state; one without sharding."""
     replicas: Communicator
     """Ranks with the same shard."""
+    axes: tuple[str, ...]
+    """Of the ranks of both: those with the same parameters."""
+    replica_axes: tuple[str, ...]
 
     @classmethod
     def of(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
         """The groups of dense parameters. Context-parallel ranks are part of them: their parts of a sample add to the
         gradient like other samples."""
         if config.sharding_strategy == "no_shard":
-            return cls(topology.communicator(), topology.communicator("cp", "dp"))
-        return cls(topology.communicator("cp", "dp_shard"), topology.communicator("dp_replicate"))
+            return cls(topology.communicator(), topology.communicator("cp", "dp"), ("cp", "dp"), ("cp", "dp"))
+        shards, replicas = ("cp", "dp_shard"), ("dp_replicate",)
+        return cls(topology.communicator(*shards), topology.communicator(*replicas), ("cp", "dp"), replicas)
 
     @classmethod
     def of_experts(cls, config: ParallelConfig, topology: Topology) -> "Sharing":
         """The groups of the parameters of experts."""
         if config.sharding_strategy == "no_shard":
-            return cls(topology.communicator(), topology.communicator("edp"))
-        return cls(topology.communicator("edp_shard"), topology.communicator("edp_replicate"))
+            return cls(topology.communicator(), topology.communicator("edp"), ("edp",), ("edp",))
+        shards, replicas = ("edp_shard",), ("edp_replicate",)
+        return cls(topology.communicator(*shards), topology.communicator(*replicas), ("edp",), replicas)
 
     @property
     def size(self) -> int:
@@ -54,17 +61,20 @@ class ModelSharing:
     """Ranks over which norms are summed: the ranks of one replica, or all ranks with experts, as the two kinds have
     different replicas."""
     tensor_parallel: Communicator
+    ranks_along: Callable[[tuple[str, ...]], tuple[int, ...]]
+    """The ranks that differ from this one on these axes alone."""
 
     @classmethod
     def of(cls, config: ParallelConfig, topology: Topology, has_experts: bool) -> "ModelSharing":
         """The groups of ``config``'s strategy. ``has_experts`` is equal on all stages."""
         dense = Sharing.of(config, topology)
         tensor_parallel = topology.tensor_parallel
+        ranks_along = cache(partial(topology.grid.group, topology.rank))
         if not has_experts:
             # Ranks that together hold every shard once.
             axes = ("tp", "pp") if config.sharding_strategy == "no_shard" else ("tp", "pp", "cp", "dp_shard")
-            return cls(dense, None, topology.communicator(*axes), tensor_parallel)
-        return cls(dense, Sharing.of_experts(config, topology), topology.world, tensor_parallel)
+            return cls(dense, None, topology.communicator(*axes), tensor_parallel, ranks_along)
+        return cls(dense, Sharing.of_experts(config, topology), topology.world, tensor_parallel, ranks_along)
 
     def open(self) -> None:
         """Create the groups of both kinds. A stage without experts does not use theirs, but all ranks must create
@@ -84,6 +94,13 @@ class ModelSharing:
             return self.dense
         assert self.experts is not None, f"{info.name} in a model without experts"
         return self.experts
+
+    def holders(self, info: ParameterInfo, of_shard: bool) -> tuple[int, ...]:
+        """The ranks that hold the same elements of a parameter as this rank: of its shard, or of all that a rank holds
+        without sharding."""
+        kind = self.of_parameter(info)
+        axes = kind.replica_axes if of_shard else kind.axes
+        return self.ranks_along(axes if info.is_expert or info.tensor_parallel_sharded else ("tp", *axes))
 
     def is_counted(self, info: ParameterInfo, over_all_ranks: bool) -> bool:
         """Whether this rank adds its shard of a parameter to norms: one of the ranks that hold it does.

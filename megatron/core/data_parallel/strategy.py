@@ -43,11 +43,17 @@ class LocalParam:
     start: int
     tensor: Tensor
     """1-D."""
+    holders: tuple[int, ...] = ()
+    """The ranks that store the same elements; empty if they are not known."""
 
 
-def whole_params(parameters: Iterable[nn.Parameter]) -> list[LocalParam]:
+def whole_params(parameters: Iterable[nn.Parameter], sharing: ModelSharing | None = None) -> list[LocalParam]:
     """The weights of a model without sharding."""
-    return [LocalParam(info_of(parameter), 0, parameter.detach().view(-1)) for parameter in parameters]
+    infos = [(info_of(parameter), parameter.detach().view(-1)) for parameter in parameters]
+    return [
+        LocalParam(info, 0, flat, () if sharing is None else sharing.holders(info, of_shard=False))
+        for info, flat in infos
+    ]
 
 
 class DataParallel(ABC):
@@ -198,9 +204,9 @@ class BufferedDataParallel(DataParallel):
                 param_shards[number] = replace(shard, weight=master)
         splits = [split for buffer in self._buffers for split in buffer.splits()]
         super().__init__(formats, topology, sharing, param_shards, buckets, splits)
-        self.local_params = whole_params(parameter for parameter in parameters if parameter.itemsize > 1)
+        self.local_params = whole_params((parameter for parameter in parameters if parameter.itemsize > 1), sharing)
         self.local_params += [
-            LocalParam(shard.info, shard.start, shard.weight)
+            LocalParam(shard.info, shard.start, shard.weight, sharing.holders(shard.info, of_shard=True))
             for shard in param_shards
             if shard.info.name.removesuffix(".weight") in self._fp8_shards
         ]

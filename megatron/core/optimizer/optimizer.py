@@ -45,6 +45,8 @@ class OptimizerState:
     info: ParameterInfo
     start: int
     tensor: Tensor
+    holders: tuple[int, ...]
+    """The ranks that keep the same elements."""
 
 
 @dataclass(frozen=True)
@@ -223,13 +225,15 @@ class Optimizer:
 
     def state(self) -> Iterator[OptimizerState]:
         """Every tensor of the state; loading writes to them."""
-        for updated, shard in zip(self._shards, self._param_shards):
+        sharing = self._data_parallel.sharing
+        holders = [sharing.holders(shard.info, of_shard=True) for shard in self._param_shards]
+        for updated, shard, ranks in zip(self._shards, self._param_shards, holders):
             if self.has_master_weights:
-                yield OptimizerState("master", shard.info, shard.start, updated.weight)
+                yield OptimizerState("master", shard.info, shard.start, updated.weight, ranks)
             for kind, tensor in updated.state.items():
-                yield OptimizerState(kind, shard.info, shard.start, tensor)
-        for shard, average in zip(self._param_shards, self.averages):
-            yield OptimizerState(AVERAGE, shard.info, shard.start, average)
+                yield OptimizerState(kind, shard.info, shard.start, tensor, ranks)
+        for shard, average, ranks in zip(self._param_shards, self.averages, holders):
+            yield OptimizerState(AVERAGE, shard.info, shard.start, average, ranks)
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights, moments and moving average on this rank."""

@@ -111,7 +111,7 @@ def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyP
         _logger.warning("Loading from %s: %s", found[1], defect)
     iteration, root = found
     manifest = read_checkpoint(root, iteration)
-    shapes = {name: tuple(tensor.size) for name, tensor in manifest.tensors().items()}
+    shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
     return SavedRun(root, iteration, shapes, upgrade(manifest.state, manifest.format_version))
 
 

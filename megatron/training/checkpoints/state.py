@@ -99,7 +99,8 @@ class RunState:
         if config.save_optim:
             tensors |= optimizer_tensors(self.module.optimizer, with_copies=False)
         same_on_ranks = fp8_tensors(self.module.fp8) | bias_tensors(self.module.experts)
-        tensors |= {name: BoxedTensor.from_whole(tensor) for name, tensor in same_on_ranks.items()}
+        stage = topology.grid.group(topology.rank, ("tp", "cp", "dp"))
+        tensors |= {name: BoxedTensor.from_whole(tensor, stage) for name, tensor in same_on_ranks.items()}
         if config.save_rng:
             tensors |= random_tensors(topology.rank, topology.device)
         state = SavedState(

@@ -1,0 +1,322 @@
+"""Planning of a save: which rank writes which part of which tensor.
+
+``torch.distributed.checkpoint`` (DCP) gathers what all ranks hold on one of them, the coordinator, and sends each its
+share. Here they send columns of numbers instead of DCP's objects, and the ranks that hold the same boxes divide them
+among themselves before: of a model of 405B parameters, 16,384 ranks list five million boxes.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+from megatron.checkpoint.manifest import SavedTensor, padded
+from megatron.checkpoint.places import Numbers, boxes_are_disjoint
+from megatron.checkpoint.sharded_tensor import boxed
+
+SLICE_BYTES = 16 << 20
+"""Replicated boxes are cut into slices of about this size, which are spread over the ranks."""
+
+
+class GlobalTensor(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BoxTable:
+    """Boxes of global tensors, one per row."""
+
+    tensors: Sequence[GlobalTensor]
+    """Also those without a box."""
+    tensor: Numbers
+    """``[boxes]``: places in ``tensors``."""
+    offsets: Numbers
+    """``[boxes, dims]``; a tensor of fewer dims has offset 0 and size 1 in the others."""
+    sizes: Numbers
+    """``[boxes, dims]``"""
+
+    @classmethod
+    def of(cls, tensors: Sequence[GlobalTensor], boxes: Sequence[WriteItem]) -> "BoxTable":
+        """The table of one rank's ``boxes``, in their order."""
+        places = {tensor.name: place for place, tensor in enumerate(tensors)}
+        dims = max((len(tensor.shape) for tensor in tensors), default=0) or 1
+        chunks = [tensor_data(item).chunk for item in boxes]
+        columns = []
+        for extents, value in (([chunk.offsets for chunk in chunks], 0), ([chunk.sizes for chunk in chunks], 1)):
+            rows = [(*extent, *(value,) * (dims - len(extent))) for extent in extents]
+            columns.append(np.array(rows, np.int64).reshape(len(boxes), dims))
+        return cls(tensors, np.array([places[item.index.fqn] for item in boxes], np.int64), *columns)
+
+    @classmethod
+    def joined(cls, tables: Sequence["BoxTable"]) -> "BoxTable":
+        """The rows of all ``tables``. Tables with a tensor of the same name agree about it."""
+        known: dict[str, int] = {}
+        tensors: list[GlobalTensor] = []
+        columns: list[Numbers] = []
+        for table in tables:
+            places = np.zeros(len(table.tensors), np.int64)
+            for number, tensor in enumerate(table.tensors):
+                place = places[number] = known.setdefault(tensor.name, len(tensors))
+                if place == len(tensors):
+                    tensors.append(tensor)
+                assert tensors[place] == tensor, (tensors[place], tensor)
+            columns.append(places[table.tensor])
+        dims = max(table.offsets.shape[1] for table in tables)
+        offsets = np.concatenate([padded(table.offsets, dims, 0) for table in tables])
+        sizes = np.concatenate([padded(table.sizes, dims, 1) for table in tables])
+        return cls(tensors, np.concatenate(columns), offsets, sizes)
+
+    def nbytes(self) -> Numbers:
+        """``[boxes]``"""
+        widths = np.array([tensor.dtype.itemsize for tensor in self.tensors], np.int64)
+        return self.sizes.prod(axis=1) * widths[self.tensor]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Spreads replicas over the ranks that hold them, and checks that the ranks together hold every element.
+
+    On the coordinator, :attr:`saved` has the chunks of every tensor after the plan; their files are ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._rank = rank
+        self._listed: list[WriteItem] = []
+        self.saved: dict[str, SavedTensor] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(boxed(state_dict), storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """On every rank: list its share of the boxes that it knows to be replicated, and all others."""
+        items = super().create_local_plan().items
+        self._listed = list(own_share(items, _holders(self.state_dict), self._rank))
+        tensors = [GlobalTensor(name, one.dtype, tuple(one.size())) for name, one in self.state_dict.items()]
+        return SavePlan([], planner_data=BoxTable.of(tensors, self._listed))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: assign boxes to ranks, and check them."""
+        tables = [plan.planner_data for plan in all_plans]
+        table = BoxTable.joined(tables)
+        ranks = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
+        parts = spread_replicas(table, ranks)
+        self.saved = _saved_tensors(table, ranks, parts)
+        _check_complete(table, parts)
+        # DCP sends the metadata to all ranks, of which none needs it.
+        return [SavePlan([], planner_data=one) for one in _by_rank(parts, ranks, len(tables))], Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """On every rank: the write items of its share."""
+        items = [_cut(self._listed[row], start, count) for row, start, count in new_plan.planner_data.tolist()]
+        return replace(new_plan, items=items)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """On every rank: the assigned part of a local box, as a view."""
+        chunk = tensor_data(write_item).chunk
+        tensor: Any = self.state_dict[write_item.index.fqn]
+        for whole in tensor.__create_chunk_list__():
+            starts = [inner - outer for inner, outer in zip(chunk.offsets, whole.offsets)]
+            if all(0 <= at <= most - size for at, size, most in zip(starts, chunk.sizes, whole.sizes)):
+                box: Tensor = tensor.__get_tensor_shard__(MetadataIndex(write_item.index.fqn, whole.offsets))
+                return box[tuple(slice(at, at + size) for at, size in zip(starts, chunk.sizes))]
+        raise AssertionError(f"no box of {write_item.index} here")
+
+
+def _holders(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """The ranks that hold the same boxes, by the names of the tensors for which that is known."""
+    known = {name: getattr(tensor, "holders", ()) for name, tensor in tensors.items()}
+    return {name: ranks for name, ranks in known.items() if len(ranks) > 1}
+
+
+# --- on every rank -----------------------------------------------------------------------------------------
+
+
+def own_share(items: Iterable[WriteItem], holders: Mapping[str, Sequence[int]], rank: int) -> Iterator[WriteItem]:
+    """The boxes that ``rank`` lists: those without known ``holders`` (ranks by tensor), and its share of the others.
+
+    The ranks of a group have the same boxes, so each computes the same division without asking the others.
+    """
+    groups: dict[tuple[int, ...], list[WriteItem]] = {}
+    for item in items:
+        if item.index.fqn in holders:
+            groups.setdefault(tuple(holders[item.index.fqn]), []).append(item)
+        else:
+            yield item
+    for ranks, boxes in groups.items():
+        parts = [_cut(item, start, count) for item in boxes for start, count in _slices(item)]
+        parts.sort(key=lambda part: (-_nbytes(part), part.index.fqn, tuple(part.index.offset or ())))
+        # (bytes, place in the group) of every rank
+        loads = [(0, place) for place in range(len(ranks))]
+        own = ranks.index(rank)
+        for part in parts:
+            load, place = loads[0]
+            heapq.heapreplace(loads, (load + _nbytes(part), place))
+            if place == own:
+                yield part
+
+
+def _slices(item: WriteItem) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each slice of a box."""
+    sizes = tensor_data(item).chunk.sizes
+    yield from slices(sizes[0] if sizes else 1, _nbytes(item))
+
+
+def slices(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a box of ``rows`` along dim 0 into slices of at most :data:`SLICE_BYTES`, or of one row."""
+    step = max(1, SLICE_BYTES * rows // max(1, nbytes))
+    if step >= rows:
+        yield 0, rows
+        return
+    for row in range(0, rows, step):
+        yield row, min(step, rows - row)
+
+
+def _cut(item: WriteItem, start: int, count: int) -> WriteItem:
+    """``count`` rows of a box, from the row ``start`` on."""
+    data = tensor_data(item)
+    if not data.chunk.sizes or (start, count) == (0, data.chunk.sizes[0]):
+        return item
+    offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
+    sizes = torch.Size((count, *data.chunk.sizes[1:]))
+    part = replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+    return replace(item, index=MetadataIndex(item.index.fqn, offsets), tensor_data=part)
+
+
+def tensor_data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, item
+    return item.tensor_data
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = tensor_data(item)
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+# --- on the coordinator ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of the boxes of a table, each a range of rows along dim 0 of one of them."""
+
+    box: Numbers
+    """``[parts]``: rows of the table."""
+    start: Numbers
+    """``[parts]``: first row of the part in the box."""
+    count: Numbers
+    """``[parts]``"""
+
+    def in_table(self, table: BoxTable) -> tuple[Numbers, Numbers]:
+        """Offsets and sizes ``[parts, dims]`` of the parts."""
+        offsets, sizes = table.offsets[self.box], table.sizes[self.box]
+        offsets[:, 0] += self.start
+        sizes[:, 0] = self.count
+        return offsets, sizes
+
+
+def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
+    """Assign each box to one of the ``ranks`` that listed it, so that ranks write about equally many bytes.
+
+    ``ranks`` has the rank of each row; the assigned part is one of a row of that rank. Large boxes that several ranks
+    listed are first cut into slices, so that no rank writes a whole embedding while its replicas wait.
+    """
+    nbytes = table.nbytes()
+    # An empty box is written only of an empty tensor.
+    is_empty = np.array([prod(tensor.shape) == 0 for tensor in table.tensors], bool)
+    boxes = np.flatnonzero((nbytes > 0) | is_empty[table.tensor])
+    keys = (boxes, *table.offsets[boxes].T[::-1], table.tensor[boxes])
+    boxes = boxes[np.lexsort(keys)]
+    places = np.column_stack((table.tensor[boxes], table.offsets[boxes]))
+    is_first = np.concatenate(([True], (places[1:] != places[:-1]).any(axis=1)))[: len(boxes)]
+    starts = np.flatnonzero(is_first)
+    counts = np.diff(np.append(starts, len(boxes)))
+    single = boxes[starts[counts == 1]]
+    load = np.bincount(ranks[single], nbytes[single], minlength=int(ranks.max(initial=0)) + 1).tolist()
+    replicated: list[tuple[int, int, int, list[int]]] = []
+    for first, number in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist()):
+        holders = boxes[first : first + number]
+        assert (table.sizes[holders] == table.sizes[holders[0]]).all(), (
+            table.tensors[table.tensor[holders[0]]],
+            table.sizes[holders],
+        )
+        total, rows = int(nbytes[holders[0]]), int(table.sizes[holders[0], 0])
+        for start, count in slices(rows, total):
+            replicated.append((total * count // max(1, rows), start, count, holders.tolist()))
+    chosen = []
+    # The largest first: the small ones level the load at the end.
+    for size, start, count, rows_of_holders in sorted(replicated, key=lambda part: -part[0]):
+        box = min(rows_of_holders, key=lambda row: load[ranks[row]])
+        load[ranks[box]] += size
+        chosen.append((box, start, count))
+    columns = np.array(chosen, np.int64).reshape(len(chosen), 3).T
+    return Parts(
+        np.concatenate((single, columns[0])),
+        np.concatenate((np.zeros(len(single), np.int64), columns[1])),
+        np.concatenate((table.sizes[single, 0], columns[2])),
+    )
+
+
+def _by_rank(parts: Parts, ranks: Numbers, num_ranks: int) -> Iterator[Numbers]:
+    """What each rank writes: ``[parts, 3]`` with the number of the box in its own list, first row and rows."""
+    owners = ranks[parts.box]
+    order = np.argsort(owners, kind="stable")
+    first_box = np.searchsorted(ranks, np.arange(num_ranks))
+    own = np.column_stack((parts.box - first_box[owners], parts.start, parts.count))[order]
+    yield from np.split(own, np.searchsorted(owners[order], np.arange(1, num_ranks)))
+
+
+def _saved_tensors(table: BoxTable, ranks: Numbers, parts: Parts) -> dict[str, SavedTensor]:
+    """The chunks of every tensor; their files are ranks."""
+    of_tensor = table.tensor[parts.box]
+    order = np.argsort(of_tensor, kind="stable")
+    offsets, sizes = parts.in_table(table)
+    borders = np.searchsorted(of_tensor[order], np.arange(len(table.tensors) + 1))
+    saved = {}
+    for tensor, first, last in zip(table.tensors, borders[:-1], borders[1:]):
+        rows, dims = order[first:last], len(tensor.shape)
+        saved[tensor.name] = SavedTensor(
+            tensor.dtype, tensor.shape, offsets[rows, :dims], sizes[rows, :dims], ranks[parts.box[rows]]
+        )
+    return saved
+
+
+def _check_complete(table: BoxTable, parts: Parts) -> None:
+    """Raise ``ValueError`` unless the parts are disjoint and have every element of every tensor."""
+    offsets, sizes = parts.in_table(table)
+    of_tensor = table.tensor[parts.box]
+    found = np.zeros(len(table.tensors), np.int64)
+    np.add.at(found, of_tensor, sizes.prod(axis=1))
+    for tensor, elements in zip(table.tensors, found.tolist()):
+        if elements != prod(tensor.shape):
+            raise ValueError(f"the ranks hold {elements} of the {prod(tensor.shape)} elements of {tensor.name}")
+    shapes = np.array([(*one.shape, *(1,) * (sizes.shape[1] - len(one.shape))) for one in table.tensors], np.int64)
+    if len(parts.box) and ((offsets < 0) | (offsets + sizes > shapes[of_tensor])).any():
+        raise ValueError("a rank holds a box that is not inside its tensor")
+    if not boxes_are_disjoint(offsets, offsets + sizes, of_tensor):
+        chosen = ((number, of_tensor == number) for number in range(len(table.tensors)))
+        name = next(
+            table.tensors[number].name
+            for number, rows in chosen
+            if not boxes_are_disjoint(offsets[rows], (offsets + sizes)[rows])
+        )
+        raise ValueError(f"the ranks hold boxes of {name} that overlap without being equal")
