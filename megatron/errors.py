@@ -36,6 +36,9 @@ CULPRIT_SECONDS = 2.0
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 """Numbers of an :class:`OSError` for which a disk or a file system is at fault."""
+_LOADER_PROCESS = "DataLoader worker (pid"
+"""In torch's error for a loader process that has ended. torch's handler of SIGCHLD raises it in whatever the main
+thread does, and so not only where a rank waits for a microbatch (:class:`LoaderError`)."""
 
 
 class UserError(Exception):
@@ -198,6 +201,8 @@ def cause_of(error: BaseException) -> str:
             return "out_of_memory"
         if isinstance(one, OSError) and one.errno in _DISK:
             return "disk"
+        if isinstance(one, RuntimeError) and _LOADER_PROCESS in str(one):
+            return DataError.cause
         one = one.__cause__
     return error.cause if isinstance(error, UserError) else "exception"
 

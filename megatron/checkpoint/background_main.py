@@ -90,7 +90,8 @@ class Worker:
         ``root``."""
         content = json.loads(job["content"])
         written = self._collect(Path(job["directory"]), set(content["files"]))
-        content["files"] = {name: file.to_json() for name, file in written.items()}
+        # In their order: chunks name files by their places in it.
+        content["files"] = {name: written[name].to_json() for name in content["files"]}
         self._commit(job, seal("manifest", json.dumps(content, separators=(",", ":"))))
 
     def mirror(self, job: Job) -> None:

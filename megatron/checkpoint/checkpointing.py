@@ -88,7 +88,7 @@ def load_checkpoint(
             reader,
             process_group=group,
             no_dist=group is None,
-            planner=_LoadPlanner(),
+            planner=LoadPlanner(),
         )
     return dict(reader.manifest.state)
 
@@ -152,7 +152,7 @@ def _one_error(exception: CheckpointException, world_size: int) -> BaseException
 # --- planning a load ---------------------------------------------------------------------------------------
 
 
-class _LoadPlanner(DefaultLoadPlanner):
+class LoadPlanner(DefaultLoadPlanner):
     """DCP's planner, which reports all mismatches at once. Each rank plans its own reads, apart from the others."""
 
     def __init__(self) -> None:

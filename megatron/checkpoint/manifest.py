@@ -200,6 +200,8 @@ def _is_filled(tensor: SavedTensor) -> bool:
 
 def padded(column: Numbers, dims: int, value: int) -> Numbers:
     """``[chunks, dims]`` from fewer dims: further ones with offset 0 and size 1 do not change a box."""
+    if column.shape[1] == dims:
+        return column
     return np.pad(column, ((0, 0), (0, dims - column.shape[1])), constant_values=value)
 
 

@@ -25,10 +25,16 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from megatron.checkpoint.manifest import SavedTensor, padded
 from megatron.checkpoint.places import Numbers, boxes_are_disjoint
+from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.sharded_tensor import boxed
 
 SLICE_BYTES = 16 << 20
 """Replicated boxes are cut into slices of about this size, which are spread over the ranks."""
+
+
+_DTYPES = tuple(DTYPES.values())
+_DTYPE_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
+_ITEM_SIZES = np.array([dtype.itemsize for dtype in _DTYPES], np.int64)
 
 
 class GlobalTensor(NamedTuple):
@@ -38,10 +44,60 @@ class GlobalTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TensorTable:
+    """Global tensors, one per row. Numbers instead of objects: the coordinator receives a table from every rank."""
+
+    names: Sequence[str]
+    dtypes: Numbers
+    """``[tensors]``: places in the list of dtypes."""
+    num_dims: Numbers
+    """``[tensors]``"""
+    shapes: Numbers
+    """``[tensors, dims]``; a tensor of fewer dims has size 1 in the others."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[GlobalTensor]) -> "TensorTable":
+        dims = max((len(tensor.shape) for tensor in tensors), default=0) or 1
+        shapes = [(*tensor.shape, *(1,) * (dims - len(tensor.shape))) for tensor in tensors]
+        return cls(
+            tuple(tensor.name for tensor in tensors),
+            np.array([_DTYPE_PLACES[tensor.dtype] for tensor in tensors], np.int64),
+            np.array([len(tensor.shape) for tensor in tensors], np.int64),
+            np.array(shapes, np.int64).reshape(len(tensors), dims),
+        )
+
+    @classmethod
+    def joined(cls, tables: Sequence["TensorTable"]) -> tuple["TensorTable", list[Numbers]]:
+        """All tensors, each once, and the places in them of the rows of each table. Tables agree about a tensor."""
+        known: dict[str, int] = {}
+        places = [np.array([known.setdefault(name, len(known)) for name in table.names], np.int64) for table in tables]
+        dims = max(table.shapes.shape[1] for table in tables)
+        facts = np.concatenate(
+            [np.column_stack((table.dtypes, table.num_dims, padded(table.shapes, dims, 1))) for table in tables]
+        )
+        of_row = np.concatenate(places)
+        _, first = np.unique(of_row, return_index=True)
+        different = np.flatnonzero((facts != facts[first[of_row]]).any(axis=1))
+        names = tuple(known)
+        assert not len(different), f"ranks disagree about the dtype or the shape of {names[of_row[different[0]]]}"
+        return cls(names, facts[first, 0], facts[first, 1], facts[first, 2:]), places
+
+    def __iter__(self) -> Iterator[GlobalTensor]:
+        for name, dtype, dims, shape in zip(
+            self.names, self.dtypes.tolist(), self.num_dims.tolist(), self.shapes.tolist()
+        ):
+            yield GlobalTensor(name, _DTYPES[dtype], tuple(shape[:dims]))
+
+    def numels(self) -> Numbers:
+        """``[tensors]``"""
+        return self.shapes.prod(axis=1)
+
+
+@dataclass(frozen=True)
 class BoxTable:
     """Boxes of global tensors, one per row."""
 
-    tensors: Sequence[GlobalTensor]
+    tensors: TensorTable
     """Also those without a box."""
     tensor: Numbers
     """``[boxes]``: places in ``tensors``."""
@@ -53,38 +109,31 @@ class BoxTable:
     @classmethod
     def of(cls, tensors: Sequence[GlobalTensor], boxes: Sequence[WriteItem]) -> "BoxTable":
         """The table of one rank's ``boxes``, in their order."""
-        places = {tensor.name: place for place, tensor in enumerate(tensors)}
-        dims = max((len(tensor.shape) for tensor in tensors), default=0) or 1
+        table = TensorTable.of(tensors)
+        places = {name: place for place, name in enumerate(table.names)}
+        dims = table.shapes.shape[1]
         chunks = [tensor_data(item).chunk for item in boxes]
         columns = []
         for extents, value in (([chunk.offsets for chunk in chunks], 0), ([chunk.sizes for chunk in chunks], 1)):
             rows = [(*extent, *(value,) * (dims - len(extent))) for extent in extents]
             columns.append(np.array(rows, np.int64).reshape(len(boxes), dims))
-        return cls(tensors, np.array([places[item.index.fqn] for item in boxes], np.int64), *columns)
+        return cls(table, np.array([places[item.index.fqn] for item in boxes], np.int64), *columns)
 
     @classmethod
     def joined(cls, tables: Sequence["BoxTable"]) -> "BoxTable":
-        """The rows of all ``tables``. Tables with a tensor of the same name agree about it."""
-        known: dict[str, int] = {}
-        tensors: list[GlobalTensor] = []
-        columns: list[Numbers] = []
-        for table in tables:
-            places = np.zeros(len(table.tensors), np.int64)
-            for number, tensor in enumerate(table.tensors):
-                place = places[number] = known.setdefault(tensor.name, len(tensors))
-                if place == len(tensors):
-                    tensors.append(tensor)
-                assert tensors[place] == tensor, (tensors[place], tensor)
-            columns.append(places[table.tensor])
-        dims = max(table.offsets.shape[1] for table in tables)
-        offsets = np.concatenate([padded(table.offsets, dims, 0) for table in tables])
-        sizes = np.concatenate([padded(table.sizes, dims, 1) for table in tables])
-        return cls(tensors, np.concatenate(columns), offsets, sizes)
+        """The rows of all ``tables``."""
+        tensors, places = TensorTable.joined([table.tensors for table in tables])
+        dims = tensors.shapes.shape[1]
+        return cls(
+            tensors,
+            np.concatenate([own[table.tensor] for own, table in zip(places, tables)]),
+            np.concatenate([padded(table.offsets, dims, 0) for table in tables]),
+            np.concatenate([padded(table.sizes, dims, 1) for table in tables]),
+        )
 
     def nbytes(self) -> Numbers:
         """``[boxes]``"""
-        widths = np.array([tensor.dtype.itemsize for tensor in self.tensors], np.int64)
-        return self.sizes.prod(axis=1) * widths[self.tensor]
+        return self.sizes.prod(axis=1) * _ITEM_SIZES[self.tensors.dtypes[self.tensor]]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -110,9 +159,8 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """On every rank: list its share of the boxes that it knows to be replicated, and all others."""
         items = super().create_local_plan().items
-        self._listed = list(own_share(items, _holders(self.state_dict), self._rank))
-        tensors = [GlobalTensor(name, one.dtype, tuple(one.size())) for name, one in self.state_dict.items()]
-        return SavePlan([], planner_data=BoxTable.of(tensors, self._listed))
+        self._listed = list(own_share(items, known_holders(self.state_dict), self._rank))
+        return SavePlan([], planner_data=BoxTable.of(named(self.state_dict, self._listed, self._rank), self._listed))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the coordinator: assign boxes to ranks, and check them."""
@@ -142,10 +190,21 @@ class SavePlanner(DefaultSavePlanner):
         raise AssertionError(f"no box of {write_item.index} here")
 
 
-def _holders(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+def known_holders(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """The ranks that hold the same boxes, by the names of the tensors for which that is known."""
     known = {name: getattr(tensor, "holders", ()) for name, tensor in tensors.items()}
     return {name: ranks for name, ranks in known.items() if len(ranks) > 1}
+
+
+def named(tensors: Mapping[str, Any], listed: Iterable[WriteItem], rank: int) -> list[GlobalTensor]:
+    """The tensors that ``rank`` names: those of its boxes, and those of which no other rank certainly names them."""
+    with_boxes = {item.index.fqn for item in listed}
+    holders = known_holders(tensors)
+    return [
+        GlobalTensor(name, one.dtype, tuple(one.size()))
+        for name, one in tensors.items()
+        if name in with_boxes or name not in holders or holders[name][0] == rank
+    ]
 
 
 # --- on every rank -----------------------------------------------------------------------------------------
@@ -163,16 +222,21 @@ def own_share(items: Iterable[WriteItem], holders: Mapping[str, Sequence[int]], 
         else:
             yield item
     for ranks, boxes in groups.items():
-        parts = [_cut(item, start, count) for item in boxes for start, count in _slices(item)]
-        parts.sort(key=lambda part: (-_nbytes(part), part.index.fqn, tuple(part.index.offset or ())))
-        # (bytes, place in the group) of every rank
-        loads = [(0, place) for place in range(len(ranks))]
-        own = ranks.index(rank)
-        for part in parts:
-            load, place = loads[0]
-            heapq.heapreplace(loads, (load + _nbytes(part), place))
-            if place == own:
-                yield part
+        yield from divided(boxes, len(ranks))[ranks.index(rank)]
+
+
+def divided(boxes: Iterable[WriteItem], num_ranks: int) -> list[list[WriteItem]]:
+    """The parts of ``boxes`` that each of ``num_ranks`` ranks writes, about equally many bytes; whatever the order."""
+    parts = [_cut(item, start, count) for item in boxes for start, count in _slices(item)]
+    parts.sort(key=lambda part: (-_nbytes(part), part.index.fqn, tuple(part.index.offset or ())))
+    shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
+    # (bytes, place) of every rank
+    loads = [(0, place) for place in range(num_ranks)]
+    for part in parts:
+        load, place = loads[0]
+        heapq.heapreplace(loads, (load + _nbytes(part), place))
+        shares[place].append(part)
+    return shares
 
 
 def _slices(item: WriteItem) -> Iterator[tuple[int, int]]:
@@ -242,8 +306,7 @@ def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
     """
     nbytes = table.nbytes()
     # An empty box is written only of an empty tensor.
-    is_empty = np.array([prod(tensor.shape) == 0 for tensor in table.tensors], bool)
-    boxes = np.flatnonzero((nbytes > 0) | is_empty[table.tensor])
+    boxes = np.flatnonzero((nbytes > 0) | (table.tensors.numels()[table.tensor] == 0))
     keys = (boxes, *table.offsets[boxes].T[::-1], table.tensor[boxes])
     boxes = boxes[np.lexsort(keys)]
     places = np.column_stack((table.tensor[boxes], table.offsets[boxes]))
@@ -256,7 +319,7 @@ def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
     for first, number in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist()):
         holders = boxes[first : first + number]
         assert (table.sizes[holders] == table.sizes[holders[0]]).all(), (
-            table.tensors[table.tensor[holders[0]]],
+            table.tensors.names[table.tensor[holders[0]]],
             table.sizes[holders],
         )
         total, rows = int(nbytes[holders[0]]), int(table.sizes[holders[0], 0])
@@ -290,7 +353,7 @@ def _saved_tensors(table: BoxTable, ranks: Numbers, parts: Parts) -> dict[str, S
     of_tensor = table.tensor[parts.box]
     order = np.argsort(of_tensor, kind="stable")
     offsets, sizes = parts.in_table(table)
-    borders = np.searchsorted(of_tensor[order], np.arange(len(table.tensors) + 1))
+    borders = np.searchsorted(of_tensor[order], np.arange(len(table.tensors.names) + 1))
     saved = {}
     for tensor, first, last in zip(table.tensors, borders[:-1], borders[1:]):
         rows, dims = order[first:last], len(tensor.shape)
@@ -304,19 +367,16 @@ def _check_complete(table: BoxTable, parts: Parts) -> None:
     """Raise ``ValueError`` unless the parts are disjoint and have every element of every tensor."""
     offsets, sizes = parts.in_table(table)
     of_tensor = table.tensor[parts.box]
-    found = np.zeros(len(table.tensors), np.int64)
+    found = np.zeros(len(table.tensors.names), np.int64)
     np.add.at(found, of_tensor, sizes.prod(axis=1))
-    for tensor, elements in zip(table.tensors, found.tolist()):
-        if elements != prod(tensor.shape):
-            raise ValueError(f"the ranks hold {elements} of the {prod(tensor.shape)} elements of {tensor.name}")
-    shapes = np.array([(*one.shape, *(1,) * (sizes.shape[1] - len(one.shape))) for one in table.tensors], np.int64)
-    if len(parts.box) and ((offsets < 0) | (offsets + sizes > shapes[of_tensor])).any():
+    numels = table.tensors.numels()
+    for place in np.flatnonzero(found != numels).tolist():
+        raise ValueError(
+            f"the ranks hold {found[place]} of the {numels[place]} elements of {table.tensors.names[place]}"
+        )
+    if ((offsets < 0) | (offsets + sizes > table.tensors.shapes[of_tensor])).any():
         raise ValueError("a rank holds a box that is not inside its tensor")
     if not boxes_are_disjoint(offsets, offsets + sizes, of_tensor):
-        chosen = ((number, of_tensor == number) for number in range(len(table.tensors)))
-        name = next(
-            table.tensors[number].name
-            for number, rows in chosen
-            if not boxes_are_disjoint(offsets[rows], (offsets + sizes)[rows])
-        )
+        chosen = ((name, of_tensor == place) for place, name in enumerate(table.tensors.names))
+        name = next(name for name, rows in chosen if not boxes_are_disjoint(offsets[rows], (offsets + sizes)[rows]))
         raise ValueError(f"the ranks hold boxes of {name} that overlap without being equal")

@@ -43,13 +43,11 @@ def changed_values(config: RunConfig) -> dict[str, Any]:
     return changed
 
 
-def write_run_yaml(config: RunConfig, path: Path) -> None:
-    """Write the flags of ``config`` that differ from their defaults, under a comment that says how to run it again."""
+def run_yaml(config: RunConfig, name: str) -> str:
+    """The text of the file ``name``: the flags of ``config`` that differ from their defaults, under a comment that says
+    how to run it again."""
     lines = [_line(key, value) for key, value in changed_values(config).items()]
-    draft = path.with_suffix(".draft")
-    draft.write_text(HEADER.format(name=path.name) + "".join(lines), encoding="utf-8")
-    # Atomically: other ranks may be reading it as their --config.
-    draft.replace(path)
+    return HEADER.format(name=name) + "".join(lines)
 
 
 def _line(key: str, value: Any) -> str:

@@ -48,14 +48,18 @@ def load_or_build_once(stem: str, load: Callable[[], T | None], build: Callable[
     return found
 
 
-def write_atomically(path: str, write: Callable[[BinaryIO], T]) -> T:
-    """Write a temporary file with ``write``, sync it, and rename it; returns the result of ``write``."""
+def write_atomically(path: str, write: Callable[[BinaryIO], T], sync: bool = True) -> T:
+    """Write a temporary file with ``write``, sync it, and rename it; returns the result of ``write``.
+
+    Without ``sync`` a power failure may leave a damaged file, which its reader must detect.
+    """
     temporary = f"{path}.{os.getpid()}-{uuid.uuid4().hex[:8]}{_SUFFIX}"
     try:
         with open(temporary, "wb") as file:
             result = write(file)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
         return result
     finally:

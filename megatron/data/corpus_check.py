@@ -20,6 +20,7 @@ from megatron.data.block_use import Integers, block_uses, corpora_of
 from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, damage_of, read_digests
 from megatron.data.gpt_dataset import Dataset
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.open_files import FILES_OF_CORPUS, allow_open_files
 
 _SAMPLES_AT_A_TIME = 64
 _PATIENCE = 10.0  # seconds to wait for the thread to end
@@ -42,6 +43,7 @@ def check_indexes(prefixes: Sequence[str], index_cache: str | None, share: Share
     Raises :class:`DataError` for a difference; a corpus without digests passes. ``num_threads`` corpora are opened in
     parallel.
     """
+    allow_open_files(len(prefixes), FILES_OF_CORPUS)
     open_corpus = partial(IndexedDataset, mmap=False, index_cache=index_cache)
     with ThreadPoolExecutor(num_threads) as threads:
         corpora = list(threads.map(open_corpus, prefixes))

@@ -40,7 +40,9 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_500
 
 _WRITE_CHUNK = 1 << 20  # sequences per write of an index array
-_CHECKED_RUNS = 256  # checked by check_token_range, evenly spread
+_CHECKED_RUNS = 256  # checked by check_token_range in one corpus, evenly spread, ...
+_LEAST_CHECKED_RUNS = 16
+_CHECKED_RUNS_OF_ALL = 16 * _CHECKED_RUNS  # ... and in all corpora of a blend, where these suffice
 _CHECKED_RUN_LENGTH = 4096
 _CHECKED_SEQUENCES = 1 << 20  # of check_sequences in memory
 
@@ -204,13 +206,15 @@ class IndexedDataset:
         return content
 
 
-def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str) -> None:
+def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str, corpora: int = 1) -> None:
     """Raise :class:`DataError` if a token is outside of the vocabulary.
 
-    Checks up to a million tokens, evenly spread: enough to detect another tokenizer, cheap enough for every start.
+    Checks up to a million tokens, evenly spread: enough to detect another tokenizer, cheap enough for every start. Of
+    each of many ``corpora`` it checks fewer, but up to 65,536.
     """
     total = dataset.num_tokens
-    runs = min(_CHECKED_RUNS, -(-total // _CHECKED_RUN_LENGTH))
+    most = min(_CHECKED_RUNS, max(_LEAST_CHECKED_RUNS, _CHECKED_RUNS_OF_ALL // corpora))
+    runs = min(most, -(-total // _CHECKED_RUN_LENGTH))
     starts = np.linspace(0, max(total - _CHECKED_RUN_LENGTH, 0), runs, dtype=np.int64).tolist()
     for tokens in dataset.runs([(start, min(_CHECKED_RUN_LENGTH, total)) for start in starts]):
         lowest, highest = int(tokens.min()), int(tokens.max())

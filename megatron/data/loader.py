@@ -26,6 +26,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
 from megatron.data.loader_processes import POLL, UNLIMITED, Patience, Starts, started
+from megatron.data.open_files import FILES_OF_CORPUS, FILES_OF_ORDER, allow_open_files
 from megatron.data.order_cache import Description
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
@@ -132,7 +133,7 @@ def _open_builder(
     corpora = _open_corpora(data, sources, used)
     if inspect:
         for corpus in corpora.values():
-            check_token_range(corpus, vocab_size, corpus.prefix)
+            check_token_range(corpus, vocab_size, corpus.prefix, len(corpora))
             if document_end is not None:
                 check_document_ends(corpus, document_end)
     return _SplitBuilder(corpora, settings, data.mid_level_dataset_surplus, data.num_dataset_builder_threads)
@@ -156,6 +157,7 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
             raise ConfigError(f"--data-path names {len(blend.prefixes)} corpora: blend at most {_MAX_CORPORA}.")
     blends = [sources.blends[index] for index in used]
     prefixes = list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+    allow_open_files(len(prefixes), FILES_OF_CORPUS + FILES_OF_ORDER * len(used))
     index_cache = data.index_cache_path
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:
         corpora = threads.map(lambda prefix: IndexedDataset(prefix, data.mmap_bin_files, index_cache), prefixes)

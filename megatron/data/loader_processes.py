@@ -138,6 +138,15 @@ class LoaderProcesses(Iterator[T]):
             try:
                 batch: T = next(self._batches)
                 return batch
+            except (ConnectionError, EOFError) as error:
+                # torch fetches the memory of a microbatch through a socket of the process, which has ended. An error of
+                # the process itself, such as of remote storage, comes with torch's words.
+                if str(error).startswith("Caught "):
+                    return error
+                return LoaderError(
+                    f"A loader process ended while it delivered a microbatch ({error!r}): use fewer --num-workers if "
+                    "memory ran out."
+                )
             except BaseException as error:
                 if not str(error).startswith("DataLoader timed out"):
                     return error

@@ -147,11 +147,15 @@ def build_document_index(
     sequences: tuple[int, int], num_epochs: int, last_epoch_apart: bool, generator: np.random.RandomState
 ) -> npt.NDArray[np.int32]:
     """The sequences [first, end), once per epoch, shuffled together; or the last epoch separately."""
-    if last_epoch_apart and num_epochs > 1:
-        before = build_document_index(sequences, num_epochs - 1, False, generator)
-        return np.concatenate((before, build_document_index(sequences, 1, False, generator)))
-    documents = np.tile(np.arange(*sequences, dtype=np.int32), num_epochs)
-    generator.shuffle(documents)
+    # Without a second array of this size: a corpus of a billion documents needs 4 GB for each.
+    documents = np.arange(*sequences, dtype=np.int32)
+    per_epoch = len(documents)
+    if num_epochs > 1:
+        documents = np.tile(documents, num_epochs)
+    apart = per_epoch if last_epoch_apart and num_epochs > 1 else 0
+    generator.shuffle(documents[: len(documents) - apart])
+    if apart:
+        generator.shuffle(documents[-apart:])
     return documents
 
 

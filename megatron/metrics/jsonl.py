@@ -2,11 +2,12 @@
 
 import json
 import math
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError
 from megatron.flags import values_of
@@ -97,32 +98,48 @@ def _strict(value: Any) -> Any:
 
 
 def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
-    """Cut a metrics file back to ``resume_iteration``, atomically."""
-    if not path.is_file():
+    """Cut a metrics file back to ``resume_iteration``, in place.
+
+    The iterations of its records do not decrease, so only the lines after the checkpoint are read, from the end.
+    """
+    if not path.is_file() or not path.stat().st_size:
         return
-    with path.open(encoding="utf-8", errors="replace") as old:
-        iterations = [_iteration_of(line) for line in old]
-    # A crash may leave a single damaged line; several lines without a record are another kind of file.
-    if len(iterations) > 1 and all(iteration is None for iteration in iterations):
-        raise ConfigError(f"--metrics-jsonl {path} is not a metrics file: use another one.")
-    if resume_iteration == 0:
-        if iterations:
-            os.replace(path, path.with_name(path.name + ".previous"))
-        return
-    partial = path.with_name(path.name + ".partial")
-    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
-        for line, iteration in zip(old, iterations, strict=True):
-            if iteration is not None and iteration <= resume_iteration:
-                new.write(line.rstrip("\n") + "\n")
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(partial, path)
+    is_new_run = resume_iteration == 0
+    with path.open("r+b") as file:
+        num_others, has_records, end, kept = 0, False, 0, b"\n"
+        for start, line in _lines_from_the_end(file):
+            iteration = _iteration_of(line)
+            has_records = has_records or iteration is not None
+            if iteration is not None and (is_new_run or iteration <= resume_iteration):
+                end, kept = start + len(line), line
+                break
+            num_others += 1
+        # A crash may leave a single damaged line; several lines without a record are another kind of file.
+        if num_others > 1 and not has_records:
+            raise ConfigError(f"--metrics-jsonl {path} is not a metrics file: use another one.")
+        if not is_new_run:
+            file.truncate(end)
+            if not kept.endswith(b"\n"):
+                file.seek(end)
+                file.write(b"\n")
+    if is_new_run:
+        os.replace(path, path.with_name(path.name + ".previous"))
 
 
-def _iteration_of(line: str) -> int | None:
+def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Start and content of every line of a file that is not empty, the last line first."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = len(content)
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            yield start, content[start:end]
+            end = start
+
+
+def _iteration_of(line: bytes) -> int | None:
     """Iteration of a record; None for a line that is not a whole record."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8", errors="replace"))
     except ValueError:
         return None
     iteration = record.get("iteration") if isinstance(record, dict) else None

@@ -1,10 +1,11 @@
 """TensorBoard's event files."""
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError
 from megatron.flags import values_of
@@ -15,6 +16,8 @@ from megatron.urls import refuse_urls
 
 _VS_SAMPLES = " vs samples"
 _EVENT_SUFFIX = ".pretrain"
+_HEADER, _CHECKSUM = 12, 4  # bytes around the payload of a record
+_WINDOW = 1 << 16  # bytes in which a bisection looks for a record; a point has some 60
 
 
 @dataclass(frozen=True)
@@ -89,26 +92,78 @@ def _rewind_events(path: Path, resume_iteration: int) -> None:
     """Cut an event file before its first point beyond ``resume_iteration``, or before a torn record.
 
     The file is a sequence of records: length (8 bytes, little endian), its checksum (4), payload, checksum (4). All
-    records after the first stale point are stale.
+    records after the first stale point are stale, so bisection finds it without reading the points of a long run.
     """
     with path.open("r+b") as file:
+        file.seek(_start_of_search(file, resume_iteration))
         while True:
             start = file.tell()
-            header = file.read(12)
-            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else 0
-            payload = file.read(length + 4)
-            if len(payload) < length + 4 or _is_stale(payload[:length], resume_iteration):
+            header = file.read(_HEADER)
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == _HEADER else 0
+            payload = file.read(length + _CHECKSUM)
+            if not length or len(payload) < length + _CHECKSUM or _is_stale(payload[:length], resume_iteration):
                 file.truncate(start)
                 return
 
 
+def _start_of_search(file: BinaryIO, resume_iteration: int) -> int:
+    """Start of a record that is not stale, shortly before the first stale or torn record."""
+    fresh, stale = 0, os.fstat(file.fileno()).st_size
+    while stale - fresh > _WINDOW:
+        middle = (fresh + stale) // 2
+        start = _first_point_after(file, middle, resume_iteration)
+        if start is None:
+            stale = middle
+        else:
+            fresh = start
+    return fresh
+
+
+def _first_point_after(file: BinaryIO, position: int, resume_iteration: int) -> int | None:
+    """Start of the first point over iterations from ``position`` on; None if it is stale, or there is none nearby."""
+    file.seek(position)
+    content = file.read(2 * _WINDOW)
+    at = _first_record(content)
+    while at is not None and at + _HEADER <= len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        following = at + _HEADER + length + _CHECKSUM
+        if following > len(content):
+            return None
+        event = _parse_event(content[at + _HEADER : at + _HEADER + length])
+        if event is None:
+            return None
+        if _is_over_iterations(event):
+            return None if event.step > resume_iteration else position + at
+        at = following
+    return None
+
+
+def _first_record(content: bytes) -> int | None:
+    """Place of the first record in ``content``, which the checksum of its length identifies."""
+    from tensorboard.summary.writer.record_writer import masked_crc32c
+
+    for at in range(min(_WINDOW, len(content) - _HEADER)):
+        length, checksum = struct.unpack_from("<QI", content, at)
+        if 0 < length < _WINDOW and masked_crc32c(content[at : at + 8]) == checksum:
+            return at
+    return None
+
+
 def _is_stale(payload: bytes, resume_iteration: int) -> bool:
+    event = _parse_event(payload)
+    return event is None or (_is_over_iterations(event) and event.step > resume_iteration)
+
+
+def _is_over_iterations(event: Any) -> bool:
+    return any(not value.tag.endswith(_VS_SAMPLES) for value in event.summary.value)
+
+
+def _parse_event(payload: bytes) -> Any:
+    """TensorBoard's event; None for other bytes."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
     try:
-        event = Event.FromString(payload)
+        return Event.FromString(payload)
     except DecodeError:
-        return True
-    over_iterations = any(not value.tag.endswith(_VS_SAMPLES) for value in event.summary.value)
-    return bool(over_iterations and event.step > resume_iteration)
+        return None

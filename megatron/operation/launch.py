@@ -351,10 +351,11 @@ class Agent(LocalElasticAgent):
         self._close_after_crash()
 
     def _close(self, seconds: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
-        """Signal the running ranks, and kill those that have not ended after ``seconds``."""
+        """Signal the running ranks, and kill those that have not ended after ``seconds``, or :data:`CRASH_SECONDS`
+        after one has crashed."""
         if not self._survivors and isinstance(self._pcontext, SubprocessContext) and self._has_running_ranks():
             ranks = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
-            self._survivors = end_processes(ranks, death_signal, seconds, KILL_SECONDS)
+            self._survivors = end_processes(ranks, death_signal, seconds, KILL_SECONDS, crash_seconds=CRASH_SECONDS)
 
     def _close_after_crash(self) -> None:
         """End the ranks of an attempt that has failed. A spare would wait for an end of the training."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import math
 import os
 import signal
 import time
@@ -9,8 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+from megatron.errors import ExitCode
+
 LAUNCHER = "MEGATRON_LAUNCHER_PID"
 """Environment variable with the process id of ``megatron.operation.launch``, for its ranks."""
+_NO_CRASH = (None, ExitCode.COMPLETE, ExitCode.STOPPED)
+"""What ``poll`` returns for a process that runs or has not crashed."""
 
 
 def die_with_parent(ancestor: int | None = None) -> None:
@@ -44,20 +49,27 @@ def end_processes(
     seconds: float,
     kill_seconds: float,
     send: Callable[[int, signal.Signals], None] = os.killpg,
+    crash_seconds: float = math.inf,
 ) -> list[int]:
     """Signal the ``processes`` (by local rank) and their groups, kill them after ``seconds``, and wait.
+
+    ``crash_seconds``: they are killed this long after one of them has ended otherwise than complete or stopped. The
+    others may wait for it for ever: a rank that a signal ends before it handles signals joins no process group.
 
     Returns the local ranks whose processes still run ``kill_seconds`` after SIGKILL: a process that waits in the kernel
     for a device does not end. torch's own ``close`` may wait for it for ever.
     """
-    waits = [(death_signal, seconds), (signal.SIGKILL, kill_seconds)]
-    for number, patience in waits if death_signal != signal.SIGKILL else waits[1:]:
+    waits = [(death_signal, seconds, crash_seconds), (signal.SIGKILL, kill_seconds, math.inf)]
+    for number, patience, patience_after_crash in waits if death_signal != signal.SIGKILL else waits[1:]:
         running = [process for process in processes.values() if process.poll() is None]
         for process in running:
             with suppress(ProcessLookupError):
                 send(process.pid, number)
         deadline = time.monotonic() + patience
+        has_crashed = False
         while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+            if not has_crashed and any(process.poll() not in _NO_CRASH for process in processes.values()):
+                has_crashed, deadline = True, min(deadline, time.monotonic() + patience_after_crash)
             time.sleep(0.02)
     return [rank for rank, process in processes.items() if process.poll() is None]
 

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import secrets
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -240,7 +239,13 @@ def _git(root: Path, *words: str) -> str:
 
 
 def write_run_files(directory: Path, contents: Mapping[str, str]) -> None:
-    """Write the files of this attempt; files of an earlier attempt are kept if they differ. Raises :class:`OSError`."""
+    """Write the files of this attempt; files of an earlier attempt are kept if they differ. Raises :class:`OSError`.
+
+    Only one process may write, because a draft always has the same name: a killed process leaves it to the next one.
+    """
+    drafts = {name: directory / f".{name}.draft" for name in FILES}
+    for draft in drafts.values():
+        draft.unlink(missing_ok=True)
     found = {name: (directory / name).read_text("utf-8") for name in FILES if (directory / name).is_file()}
     wanted = {name: text for name, text in contents.items() if text}
     if found == wanted:
@@ -249,10 +254,9 @@ def write_run_files(directory: Path, contents: Mapping[str, str]) -> None:
     if found:
         _keep_earlier(directory, list(found))
     for name, text in wanted.items():
-        draft = directory / f".{name}.{secrets.token_hex(4)}"
-        draft.write_text(text, encoding="utf-8")
-        draft.chmod(0o755 if name == COMMAND else 0o644)
-        os.replace(draft, directory / name)
+        drafts[name].write_text(text, encoding="utf-8")
+        drafts[name].chmod(0o755 if name == COMMAND else 0o644)
+        os.replace(drafts[name], directory / name)
 
 
 def _keep_earlier(directory: Path, names: Sequence[str]) -> None:

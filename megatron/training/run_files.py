@@ -1,6 +1,5 @@
 """The files that say what was started (megatron/operation/run_files.py), written at the start of every attempt."""
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import write_run_yaml
+from megatron.config.run_yaml import run_yaml
 from megatron.core.device import device_name
 from megatron.operation.run_files import (
     COMMAND,
@@ -69,13 +68,9 @@ def run_files(
 ) -> dict[str, str]:
     """The content of every file; empty for one that is not to be written."""
     code, patch = read_code(repository)
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / FLAGS
-        write_run_yaml(config, path)
-        flags = path.read_text(encoding="utf-8")
     return {
         COMMAND: command_script(command),
-        FLAGS: without_secrets(flags, command.environment),
+        FLAGS: without_secrets(run_yaml(config, FLAGS), command.environment),
         ENVIRONMENT: environment_json(command, accelerator, code),
         PATCH: without_secrets(patch, command.environment),
     }

@@ -446,9 +446,10 @@ def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
     owners = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
     parts = spread_replicas(table, owners)
     _, sizes = parts.in_table(table)
+    tensors = list(table.tensors)
     found: list[list[int]] = [[] for _ in ranks]
     for box, shape in zip(parts.box, sizes):
-        found[owners[box]].append(int(shape.prod()) * table.tensors[table.tensor[box]].dtype.itemsize)
+        found[owners[box]].append(int(shape.prod()) * tensors[table.tensor[box]].dtype.itemsize)
     return found
 
 

@@ -4,9 +4,12 @@ import hashlib
 import os
 import pickle
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megatron.data.indexed_dataset import (
@@ -192,3 +195,19 @@ def test_another_tokenizer_is_noticed(tmp_path: Path, mmap: bool) -> None:
     with pytest.raises(DataError, match=r"corpus\.bin holds token id 99, .*tokenizer does not match the data"):
         check_token_range(IndexedDataset(prefix, mmap), 99, prefix)
     check_token_range(IndexedDataset(write(tmp_path / "empty", [])), 1, "empty")
+
+
+@pytest.mark.parametrize(("corpora", "runs"), [(1, 256), (16, 256), (64, 64), (1000, 16)])
+def test_a_start_reads_less_of_each_corpus_of_a_large_blend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpora: int, runs: int
+) -> None:
+    dataset, asked = IndexedDataset(write(tmp_path / "corpus", [[1] * 1_100_000])), list[tuple[int, int]]()
+    tokens_of = dataset.runs
+
+    def record(places: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
+        asked.extend(places)
+        return tokens_of(places)
+
+    monkeypatch.setattr(dataset, "runs", record)
+    check_token_range(dataset, 2, dataset.prefix, corpora)
+    assert len(asked) == runs and asked[-1] == (1_100_000 - 4096, 4096)

@@ -2,7 +2,10 @@
 
 import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +347,43 @@ def test_a_negative_id_is_refused_too() -> None:
     )
     with pytest.raises(DataError, match="Sample 0 has token id -7, but"):
         take(loader, 1)
+
+
+_FEW_FILES = """
+import resource, sys
+from megatron.config.data import DataConfig
+from megatron.data.corpus_check import Share, check_indexes
+from megatron.data.loader import build_datasets
+from megatron.errors import UserError
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+prefixes = tuple(f"corpus{number}" for number in range(40))
+data = DataConfig(data_path=prefixes, seq_length=8, split="1")
+try:
+    check_indexes(prefixes, None, Share())
+    dataset, _, _ = build_datasets(
+        data, vocab_size=1000, eod=999, seed=1, sample_counts=(80, 0, 0), tokenizer_description=None
+    )
+    print(len(dataset[79]["tokens"]))
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("hard", "said"),
+    [
+        (4000, r"8"),
+        (1000, r"8"),
+        (100, r"40 corpora need 1144 open files .* the hard limit is 100: raise it \(ulimit -Hn\), or merge .*"),
+    ],
+)
+def test_a_blend_may_have_more_files_than_a_process_may_open_at_first(tmp_path: Path, hard: int, said: str) -> None:
+    """Many systems let a process open 1,024 files, which are those of 170 corpora."""
+    for number in range(40):
+        write(f"corpus{number}", golden_documents(CORPUS_A))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _FEW_FILES, str(hard)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert re.fullmatch(said, done.stdout.strip()), done.stdout + done.stderr

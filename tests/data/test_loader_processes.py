@@ -19,7 +19,7 @@ from megatron.data import loader_processes
 from megatron.data.gpt_dataset import Sample
 from megatron.data.loader import build_loader
 from megatron.data.loader_processes import GRACE, POLL, LoaderStalledError, Patience, Wait
-from megatron.errors import DataError
+from megatron.errors import DataError, LoaderError
 
 pytestmark = pytest.mark.processes
 
@@ -171,3 +171,26 @@ def test_a_process_that_never_delivers_is_not_started_a_third_time(monkeypatch: 
     monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
     with pytest.raises(DataError, match=r"has delivered no microbatch for 3 s \(--dataloader-timeout 3\)"):
         next(loader(1, Patience(3.0)))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_loader"),
+    [
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (EOFError(), True),
+        (
+            ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0."),
+            False,
+        ),
+    ],
+)
+def test_a_process_that_ends_while_it_delivers_is_named(error: Exception, is_of_loader: bool) -> None:
+    """torch fetches the memory of a microbatch through a socket of the process."""
+
+    class Batches:
+        def __next__(self) -> Any:
+            raise error
+
+    processes: loader_processes.LoaderProcesses[Any] = loader_processes.LoaderProcesses(Batches(), Patience())
+    with pytest.raises(LoaderError if is_of_loader else ConnectionResetError):
+        next(processes)

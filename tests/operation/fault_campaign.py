@@ -9,7 +9,7 @@ A seed decides the layout, the faults (``--inject-fault``), and what happens to 
 - every load took the newest committed checkpoint;
 - every checkpoint, also the last one, has the bits of an undisturbed run;
 - each launch ended with the documented exit code;
-- the failure report of an attempt with one fault names its cause and its rank;
+- the failure report of an attempt with one fault names its cause and its rank, and no failure is reported twice;
 - no process and no temporary file remains;
 - the classes of every attempt add up to its duration.
 
@@ -402,7 +402,8 @@ PERMANENT = {
 
 def check_leftovers(save: Path, temporary: Path) -> list[str]:
     """No temporary file or directory remains, after a start that could clear up."""
-    names = {path.name for path in save.iterdir()} - PERMANENT
+    # A job that did not get so far has no save directory; its violation is another one.
+    names = {path.name for path in save.glob("*")} - PERMANENT
     left = sorted(name for name in names if not re.fullmatch(r"iter_\d{7}", name))
     # torch's cache of compiled kernels is one directory per user.
     kept = {path.name for path in temporary.iterdir()} - {f"torchinductor_{getpass.getuser()}"}
@@ -453,7 +454,10 @@ def check_attempts(run_dir: Path) -> list[str]:
     found = []
     for attempt in accounting.read_attempts(run_dir):
         total = sum(attempt.seconds.values())
-        if abs(total - attempt.wall_s) > 0.01 * attempt.wall_s:
+        # A stop at the start makes attempts of a few hundredths of a second, and the file has whole milliseconds: half
+        # of one may be missing in each class, in the start and in the end.
+        rounding = 0.0005 * (sum(seconds > 0 for seconds in attempt.seconds.values()) + 2)
+        if abs(total - attempt.wall_s) > 0.01 * attempt.wall_s + rounding:
             found.append(f"attempt {attempt.attempt} took {attempt.wall_s:.3f} s, its classes {total:.3f} s")
     return found
 
@@ -482,19 +486,28 @@ def read_reports(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def check_report(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The one failure of a plan with one fatal fault is reported with its cause and its rank."""
+    """The failure of a plan with one fatal fault is reported with its cause and its rank.
+
+    There is one report. A fault without a rank is a fault of every rank, injected in the first attempt in which *this*
+    rank reaches it (docs/operations.md): if the first rank has failed before another one got there, the other one fails
+    in the next attempt. So there may be one report for each rank, but none names a rank a second time.
+    """
     fatal = [fault for fault in plan.faults if fault.kind not in (*HARMLESS, *IN_BACKGROUND[1:])]
     fault = fatal[0] if len(fatal) == 1 and fatal[0].kind in CAUSES else None
     if plan.blow is not None or fault is None or fault.times is None or fault.moment == SAVE:
         return []
-    if len(reports) != 1:
+    most = len({report["rank"] for report in reports}) if fault.rank is None else 1
+    if not reports or len(reports) > most:
         return [f"{len(reports)} failure reports after {fault}: {[report['message'] for report in reports]}"]
-    cause, rank = reports[0]["cause"], reports[0]["rank"]
-    found = [] if cause in CAUSES[fault.kind] else [f"cause {cause} reported after {fault}: {reports[0]['message']}"]
-    # All ranks see NaN. Two replicas, and two ranks in different collectives, do not say which one is wrong.
-    unnamed = fault.kind in ("nan", "collective") or (fault.kind == "flip" and rank is None)
-    if fault.rank is not None and not unnamed and rank != fault.rank:
-        found.append(f"rank {rank} named after {fault}: {reports[0]['message']}")
+    found = []
+    for one in reports:
+        cause, rank = one["cause"], one["rank"]
+        if cause not in CAUSES[fault.kind]:
+            found.append(f"cause {cause} reported after {fault}: {one['message']}")
+        # All ranks see NaN. Two replicas, and two ranks in different collectives, do not say which one is wrong.
+        unnamed = fault.kind in ("nan", "collective") or (fault.kind == "flip" and rank is None)
+        if fault.rank is not None and not unnamed and rank != fault.rank:
+            found.append(f"rank {rank} named after {fault}: {one['message']}")
     return found
 
 

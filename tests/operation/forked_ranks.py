@@ -23,9 +23,16 @@ class ForkedRank:
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], outputs: Sequence[str | None]) -> None:
         context = multiprocessing.get_context("fork")
+        is_ready, reports_ready = os.pipe()
         self._process = context.Process(target=_run_script, args=(words, environment, outputs))
         self._process.start()
+        # Python would wait for it at the end of the launcher, which has no record of it if a signal comes now.
+        vars(multiprocessing.process)["_children"].discard(self._process)
         assert self._process.pid is not None
+        # Signals are for its session, which a started process has at once.
+        os.close(reports_ready)
+        os.read(is_ready, 1)
+        os.close(is_ready)
         self.pid: int = self._process.pid
 
     @property
@@ -81,7 +88,7 @@ def _run_script(words: Sequence[str], environment: Mapping[str, str], outputs: S
         if path is not None:
             with open(path, "ab") as file:
                 os.dup2(file.fileno(), descriptor)
-    os.closerange(3, 4096)
+    os.closerange(3, 4096)  # also the pipe of ForkedRank: this process is ready for signals
     # sys.stdout and sys.stderr write to the same descriptors as before.
     os.environ.clear()
     os.environ.update(environment)

@@ -131,6 +131,8 @@ class OutOfMemoryError(RuntimeError):
         (DirectoryInUseError("out is in use"), Cause.IN_USE),
         (DataError("corpus"), Cause.DATA),
         (LoaderError("loader"), Cause.DATA),
+        # torch's handler of SIGCHLD raises it wherever the rank is, as a bare RuntimeError.
+        (RuntimeError("DataLoader worker (pid 9840) is killed by signal: Killed. "), Cause.DATA),
         (NotFiniteError("nan"), Cause.NOT_FINITE),
         (NoProgressError("3 attempts"), Cause.NO_PROGRESS),
     ],
@@ -304,3 +306,19 @@ def test_a_process_that_does_not_end_is_named_within_a_limit() -> None:
     ]
     assert ordinary.poll() == -signal.SIGTERM
     assert end_processes({0: ordinary}, signal.SIGTERM, 5.0, 5.0, send) == []
+
+
+class Ended(Unkillable):
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+    def poll(self) -> int | None:
+        return self.exit_code
+
+
+@pytest.mark.parametrize(("exit_code", "is_crash"), [(0, False), (75, False), (1, True), (-signal.SIGTERM, True)])
+def test_only_a_crash_shortens_the_wait_for_the_others(exit_code: int, is_crash: bool) -> None:
+    processes: dict[int, RunningProcess] = {0: Ended(exit_code), 1: Unkillable()}
+    sent: list[float] = []
+    end_processes(processes, signal.SIGTERM, 0.5, 0.0, lambda pid, number: sent.append(time.monotonic()), 0.05)
+    assert (sent[1] - sent[0] < 0.4) == is_crash

@@ -121,6 +121,8 @@ def test_leftovers_are_noticed(save: Path, tmp_path: Path) -> None:
     (temporary / "tmpabc").mkdir()
     (problem,) = check_leftovers(save, temporary)
     assert ".saving-0123" in problem and "tmp/tmpabc" in problem
+    shutil.rmtree(temporary / "tmpabc")
+    assert not check_leftovers(save.parent / "never made", temporary)
 
 
 def plan_of(*specs: str, blow: Blow | None = None) -> Plan:
@@ -174,6 +176,12 @@ def test_a_fault_that_was_not_injected_is_noticed() -> None:
         ("kill@3:rank1", [], False),
         ("kill@3:rank1", [("killed", 1), ("hang", 0)], False),
         ("kill@3", [("killed", 0)], True),
+        # The launcher ended rank 0 before it reached the fault, which it then does in the next attempt.
+        ("exit@start:7", [("unknown", 1), ("unknown", 0)], True),
+        ("exit@start:7", [("unknown", 1), ("unknown", 1)], False),
+        ("exit@start:7", [("unknown", 1), ("killed", 0)], False),
+        ("exit@start:7", [], False),
+        ("nan@3", [("not_finite", None), ("not_finite", None)], False),
         ("nan@3:rank1", [("not_finite", None)], True),
         ("delay@3:rank1:0.1", [], True),
         ("flip@3:rank1:weight:7", [("silent_corruption", None)], True),
@@ -189,8 +197,8 @@ def test_a_wrong_report_is_noticed(spec: str, reports: list[tuple[str, int | Non
 
 
 def test_seconds_without_a_class_are_noticed(tmp_path: Path) -> None:
-    for step, is_right in ((9.95, True), (9.5, False)):
+    for end, step, is_right in ((10.0, 9.95, True), (10.0, 9.5, False), (0.069, 0.07, True), (0.069, 0.073, False)):
         shutil.rmtree(tmp_path)
-        attempt = accounting.Attempt(attempt=1, start=0.0, end=10.0, outcome="complete", seconds={"step": step})
+        attempt = accounting.Attempt(attempt=1, start=0.0, end=end, outcome="complete", seconds={"step": step})
         accounting.append_attempt(tmp_path, attempt)
         assert (check_attempts(tmp_path) == []) == is_right

@@ -150,6 +150,17 @@ def test_a_signal_is_passed_on_and_the_save_is_waited_for(tmp_path: Path, name: 
     assert "FAILED" not in node.log.read_text() and "Traceback" not in node.log.read_text()
 
 
+def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_path: Path) -> None:
+    """The signal of the stop ends a rank before it handles signals; the other one does, and waits for it to join."""
+    node = start(tmp_path, "hang() if RANK else (wait_until_others_wait(), time.sleep(600))", *TWO)
+    wait_until(lambda: len([*tmp_path.glob("started.*"), *tmp_path.glob("waits.*")]) == 3, PATIENCE)
+    assert node.process.pid is not None
+    started = time.monotonic()
+    os.kill(node.process.pid, signal.SIGTERM)
+    assert node.exit_code() == ExitCode.CRASH
+    assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
+
+
 @pytest.mark.slow(reason="waits for a time limit")
 def test_ranks_that_take_too_long_to_stop_are_killed(tmp_path: Path) -> None:
     node = start(tmp_path, "hang()", *TWO, "--shutdown-timeout", "1")

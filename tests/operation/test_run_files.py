@@ -1,9 +1,11 @@
 """The run directory says how to start the run again, and never holds a secret."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -128,6 +130,27 @@ def test_files_of_an_earlier_attempt_are_kept_if_they_differ(tmp_path: Path) -> 
     assert (tmp_path / EARLIER / "0002" / FLAGS).read_text() == "lr: 2"
     assert (tmp_path / FLAGS).read_text() == "lr: 3" and not (tmp_path / PATCH).exists()
     assert (tmp_path / COMMAND).stat().st_mode & 0o111
+
+
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of rank 0 makes the content while the run trains: at any moment a signal may end it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))  # no temporary file can be made
+    contents = run_files(parse_command_line(["--lr", "3e-4"]), command("python"), {}, tmp_path)
+    assert "lr: 0.0003" in contents[FLAGS]
+    contents[PATCH] = "+a"
+    replaced: list[str] = []
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name == PATCH:
+            raise KeyboardInterrupt
+        replaced.append(Path(shutil.move(source, target)).name)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace)
+        write_run_files(tmp_path, contents)
+    assert {path.name for path in tmp_path.iterdir()} > set(replaced)
+    write_run_files(tmp_path, {**contents, PATCH: ""})
+    assert {path.name for path in tmp_path.iterdir()} == {COMMAND, FLAGS, ENVIRONMENT}
 
 
 def test_versions_are_those_of_this_process() -> None:

@@ -124,8 +124,8 @@ def end(node: Node) -> None:
 def launch_with_unkillable_rank(words: list[str], log: Path) -> None:
     """Rank 1 seems to remain, as a process does that waits in the kernel."""
 
-    def end_all_but_one(*arguments: Any) -> list[int]:
-        return [*end_processes(*arguments), 1]
+    def end_all_but_one(*arguments: Any, **keywords: Any) -> list[int]:
+        return [*end_processes(*arguments, **keywords), 1]
 
     with mock.patch.object(launch, "end_processes", end_all_but_one):
         run_launcher(words, log)

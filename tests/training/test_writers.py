@@ -14,6 +14,8 @@ import pytest
 
 from megatron.config.logging import LoggingConfig
 from megatron.errors import ConfigError
+from megatron.metrics import jsonl as jsonl_writer
+from megatron.metrics import tensorboard as tensorboard_writer
 from megatron.metrics import wandb as wandb_writer
 from megatron.metrics.console import (
     CompactConsoleWriter,
@@ -22,7 +24,7 @@ from megatron.metrics.console import (
     format_console_line,
     format_evaluation_lines,
 )
-from megatron.metrics.jsonl import JsonlWriter
+from megatron.metrics.jsonl import JsonlWriter, _iteration_of
 from megatron.metrics.progress_bar import ProgressBar
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.tensorboard import TensorBoardWriter
@@ -359,6 +361,32 @@ def test_any_torn_last_line_leaves_whole_records(tmp_path: Path, tail: str) -> N
     assert iterations in ([1, 3], [1, 2, 3])
 
 
+@pytest.mark.parametrize("resume", [0, 1, 1990, 2000, 2500])
+def test_a_resume_reads_no_more_of_the_metrics_file_than_it_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: int
+) -> None:
+    """A run of a million iterations is resumed in milliseconds."""
+    path, read = tmp_path / "metrics.jsonl", 0
+    path.write_text("".join(f'{{"iteration": {number}, "lm_loss": 2.0}}\n' for number in range(1, 2001)))
+
+    def count(line: bytes) -> int | None:
+        nonlocal read
+        read += 1
+        return _iteration_of(line)
+
+    monkeypatch.setattr(jsonl_writer, "_iteration_of", count)
+    JsonlWriter(path, resume).close()
+    assert [line["iteration"] for line in _lines(path)] == list(range(1, min(resume, 2000) + 1))
+    assert read == (1 if resume == 0 else 1 + max(0, 2000 - resume))
+
+
+def test_a_resume_before_the_first_record_leaves_an_empty_metrics_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 5, "lm_loss": 2.0}\n{"iteration": 6, "lm_loss": 2.0}\n')
+    JsonlWriter(path, resume_iteration=3).close()
+    assert path.read_text() == ""
+
+
 def test_a_run_from_the_start_sets_the_old_file_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1, "lm_loss": 2.0}\n')
@@ -440,6 +468,35 @@ def test_tensorboard_forgets_what_lies_beyond_the_checkpoint_in_both_axes(tmp_pa
     assert points["lm loss"] == [(1, 6.0), (2, 6.0), (3, 4.0)]
     assert points["lm loss vs samples"] == [(16, 6.0), (32, 6.0), (48, 4.0)]
     assert points["lm loss validation"] == [(3, 4.0)]
+
+
+@pytest.mark.parametrize("torn", [b"", b"\x18\0\0\0\0\0\0\0torn", bytes(300_000)])
+def test_a_resume_finds_the_first_stale_point_without_reading_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bytes
+) -> None:
+    """Bisection cuts where reading from the start cuts."""
+    _tensorboard_run(tmp_path / "run", 0, range(1, 801), loss=6.0)
+    (path,) = (tmp_path / "run").iterdir()
+    content, parsed = path.read_bytes() + torn, 0
+
+    def count(payload: bytes) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return parse(payload)
+
+    parse = tensorboard_writer._parse_event
+    for resume in (1, 2, 333, 400, 799, 800, 900):
+        path.write_bytes(content)
+        with monkeypatch.context() as patch:
+            patch.setattr(tensorboard_writer, "_start_of_search", lambda file, iteration: 0)
+            tensorboard_writer._rewind_events(path, resume)
+        expected = path.read_bytes()
+        path.write_bytes(content)
+        with monkeypatch.context() as patch:
+            patch.setattr(tensorboard_writer, "_parse_event", count)
+            tensorboard_writer._rewind_events(path, resume)
+        assert path.read_bytes() == expected and len(expected) <= len(content) - len(torn)
+    assert parsed < 7 * 2500  # of 14,000 in the file
 
 
 def test_a_run_from_the_start_hides_the_points_of_the_one_before(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def architecture_of(arguments: Arguments, vocab_size: int, where: str) -> Transf
         flags.check()
         return flags.resolve(vocab_size, tensor_parallel_size=1, seq_length=1)
     except ConfigError as error:
-        raise CheckpointError(f"{where} describes no usable model: {error}") from None
+        raise CheckpointError(f"{where} describes no usable model: {' '.join(error.sentences)}") from None
     except ValueError as error:
         raise CheckpointError(f"{where} {error}: choose another model.") from None
 

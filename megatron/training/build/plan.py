@@ -96,9 +96,11 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
     prefixes = used_prefixes(sources, splits)
 
     def record_share() -> dict[str, CorpusRecord]:
-        share = prefixes[control.rank :: control.size]
-        datasets = {prefix: IndexedDataset(prefix, data.mmap_bin_files, data.index_cache_path) for prefix in share}
-        return {prefix: record_corpus(dataset) for prefix, dataset in datasets.items()}
+        # One after the other, so that few files are open.
+        return {
+            prefix: record_corpus(IndexedDataset(prefix, data.mmap_bin_files, data.index_cache_path))
+            for prefix in prefixes[control.rank :: control.size]
+        }
 
     shares = control.all_gather_object(run_on_all_ranks(control, record_share))
     recorded = {prefix: corpus for share in shares for prefix, corpus in share.items()}

@@ -1,0 +1,45 @@
+"""Run a measurement in a process of its own, and read the memory of a process (Linux)."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PRELOADED = ("benchmarks.scaling_data", "benchmarks.scaling_metrics")
+"""Modules that the server imports once, so that a process starts in milliseconds."""
+
+
+class Memory(NamedTuple):
+    """Bytes of this process."""
+
+    private: int
+    """Anonymous memory, which no other process shares."""
+    mapped: int
+    """Pages of mapped files, which all processes of a machine share, and the kernel drops when memory is short."""
+    peak: int
+    """The largest sum of both since the start, or since :func:`reset_peak`."""
+
+
+def memory() -> Memory:
+    """What this process has now."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    values = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    private, mapped, peak = (int(values[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile", "VmHWM"))
+    return Memory(private, mapped, peak)
+
+
+def reset_peak() -> None:
+    """Let :attr:`Memory.peak` begin with what the process has now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def in_fresh_process(task: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """The result of ``task``, which a module must define; an error is raised here."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(task, *arguments, **keywords).result()

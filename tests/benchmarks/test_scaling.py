@@ -1,0 +1,87 @@
+"""benchmarks/scaling.py: the simulated ranks list what real ranks would, and what the host does grows slowly enough."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.scaling import draw, table, too_steep
+from benchmarks.scaling_checkpoint import (
+    Layout,
+    checkpoint_cost,
+    curves_of,
+    simulated_module,
+    tables_of,
+    tensors_of,
+)
+from benchmarks.scaling_curve import Curve, Point
+from benchmarks.scaling_start import ITERATIONS, objects_told, place_rank
+from megatron.checkpoint.save_plan import BoxTable, SavePlanner
+
+TINY = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
+LAYOUTS = {
+    "data": Layout(TINY, 8),
+    "ZeRO-1, TP, PP": Layout(TINY, 16, tp=2, pp=2),
+}
+
+
+def rows(table: BoxTable) -> list[tuple[object, ...]]:
+    names = [(table.tensors.names[place],) for place in table.tensor]
+    return sorted(
+        (*name, *offset, *size) for name, offset, size in zip(names, table.offsets.tolist(), table.sizes.tolist())
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_simulated_rank_lists_what_its_own_code_lists(name: str) -> None:
+    run = LAYOUTS[name].run()
+    tables = [pickle.loads(one).planner_data for one in tables_of(run, workers=1)]
+    for rank in range(run.grid.world_size):
+        planner = SavePlanner(rank)
+        planner.set_up_planner(dict(tensors_of(simulated_module(run, rank))))
+        own = planner.create_local_plan().planner_data
+        assert rows(tables[rank]) == rows(own)
+        assert set(tables[rank].tensors) == set(own.tensors)
+
+
+def test_all_ranks_together_have_every_element_and_write_equally_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.checkpoint.save_plan.SLICE_BYTES", 1 << 16)
+    run = LAYOUTS["ZeRO-1, TP, PP"].run()
+    planner = SavePlanner(0)
+    planner.create_global_plan([pickle.loads(one) for one in tables_of(run, workers=1)])
+    written = np.zeros(run.grid.world_size)
+    for tensor in planner.saved.values():
+        np.add.at(written, tensor.files, tensor.shapes.prod(axis=1) * tensor.dtype.itemsize)
+    # A stage may have more than another, but its ranks write about the same.
+    for stage in run.grid.groups(("tp", "cp", "dp")):
+        assert written[list(stage)].max() < 1.05 * written[list(stage)].min()
+
+
+def test_plans_of_a_checkpoint_grow_at_most_like_ranks() -> None:
+    costs = [checkpoint_cost(Layout(TINY, ranks), Layout(TINY, 4, tp=2), workers=1) for ranks in (8, 32, 128)]
+    # A rank has its shard of each bucket and its share of the weights: the more ranks, the fewer boxes.
+    boxes = [cost.boxes / cost.ranks for cost in costs]
+    assert boxes == sorted(boxes, reverse=True)
+    assert costs[-1].received / costs[-1].ranks < 4000
+    sizes = [curve for curve in curves_of("tiny", costs) if "lists" in curve.name or "manifest" in curve.name]
+    assert len(sizes) == 2 and not too_steep(sizes)
+
+
+def test_ranks_tell_each_other_little_at_start_and_nothing_in_an_iteration() -> None:
+    told = objects_told()
+    assert {one.iteration for one in told} <= {0, ITERATIONS}
+    assert sum(one.bytes for one in told) < 1500, told
+
+
+def test_a_rank_of_a_hundred_thousand_finds_its_groups() -> None:
+    num_groups, num_stages = 8, 16
+    assert place_rank(131072) == num_groups + num_stages
+
+
+def test_a_curve_that_is_too_steep_is_named(tmp_path: Path) -> None:
+    square = Curve("squares", "ranks", tuple(Point(n, n * n, n) for n in (1, 10, 100)), "≤ 1 s")
+    assert too_steep([square]) == ["squares: seconds grow with the power 2.00 of ranks, more than 1.00"]
+    assert table([square])[-1] == "| squares | 100 ranks | 1e+04 | 100 B | 2.00 | 1.00 | ≤ 1 s |"
+    draw([square], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
