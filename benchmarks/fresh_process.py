@@ -1,8 +1,10 @@
 """Run a measurement in a process of its own, and read the memory of a process (Linux)."""
 
 import multiprocessing
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -43,3 +45,34 @@ def in_fresh_process(task: Callable[P, T], *arguments: P.args, **keywords: P.kwa
     context.set_forkserver_preload(list(PRELOADED))
     with ProcessPoolExecutor(1, mp_context=context) as executor:
         return executor.submit(task, *arguments, **keywords).result()
+
+
+class Cost(NamedTuple):
+    """Of a call."""
+
+    seconds: float
+    bytes: int
+    """Peak of the resident memory during the call, above that before it."""
+
+
+def cost_of(call: Callable[[], T]) -> tuple[T, Cost]:
+    """Run ``call``, which may be a closure, in a fork of this process; its result is pickled."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(call, theirs))
+    process.start()
+    theirs.close()
+    try:
+        result, cost = ours.recv()
+    finally:
+        process.join()
+    return result, cost
+
+
+def _measure(call: Callable[[], object], answer: Connection) -> None:
+    reset_peak()
+    before = memory()
+    start = time.perf_counter()
+    result = call()
+    seconds = time.perf_counter() - start
+    answer.send((result, Cost(seconds, memory().peak - before.private - before.mapped)))

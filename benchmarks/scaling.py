@@ -93,7 +93,8 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     from matplotlib import pyplot
 
     units = list(dict.fromkeys(curve.unit for curve in curves))
-    figure, axes = pyplot.subplots(len(units), 2, figsize=(13, 3.6 * len(units)), squeeze=False)
+    pyplot.rcParams["svg.fonttype"] = "none"
+    figure, axes = pyplot.subplots(len(units), 2, figsize=(16, 3.6 * len(units)), squeeze=False)
     for row, unit in zip(axes, units):
         for axis, kind in zip(row, KINDS):
             for curve in curves:
@@ -105,7 +106,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             axis.set(xscale="log", yscale="log", xlabel=unit, ylabel=kind)
             axis.grid(alpha=0.3)
             if axis.lines:
-                axis.legend(fontsize=7)
+                axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

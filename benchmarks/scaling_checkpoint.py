@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
+from benchmarks.fresh_process import Cost, cost_of
 from benchmarks.scaling_curve import Curve, Point
-from benchmarks.scaling_process import Cost, cost_of
 from megatron.checkpoint.checkpointing import LoadPlanner
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile

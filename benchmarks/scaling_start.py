@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
+from benchmarks.fresh_process import cost_of
 from benchmarks.scaling_curve import Curve, Point
-from benchmarks.scaling_process import cost_of
 from megatron.commands import pretrain_llama
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology

@@ -406,6 +406,15 @@ def test_pieces_may_come_in_any_order(tmp_path: Path) -> None:
     assert torch.equal(loaded, memory)
 
 
+def test_boxes_that_overlap_are_refused(tmp_path: Path) -> None:
+    """They have as many elements as the tensor, but some of them twice."""
+    pieces = [((0,), torch.zeros(2)), ((1,), torch.zeros(2))]
+    whole: dict[str, Tensor] = {"fine": torch.zeros(3), "x": BoxedTensor.from_boxes((4,), torch.float32, pieces)}
+    with pytest.raises(RuntimeError, match="boxes of x that overlap"):
+        save_checkpoint(tmp_path, 1, whole, {})
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="int"):
         save_checkpoint(tmp_path, 1, {"x": 3}, {})  # type: ignore[dict-item]

@@ -159,3 +159,20 @@ def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
 def test_a_rank_whose_shard_is_padding_owns_nothing(shards: int) -> None:
     buffer = ParameterBuffer(parameters_of([(3,), (5,)]), torch.float32, shards)
     assert [len(list(buffer.param_shards(rank))) for rank in range(shards)] == [2] + [0] * (shards - 1)
+
+
+@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+def test_the_ranges_of_a_parameter_are_where_the_shards_of_its_bucket_meet_it(
+    sizes: list[int], shards: int, bucket_size: int | None
+) -> None:
+    layout = plan_buffer(sizes, shards, bucket_size)
+    for number, (first, last) in enumerate(layout.parameters):
+        ranges = layout.ranges(number, shards)
+        assert len(ranges) == shards
+        owners = {}
+        for rank in range(shards):
+            for start, stop in layout.shard(rank, shards):
+                owners |= dict.fromkeys(range(max(start, first) - first, min(stop, last) - first), rank)
+        found = {element: rank for rank, (start, stop) in enumerate(ranges) for element in range(start, stop)}
+        assert found == owners and len(found) == last - first
+        assert ranges[:2] == tuple(ranges)[:2]

@@ -6,6 +6,7 @@ Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +36,43 @@ class BufferLayout:
             part = (stop - start) // shards
             yield start + rank * part, start + (rank + 1) * part
 
-    def ranges(self, number: int, shards: int) -> Iterator[tuple[int, int]]:
-        """Elements of a parameter that lie in each of ``shards`` ranks' part of its bucket, counted from its start."""
+    def ranges(self, number: int, shards: int) -> "ShardRanges":
+        """Elements of a parameter that lie in each of ``shards`` ranks' part of its bucket."""
         first, last = self.parameters[number]
         start, stop = next(bucket for bucket in self.buckets if bucket[0] <= first < bucket[1])
-        part = (stop - start) // shards
-        for begin in range(start, stop, part):
-            low = min(max(first, begin), last)
-            yield low - first, max(min(last, begin + part), low) - first
+        return ShardRanges(last - first, start - first, (stop - start) // shards, shards)
+
+
+@dataclass(frozen=True)
+class ShardRanges(Sequence[tuple[int, int]]):
+    """Elements ``[start, stop)`` of a flattened parameter by rank of the shard group. Computed when they are read: a
+    rank needs a few, and all together are parameters times ranks."""
+
+    size: int
+    """Elements of the parameter."""
+    origin: int
+    """Where the first rank's part begins, counted from the parameter's start; not positive."""
+    part: int
+    """Elements of a rank's part."""
+    shards: int
+
+    def __len__(self) -> int:
+        return self.shards
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, int]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[int, int], ...]: ...
+
+    def __getitem__(self, rank: int | slice) -> tuple[int, int] | tuple[tuple[int, int], ...]:
+        if isinstance(rank, slice):
+            return tuple(self[one] for one in range(*rank.indices(self.shards)))
+        if not 0 <= rank < self.shards:
+            raise IndexError(rank)
+        begin = self.origin + rank * self.part
+        low = min(max(0, begin), self.size)
+        return low, max(min(self.size, begin + self.part), low)
 
 
 def plan_buffer(
@@ -72,7 +102,7 @@ class ParameterSplit:
     """How the ranks of a shard group divide one parameter."""
 
     info: ParameterInfo
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Sequence[tuple[int, int]]
     """Elements ``[start, stop)`` of the flattened local tensor that each rank updates, in rank order."""
 
 
@@ -176,7 +206,7 @@ class ParameterBuffer:
     def splits(self) -> Iterator[ParameterSplit]:
         """How the shard group divides every parameter."""
         for number, parameter in enumerate(self.parameters):
-            yield ParameterSplit(info_of(parameter), tuple(self.layout.ranges(number, self._shards)))
+            yield ParameterSplit(info_of(parameter), self.layout.ranges(number, self._shards))
 
     def param_shards(self, rank: int) -> Iterator[ParamShard]:
         """The shards that ``rank`` of the shard group updates."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
-from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard
+from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard, ShardRanges
 from megatron.core.data_parallel.sharing import ModelSharing
 from megatron.core.data_parallel.strategy import DataParallel, LocalParam
 from megatron.core.data_parallel.units import expert_modules
@@ -275,10 +275,8 @@ class _Work(dist.Work):
 
 
 def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
-    parts = [RowPart.of(info, rank, shards) for rank in range(shards)]
-    return ParameterSplit(
-        info, tuple((part.first * part.width, (part.first + part.rows) * part.width) for part in parts)
-    )
+    first = RowPart.of(info, 0, shards)
+    return ParameterSplit(info, ShardRanges(prod(info.local_shape), 0, first.padded_size, shards))
 
 
 def _param_shards(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> Iterator[ParamShard]:
