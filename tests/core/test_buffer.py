@@ -169,7 +169,7 @@ def test_the_ranges_of_a_parameter_are_where_the_shards_of_its_bucket_meet_it(
     for number, (first, last) in enumerate(layout.parameters):
         ranges = layout.ranges(number, shards)
         assert len(ranges) == shards
-        owners = {}
+        owners: dict[int, int] = {}
         for rank in range(shards):
             for start, stop in layout.shard(rank, shards):
                 owners |= dict.fromkeys(range(max(start, first) - first, min(stop, last) - first), rank)
