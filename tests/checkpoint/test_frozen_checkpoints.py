@@ -93,21 +93,40 @@ def assert_like_the_past(records: list[Record], folder: Path) -> None:
                 assert record[key] == value, (key, record, past)
 
 
+def chunks_of(manifest: dict[str, Any], name: str) -> list[tuple[tuple[slice, ...], str, str]]:
+    """Of each chunk of a tensor: its place, its file, and the key of its entry."""
+    record = manifest["tensors"][name]
+    dims, files = len(record["shape"]), list(manifest["files"])
+    found = []
+    if manifest["format_version"] < 8:
+        for chunk in record["chunks"]:
+            found.append((chunk["offset"], chunk["shape"], chunk["file"], chunk["key"]))
+    else:
+        columns = record["chunks"]
+        for number, file in enumerate(columns["file"]):
+            offset, shape = (columns[kind][number * dims : (number + 1) * dims] for kind in ("offset", "shape"))
+            found.append((offset, shape, files[file], f"{name}@{','.join(map(str, offset))}"))
+    return [
+        (tuple(slice(start, start + size) for start, size in zip(offset, shape)), file, key)
+        for offset, shape, file, key in found
+    ]
+
+
 def test_every_number_is_loaded(kept: Path) -> None:
     """Each global tensor, bit for bit, as other code reads it from the file."""
     iteration = start_of(kept.name)
     directory = checkpoint_of(kept, iteration)
-    tensors = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
+    manifest = json.loads((directory / "manifest.json").read_text())["manifest"]
     files = {path.name: load_file(path) for path in directory.glob("*.safetensors")}
-    loaded = {
-        name: files[record["chunks"][0]["file"]][record["chunks"][0]["key"]].new_zeros(record["shape"])
-        for name, record in tensors.items()
-    }
+    chunks = {name: chunks_of(manifest, name) for name in manifest["tensors"]}
+    loaded = {}
+    for name, record in manifest["tensors"].items():
+        _, file, key = chunks[name][0]
+        loaded[name] = files[file][key].new_zeros(record["shape"])
     load_checkpoint(kept, iteration, loaded)
-    for name, record in tensors.items():
-        for chunk in record["chunks"]:
-            place = tuple(slice(start, start + size) for start, size in zip(chunk["offset"], chunk["shape"]))
-            assert loaded[name][place].equal(files[chunk["file"]][chunk["key"]]), name
+    for name, tensor in loaded.items():
+        for place, file, key in chunks[name]:
+            assert tensor[place].equal(files[file][key]), name
     assert read_checkpoint(kept, iteration).state["iteration"] == iteration
 
 
