@@ -82,6 +82,8 @@ REFUSED = [
     ("report_run", "--html", ["a"]),
     ("report_run", "--json", ["a"]),
     ("report_run", "--metrics", ["a"]),
+    ("scaling", "--json", []),
+    ("scaling", "--picture", []),
     ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
 ]
 TAKES_A_URL = {
