@@ -1,8 +1,8 @@
 """What a save and a load cost on one rank: the plan, the manifest and their memory, for layouts of many ranks.
 
-Every rank of the layout is simulated: its boxes are those of the real code, from models on fake tensors
-(:func:`boxes_of_cell`). Then the coordinator's part of a save runs in a process of its own with the real code, and the
-part of one rank that loads into another layout.
+Every rank of the layout is simulated: the real code builds the models on fake tensors, and :func:`tables_of_cell` lists
+the boxes of the ranks. Then the coordinator's part of a save runs with the real code in a process of its own, and so
+does the part of one rank that loads into another layout.
 """
 
 import pickle

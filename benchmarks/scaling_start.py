@@ -1,4 +1,4 @@
-"""What every rank does at start: its topology, and the objects that ranks tell each other."""
+"""What every rank does at start: its topology, and the objects that it gathers from all ranks."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ ITERATIONS = 4
 
 
 @dataclass(frozen=True)
-class Told:
+class Gather:
     """One gather of an object from every rank."""
 
     where: str
@@ -39,14 +39,14 @@ class Told:
     """Of this rank's object."""
 
 
-def objects_told() -> list[Told]:
+def object_gathers() -> list[Gather]:
     """What a rank of a small run gathers from all ranks, from its start to its end."""
-    found: list[Told] = []
+    found: list[Gather] = []
 
     def record(group: ControlGroup, value: Any) -> list[Any]:
         frame = traceback.extract_stack(limit=3)[0]
         done = output.getvalue().count("elapsed time per iteration")
-        found.append(Told(f"{Path(frame.filename).stem}.{frame.name}", done, len(pickle.dumps(value))))
+        found.append(Gather(f"{Path(frame.filename).stem}.{frame.name}", done, len(pickle.dumps(value))))
         return [value]
 
     with tempfile.TemporaryDirectory(prefix="scaling-") as directory:
@@ -77,9 +77,9 @@ def curves(largest: bool) -> list[Curve]:
     for ranks in sizes:
         _, cost = cost_of(lambda ranks=ranks: place_rank(ranks))  # type: ignore[misc]
         points.append(Point(ranks, cost.seconds, cost.bytes))
-    told = objects_told()
-    start = sum(one.bytes for one in told if one.iteration == 0)
-    later = sum(one.bytes for one in told if 0 < one.iteration < ITERATIONS)
+    gathers = object_gathers()
+    start = sum(one.bytes for one in gathers if one.iteration == 0)
+    later = sum(one.bytes for one in gathers if 0 < one.iteration < ITERATIONS)
     return [
         Curve("topology of a rank", "ranks", tuple(points), "≤ 10 s"),
         # torch pads every object to the largest, so that each rank receives as many bytes from every other.

@@ -196,7 +196,8 @@ def known_holders(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
 
 
 def named(tensors: Mapping[str, Any], listed: Iterable[WriteItem], rank: int) -> list[GlobalTensor]:
-    """The tensors that ``rank`` names: those of its boxes, and those of which no other rank certainly names them."""
+    """The tensors in the table of ``rank``: those with a listed box, those without known holders, and those whose first
+    holder it is. So a tensor is in some table even if no rank lists a box of it, and the coordinator refuses it."""
     with_boxes = {item.index.fqn for item in listed}
     holders = known_holders(tensors)
     return [
@@ -369,7 +370,8 @@ def _check_complete(table: BoxTable, parts: Parts) -> None:
     found = np.zeros(len(table.tensors.names), np.int64)
     np.add.at(found, of_tensor, sizes.prod(axis=1))
     numels = table.tensors.numels()
-    for place in np.flatnonzero(found != numels).tolist():
+    if len(wrong := np.flatnonzero(found != numels)):
+        place = wrong[0]
         raise ValueError(
             f"the ranks hold {found[place]} of the {numels[place]} elements of {table.tensors.names[place]}"
         )

@@ -16,7 +16,7 @@ from benchmarks.scaling_checkpoint import (
     tensors_of,
 )
 from benchmarks.scaling_curve import Curve, Point
-from benchmarks.scaling_start import ITERATIONS, objects_told, place_rank
+from benchmarks.scaling_start import ITERATIONS, object_gathers, place_rank
 from megatron.checkpoint.save_plan import BoxTable, SavePlanner
 
 TINY = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
@@ -68,10 +68,10 @@ def test_plans_of_a_checkpoint_grow_at_most_like_ranks() -> None:
     assert len(sizes) == 2 and not too_steep(sizes)
 
 
-def test_ranks_tell_each_other_little_at_start_and_nothing_in_an_iteration() -> None:
-    told = objects_told()
-    assert {one.iteration for one in told} <= {0, ITERATIONS}
-    assert sum(one.bytes for one in told) < 1500, told
+def test_ranks_gather_few_objects_at_start_and_none_in_an_iteration() -> None:
+    gathers = object_gathers()
+    assert {one.iteration for one in gathers} <= {0, ITERATIONS}
+    assert sum(one.bytes for one in gathers) < 1500, gathers
 
 
 def test_a_rank_of_a_hundred_thousand_finds_its_groups() -> None:
