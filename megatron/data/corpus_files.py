@@ -15,6 +15,7 @@ from megatron.errors import DataError
 _logger = logging.getLogger(__name__)
 
 _KINDS = (".bin", ".idx")
+_WRITE_BACK_BYTES = 64 << 20
 
 
 def warn_of_overwriting(prefix: str) -> None:
@@ -46,6 +47,7 @@ class NewCorpus:
         except OSError as error:
             raise self._cannot_write(error) from error
         self._tokens = DigestedWriter(self._bin_file, new_digests())
+        self._written_back = 0
 
     def __enter__(self) -> Self:
         return self
@@ -58,8 +60,16 @@ class NewCorpus:
         """Append to ``P.bin``."""
         try:
             self._tokens.write(content)
+            self._begin_write_back()
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _begin_write_back(self) -> None:
+        """Let Linux write the new bytes to the disk now, and not all when ``commit`` waits for them."""
+        start, end = self._written_back, self._tokens.digests.size
+        if end - start >= _WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._bin_file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+            self._written_back = end
 
     def commit(self, write_index: Callable[[Writable], object]) -> None:
         """Complete ``P.bin``, write ``P.idx`` with ``write_index``, and rename all files."""

@@ -1,12 +1,13 @@
 """Tokenize batches of documents: the work of a process of tools/preprocess_data.py."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config.data import TokenizerConfig
+from megatron.data.indexed_dataset import token_dtype
 from megatron.data.text_inputs import (
     BadDocument,
     Batch,
@@ -27,8 +28,8 @@ _NAMED_BAD_DOCUMENTS = 10  # per batch; all are counted
 class EncodedKey(NamedTuple):
     """The tokens of a batch for one key."""
 
-    tokens: npt.NDArray[np.int32]
-    """All documents, concatenated."""
+    tokens: npt.NDArray[np.integer[Any]]
+    """All documents, concatenated, in the dtype of the file unless an id is outside of the vocabulary."""
     lengths: npt.NDArray[np.int32]
     """Tokens of each document that is not empty."""
     empty: int
@@ -94,7 +95,8 @@ def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
     named = [BadDocument(place_of(batch, number), reason) for number, reason in bad[:_NAMED_BAD_DOCUMENTS]]
     if bad and not task.skip_bad_documents:
         raise DataError(f"{named[0].place} {named[0].reason}, or skip such documents with --skip-bad-documents.")
-    keys = [_join_documents(texts, tokenizer.eod if task.append_eod else None) for texts in encoded]
+    eod = tokenizer.eod if task.append_eod else None
+    keys = [_join_documents(texts, eod, tokenizer.vocab_size) for texts in encoded]
     return EncodedBatch(len(good), text_bytes(batch), batch.stored_bytes, keys, len(bad), named)
 
 
@@ -108,10 +110,18 @@ def _tokenize(
         return None
 
 
-def _join_documents(texts: TokenizedTexts, eod: int | None) -> EncodedKey:
+def _join_documents(texts: TokenizedTexts, eod: int | None, vocab_size: int) -> EncodedKey:
     lengths = texts.lengths[texts.lengths > 0]
     empty = texts.lengths.size - lengths.size
+    # In the dtype of the file here, so that less goes to the process that writes; it refuses other ids.
+    fits = not texts.tokens.size or 0 <= int(texts.tokens.min()) <= int(texts.tokens.max()) < vocab_size
+    dtype = token_dtype(vocab_size) if fits else texts.tokens.dtype
     if eod is None:
-        return EncodedKey(texts.tokens, lengths, empty)
-    tokens = np.insert(texts.tokens, np.cumsum(lengths, dtype=np.int64), eod)
+        return EncodedKey(texts.tokens.astype(dtype, copy=False), lengths, empty)
+    tokens = np.empty(texts.tokens.size + lengths.size, dtype)
+    start = 0
+    for number, end in enumerate(np.cumsum(lengths, dtype=np.int64).tolist()):
+        tokens[start + number : end + number] = texts.tokens[start:end]
+        tokens[end + number] = eod
+        start = end
     return EncodedKey(tokens, lengths + 1, empty)
