@@ -5,6 +5,8 @@ they fit; its priced rehearsal checks the closed form.
 """
 
 import time
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +17,7 @@ from megatron.planner.search.accuracy import Level
 from megatron.planner.search.cost import scale_point
 from megatron.planner.search.enumeration import enumerate_layouts
 from megatron.planner.search.job import Job
+from megatron.planner.search.layout import Layout
 from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
 from megatron.planner.search.ranking import TIE, rank
@@ -27,6 +30,8 @@ INTEREST = 1.5
 """Layouts that take more than so many times the time of the fastest that fits are left out."""
 _SCALES = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """Numbers of GPUs, relative to the job's, of the strong-scaling curve."""
+_MIN_PARALLEL = 1000
+"""Layouts from which processes save more time by the memory formula than they cost."""
 
 
 def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report: Report = no_report) -> SearchResult:
@@ -83,29 +88,44 @@ def find_layouts(job: Job, level: Level, interest: float = INTEREST, report: Rep
 def _fitting(job: Job, priced: Priced, interest: float) -> dict[int, tuple[int, int]]:
     """By number of a layout that fits: bytes of the tightest stage, and that stage."""
     limit = job.config.dry_run.gpu_memory
+
+    def fits(number: int) -> bool:
+        return needed[number][0] * SAFETY <= limit
+
+    needed: dict[int, tuple[int, int]] = {}
     formula = MemoryFormula(job.config, job.architecture, job.given)
-
-    def needed(number: int) -> tuple[int, int]:
-        layout = priced.layouts[number]
-        return formula.tightest(layout, job.num_microbatches(layout))
-
-    found: dict[int, tuple[int, int]] = {}
-    slowest, least = np.inf, np.inf
-    for number, seconds in enumerate(priced.seconds):
-        if seconds > slowest:
+    for number, layout in enumerate(priced.layouts):
+        needed[number] = formula.tightest(layout, job.num_microbatches(layout))
+        if fits(number) and not layout.reduces_in_bf16:
+            slowest = interest * float(priced.seconds[number])
+            needed |= _needed(job, priced, range(number + 1, int(np.searchsorted(priced.seconds, slowest, "right"))))
             break
-        needs = needed(number)
-        least = min(least, needs[0])
-        if needs[0] * SAFETY <= limit:
-            found[number] = needs
-            if not priced.layouts[number].reduces_in_bf16:
-                slowest = min(slowest, interest * float(seconds))
+    found = {number: needed[number] for number in sorted(needed) if fits(number)}
     if not found:
+        least = min(needs for needs, _ in needed.values())
         raise ConfigError(
             f"None of {len(priced.layouts):,} layouts fits {limit / 2**30:g} GiB, the smallest needs "
             f"{least / 2**30:.1f} GiB: use more GPUs than --num-gpus {job.num_gpus}, or GPUs with more memory."
         )
     return found
+
+
+def _needed(job: Job, priced: Priced, numbers: range) -> dict[int, tuple[int, int]]:
+    """By number of a layout: bytes of the tightest stage, and that stage; many in parallel processes."""
+    # Layouts of equal sizes share the most of the formula.
+    groups: dict[Hashable, dict[int, Layout]] = {}
+    for number in numbers:
+        layout = priced.layouts[number]
+        groups.setdefault((layout.pp, layout.tp, layout.cp, layout.dp), {})[number] = layout
+    largest_first = sorted(groups.values(), key=len, reverse=True)
+    with parallel_map() if len(numbers) >= _MIN_PARALLEL else nullcontext(map) as map_in_parallel:
+        parts = list(map_in_parallel(partial(_needed_of_group, job), largest_first))
+    return {number: needs for part in parts for number, needs in part.items()}
+
+
+def _needed_of_group(job: Job, layouts: Mapping[int, Layout]) -> dict[int, tuple[int, int]]:
+    formula = MemoryFormula(job.config, job.architecture, job.given)
+    return {number: formula.tightest(layout, job.num_microbatches(layout)) for number, layout in layouts.items()}
 
 
 def _scaling(job: Job, best: PlannedLayout, level: Level, report: Report) -> list[ScalePoint]:
