@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers==5.23.0",),
+    "torchtitan": ("torchtitan==0.3.0", "triton"),  # its import needs triton
 }
 """What the environment of each peer has beside torch, numpy and safetensors."""
 _FINISHED = "finished"

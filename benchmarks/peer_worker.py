@@ -130,6 +130,10 @@ def build_step(job: Job) -> Step:
             from benchmarks import peer_transformers
 
             return peer_transformers.build(job)
+        case "torchtitan":
+            from benchmarks import peer_torchtitan
+
+            return peer_torchtitan.build(job)
     raise ValueError(f"no peer {job.peer}")
 
 

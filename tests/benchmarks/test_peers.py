@@ -2,11 +2,13 @@
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peer_processes import ContenderError, RankProcesses
+from benchmarks.peer_worker import build_step
 from benchmarks.peers import (
     CHECKED_STEPS,
     TINY,
@@ -31,7 +33,7 @@ TRANSFORMERS = replace(OURS, peer="transformers")
 @pytest.mark.processes
 def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
     pytest.importorskip("transformers")
-    results = measure(BenchmarkConfig(model="tiny", only="TP2", repeats=2, timeout=300))
+    results = measure(BenchmarkConfig(model="tiny", peers=("transformers",), only="TP2", repeats=2, timeout=300))
     assert [one.contender.name for one in results] == [
         "tiny, fp32, one rank, ours",
         "tiny, fp32, one rank, transformers",
@@ -96,8 +98,23 @@ def test_every_layout_of_ours_is_a_row() -> None:
 
 
 def test_rows_come_with_their_references() -> None:
-    names = [one.name for one in BenchmarkConfig(only="TP2").contenders]
-    assert names == ["6 M, fp32, one rank, ours", "6 M, fp32, one rank, transformers", "6 M, fp32, TP2, ours"]
+    config = BenchmarkConfig(peers=("transformers", "torchtitan"), only="TP2")
+    assert [one.name for one in config.contenders] == [
+        "6 M, fp32, one rank, ours",
+        "6 M, fp32, one rank, transformers",
+        "6 M, fp32, TP2, ours",
+        "6 M, fp32, TP2, torchtitan",
+    ]
+
+
+@pytest.mark.parametrize("peer", ["torchtitan"])
+def test_a_peer_is_built_by_the_module_of_its_name(peer: str) -> None:
+    if find_spec(peer) is not None:
+        pytest.skip(f"{peer} is installed here")
+    job = replace(OURS, peer=peer).job(rank=0, device="cpu", weights="", store="")
+    with pytest.raises(ModuleNotFoundError, match=peer) as error:
+        build_step(job)
+    assert Path(error.traceback[-1].path).stem == f"peer_{peer}"
 
 
 @pytest.mark.parametrize(
