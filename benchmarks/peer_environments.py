@@ -11,6 +11,7 @@ TORCH = "torch==2.13.0"
 PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers==5.23.0",),
     "torchtitan": ("torchtitan==0.3.0", "triton"),  # its import needs triton
+    "olmo_core": ("ai2-olmo-core==3.0.0",),
 }
 """What the environment of each peer has beside torch, numpy and safetensors."""
 _FINISHED = "finished"

@@ -134,6 +134,10 @@ def build_step(job: Job) -> Step:
             from benchmarks import peer_torchtitan
 
             return peer_torchtitan.build(job)
+        case "olmo_core":
+            from benchmarks import peer_olmo_core
+
+            return peer_olmo_core.build(job)
     raise ValueError(f"no peer {job.peer}")
 
 

@@ -98,16 +98,16 @@ def test_every_layout_of_ours_is_a_row() -> None:
 
 
 def test_rows_come_with_their_references() -> None:
-    config = BenchmarkConfig(peers=("transformers", "torchtitan"), only="TP2")
+    config = BenchmarkConfig(peers=("transformers", "olmo_core"), only="TP2")
     assert [one.name for one in config.contenders] == [
         "6 M, fp32, one rank, ours",
         "6 M, fp32, one rank, transformers",
         "6 M, fp32, TP2, ours",
-        "6 M, fp32, TP2, torchtitan",
+        "6 M, fp32, TP2, olmo-core",
     ]
 
 
-@pytest.mark.parametrize("peer", ["torchtitan"])
+@pytest.mark.parametrize("peer", ["torchtitan", "olmo_core"])
 def test_a_peer_is_built_by_the_module_of_its_name(peer: str) -> None:
     if find_spec(peer) is not None:
         pytest.skip(f"{peer} is installed here")
