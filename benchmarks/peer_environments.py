@@ -12,6 +12,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers==5.23.0",),
     "torchtitan": ("torchtitan==0.3.0", "triton"),  # its import needs triton
     "olmo_core": ("ai2-olmo-core==3.0.0",),
+    "megatron_core": ("megatron-core==0.16.1",),
 }
 """What the environment of each peer has beside torch, numpy and safetensors."""
 _FINISHED = "finished"

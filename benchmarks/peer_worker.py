@@ -126,6 +126,10 @@ def build_step(job: Job) -> Step:
             from benchmarks import peer_ours
 
             return peer_ours.build(job)
+        case "megatron_core":
+            from benchmarks import peer_megatron_core
+
+            return peer_megatron_core.build(job)
         case "transformers":
             from benchmarks import peer_transformers
 

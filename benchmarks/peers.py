@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training speed beside other systems, in interleaved turns of one run: transformers, torchtitan and OLMo-core.
+"""Training speed beside other systems, in interleaved turns of one run.
 
     python benchmarks/peers.py [--only "one rank"] [--repeats 20] [--json OUT]
 

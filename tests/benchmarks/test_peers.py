@@ -6,7 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.peer_megatron_core import megatron_weights
 from benchmarks.peer_processes import ContenderError, RankProcesses
 from benchmarks.peer_worker import build_step
 from benchmarks.peers import (
@@ -21,6 +23,7 @@ from benchmarks.peers import (
     measure,
     relative_speed,
     report,
+    start_weights,
     table,
     write_inputs,
 )
@@ -33,7 +36,7 @@ TRANSFORMERS = replace(OURS, peer="transformers")
 @pytest.mark.processes
 def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
     pytest.importorskip("transformers")
-    results = measure(BenchmarkConfig(model="tiny", peers=("transformers",), only="TP2", repeats=2, timeout=300))
+    results = measure(BenchmarkConfig(model="tiny", only="TP2", repeats=2, peers=("transformers",), timeout=300))
     assert [one.contender.name for one in results] == [
         "tiny, fp32, one rank, ours",
         "tiny, fp32, one rank, transformers",
@@ -95,6 +98,19 @@ def test_the_table_has_speeds_and_names_errors() -> None:
 def test_every_layout_of_ours_is_a_row() -> None:
     layouts = [one.layout for one in contenders_of(["transformers"]) if one.peer == "ours"]
     assert layouts == ["one", "dp", "fsdp", "tp", "pp", "cp"]
+
+
+def test_fused_weights_of_megatron_core_are_in_the_order_of_query_groups_and_ranks() -> None:
+    model = TINY.model | {"num_key_value_heads": 2}  # two queries of 8 rows for each key
+    source = start_weights(model)
+    fused = megatron_weights(source, model, tp=2)
+    q, k, v = (source[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv")
+    qkv = torch.cat([q[:16], k[:8], v[:8], q[16:], k[8:], v[8:]])
+    assert torch.equal(fused["decoder.layers.1.self_attention.linear_qkv.weight"], qkv)
+    gate, up = (source[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    fc1 = torch.cat([gate[:32], up[:32], gate[32:], up[32:]])
+    assert torch.equal(fused["decoder.layers.1.mlp.linear_fc1.weight"], fc1)
+    assert sum(one.numel() for one in fused.values()) == sum(one.numel() for one in source.values())
 
 
 def test_rows_come_with_their_references() -> None:
