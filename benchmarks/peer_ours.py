@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from megatron.checkpoint.conversion import fill_from_hugging_face
 from megatron.checkpoint.hugging_face_config import transformer_config_of
 from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import whole_params
 from megatron.core.data_parallel.wrap import wrap_data_parallel
@@ -37,16 +38,15 @@ def build(job: Job) -> Step:
     """The step of a training run."""
     if job.device == "cpu":
         prepare_cpu(Process(job.rank, job.rank, job.ranks, job.ranks, has_thread_count=True))
-    grid = RankGrid(tp=job.size("tp"), cp=job.size("cp"), pp=job.size("pp"), dp=job.size("dp") * job.size("fsdp"))
+    config, dp = _parallel_config(job), job.size("dp") * job.size("fsdp")
+    replicas = config.data_parallel_replicas(dp)
+    grid = RankGrid(tp=job.size("tp"), cp=job.size("cp"), pp=job.size("pp"), dp=dp, dp_replicas=replicas)
     topology = Topology(grid, job.rank, job.torch_device)
     model = _model(job, topology)
     length = job.model["max_position_embeddings"]
-    schedule = partial(build_schedule, "1f1b", grid.pp)
+    schedule = partial(build_schedule, _schedule_of(job), grid.pp, num_chunks=_chunks_of(job))
     executor = build_executor(model, topology, schedule, length, job.micro_batch_size)
     formats = NumberFormats(job.torch_dtype, torch.float32, torch.float32)
-    config = ParallelConfig(
-        data_parallel_sharding_strategy="optim_grads_params" if job.layout == "fsdp" else "no_shard"
-    )
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
     module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology)
@@ -70,11 +70,37 @@ def build(job: Job) -> Step:
     return step
 
 
+def _parallel_config(job: Job) -> ParallelConfig:
+    """What layout and variant say about data parallelism."""
+    words = job.variant.split(", ")
+    strategies: tuple[ShardingStrategy, ...] = get_args(ShardingStrategy)
+    strategy: ShardingStrategy = next((one for one in strategies if one in words), "no_shard")
+    if job.layout == "fsdp":
+        strategy = "optim_grads_params"
+    overlap = "overlap" in words
+    return ParallelConfig(
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and strategy != "no_shard",
+        ddp_bucket_size=10**6 if job.layout == "dp" and (overlap or strategy == "optim_grads") else None,
+    )
+
+
+def _schedule_of(job: Job) -> str:
+    return job.variant if job.layout == "pp" and job.variant else "1f1b"
+
+
+def _chunks_of(job: Job) -> int | None:
+    """Chunks of a stage: a layer each if there may be any number of them."""
+    layers: int = job.model["num_hidden_layers"]
+    return layers // job.ranks if _schedule_of(job) == "interleaved" else None
+
+
 def _model(job: Job, topology: Topology) -> TransformerModel:
     """This rank's part of the model with the start weights."""
     architecture = transformer_config_of(job.model, job.weights)
     stages = topology.grid.pp
-    placement = placement_of("1f1b", stages, None)
+    placement = placement_of(_schedule_of(job), stages, _chunks_of(job))
     chunks = chunks_of_stage(
         split_evenly(architecture.num_layers, stages, placement.num_chunks), placement, topology.pipeline_parallel.rank
     )

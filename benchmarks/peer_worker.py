@@ -49,6 +49,13 @@ class Job:
     weights: str
     """Directory with ``model.safetensors`` in Hugging Face's names and ``batches.safetensors`` [batches, b, s + 1]."""
     is_compiled: bool = False
+    variant: str = ""
+    """What differs from the peer's other contender in the layout."""
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """Computes in the dtype of the job with weights that are kept in fp32."""
+        return torch.autocast(self.device, self.torch_dtype, enabled=self.dtype != "fp32")
 
     def size(self, layout: str) -> int:
         """Number of ranks along the axis of ``layout``."""

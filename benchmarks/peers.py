@@ -33,11 +33,13 @@ from benchmarks.peer_processes import ContenderError, RankProcesses
 from benchmarks.peer_worker import Job
 from megatron.errors import ConfigError
 from megatron.ranges import require_at_least
+from megatron.schedules.registry import SCHEDULES
 from megatron.urls import refuse_urls
 
 CHECKED_STEPS = 3
 """First steps, whose losses are compared with ours."""
-BATCHES = 8
+BATCHES = 1
+"""One, again and again: its loss falls in the first steps, so that the comparison shows a wrong learning rate, too."""
 _FIELDS = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -77,10 +79,14 @@ class Workload:
     """OpenMP threads of a rank."""
     tolerance: float
     """Largest relative difference of a loss from ours."""
+    layouts: tuple[str, ...] = ("one", "dp", "fsdp", "tp", "pp", "cp")
 
 
 SMALL = Workload("6 M, fp32", _fields(6, 256, 768, 16, 16, 2048, 256), 16, "fp32", 1, 1e-4)
-TINY = Workload("tiny, fp32", _fields(2, 32, 64, 4, 4, 64, 16), 8, "fp32", 1, 1e-4)
+MEDIUM = Workload("20 M, bf16", _fields(4, 512, 1536, 8, 2, 8192, 512), 4, "bf16", 2, 1e-2, ("one",))
+"""Under autocast the second loss differs by 8e-3, since activations between layers are in fp32; with fp32 main weights
+beside bf16 ones the losses are within 1e-4. No learning makes it 5e-2, and bf16 weights alone make the third 6e-2."""
+TINY = Workload("tiny, fp32", _fields(4, 32, 64, 4, 4, 64, 16), 8, "fp32", 1, 1e-4)
 """For tests."""
 
 
@@ -93,6 +99,8 @@ class Contender:
     workload: Workload
     micro_batch_size: int
     is_compiled: bool = False
+    variant: str = ""
+    """What differs from the peer's other row in the layout."""
 
     @property
     def ranks(self) -> int:
@@ -103,7 +111,8 @@ class Contender:
         """The row's name."""
         peer = self.peer.replace("_", "-") + (" compiled" if self.is_compiled else "")
         layout = "one rank" if self.layout == "one" else f"{self.layout.upper()}2"
-        return f"{self.workload.name}, {layout}, {peer}"
+        variant = f", {self.variant}" if self.variant else ""
+        return f"{self.workload.name}, {layout}, {peer}{variant}"
 
     def job(self, rank: int, device: str, weights: str, store: str) -> Job:
         """What ``rank`` trains."""
@@ -119,26 +128,42 @@ class Contender:
             model=self.workload.model,
             weights=weights,
             is_compiled=self.is_compiled,
+            variant=self.variant,
         )
 
 
 MICRO_BATCH_SIZES = {"one": 4, "dp": 4, "fsdp": 8, "tp": 16, "pp": 4, "cp": 16}
 """Our fastest (benchmark_cpu.py), for every contender alike; pipelines have four microbatches."""
+VARIANTS = {
+    "dp": ("overlap", "optim", "optim, overlap", "optim_grads", "optim_grads, overlap"),
+    "fsdp": ("overlap",),
+    "pp": tuple(sorted({*SCHEDULES} - {"1f1b"})),
+}
+"""More rows of ours: ZeRO stages (FSDP is the third) with and without --overlap-grad-reduce, and schedules."""
 
 
 def contenders_of(peers: Sequence[str], workload: Workload = SMALL) -> list[Contender]:
     """All rows: every layout of ours and of each peer, next to each other."""
-    everywhere = ("ours", *(peer for peer in peers if peer != "transformers"))
-    rows = []
-    for layout, size in MICRO_BATCH_SIZES.items():
-        rows += [Contender(peer, layout, workload, min(size, workload.batch)) for peer in everywhere]
-        if layout == "one" and "transformers" in peers:
-            rows += _of_transformers(workload, min(size, workload.batch))
-    return rows
+    return [row for layout in workload.layouts for peer in ("ours", *peers) for row in _rows(peer, layout, workload)]
 
 
-def _of_transformers(workload: Workload, micro_batch_size: int) -> list[Contender]:
-    return [Contender("transformers", "one", workload, micro_batch_size, compiled) for compiled in (False, True)]
+def _rows(peer: str, layout: str, workload: Workload) -> list[Contender]:
+    """The rows of a peer in a layout."""
+    row = Contender(peer, layout, workload, min(MICRO_BATCH_SIZES[layout], workload.batch))
+    if peer == "transformers" and layout in ("pp", "cp"):
+        return []
+    if peer == "transformers" and layout == "one":
+        kinds = ("", "main weights") if workload.dtype == "bf16" else ("",)
+        return [replace(row, is_compiled=compiled, variant=kind) for kind in kinds for compiled in (False, True)]
+    if peer == "ours":
+        return [row, *(_variant(row, variant) for variant in VARIANTS.get(layout, ()))]
+    return [row]
+
+
+def _variant(row: Contender, variant: str) -> Contender:
+    """Another row of ours; ZeRO-2 has the microbatches of FSDP, since it reduces gradients in each, too."""
+    size = MICRO_BATCH_SIZES["fsdp" if "optim_grads" in variant else row.layout]
+    return replace(row, micro_batch_size=min(size, row.workload.batch), variant=variant)
 
 
 @dataclass(frozen=True)
@@ -177,7 +202,8 @@ class BenchmarkConfig:
     @property
     def contenders(self) -> list[Contender]:
         """The rows that are measured; ours on one rank is among them, because the losses are compared with its."""
-        rows = contenders_of(self.peers) if self.model == "all" else contenders_of(self.peers, TINY)
+        workloads = (SMALL, MEDIUM) if self.model == "all" else (TINY,)
+        rows = [row for workload in workloads for row in contenders_of(self.peers, workload)]
         chosen = [row for row in rows if self.only in row.name]
         models = {row.workload.name for row in chosen}
         wanted = [row for row in rows if row in chosen or (row.workload.name in models and _is_reference(row))]
@@ -188,7 +214,8 @@ class BenchmarkConfig:
 
 def _is_reference(row: Contender) -> bool:
     """Whether other rows are compared with the row: transformers eager and ours, on one rank."""
-    return row.layout == "one" and row.peer in ("ours", "transformers") and not row.is_compiled
+    plain = not row.is_compiled and not row.variant
+    return plain and row.layout == "one" and row.peer in ("ours", "transformers")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from benchmarks.peer_processes import ContenderError, RankProcesses
 from benchmarks.peer_worker import build_step
 from benchmarks.peers import (
     CHECKED_STEPS,
+    MEDIUM,
     TINY,
     BenchmarkConfig,
     Contender,
@@ -41,8 +42,9 @@ def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
         "tiny, fp32, one rank, ours",
         "tiny, fp32, one rank, transformers",
         "tiny, fp32, TP2, ours",
+        "tiny, fp32, TP2, transformers",
     ]
-    assert [one.error for one in results] == [None] * 3
+    assert [one.error for one in results] == [None] * 4
     assert all(len(one.losses) == CHECKED_STEPS and len(one.seconds) == 2 for one in results)
     assert len(set(results[0].losses)) == CHECKED_STEPS
 
@@ -96,8 +98,32 @@ def test_the_table_has_speeds_and_names_errors() -> None:
 
 
 def test_every_layout_of_ours_is_a_row() -> None:
-    layouts = [one.layout for one in contenders_of(["transformers"]) if one.peer == "ours"]
+    layouts = [one.layout for one in contenders_of(["transformers"]) if one.peer == "ours" and not one.variant]
     assert layouts == ["one", "dp", "fsdp", "tp", "pp", "cp"]
+
+
+def test_layouts_that_transformers_does_not_train_in_are_left_out() -> None:
+    rows = [one for one in contenders_of(["transformers"]) if one.peer == "transformers"]
+    assert [one.layout for one in rows] == ["one", "one", "dp", "fsdp", "tp"]
+
+
+def test_zero_stages_and_schedules_are_rows_of_ours() -> None:
+    names = [one.name.removeprefix("6 M, fp32, ") for one in contenders_of([]) if one.variant]
+    assert names == [
+        "DP2, ours, overlap",
+        "DP2, ours, optim",
+        "DP2, ours, optim, overlap",
+        "DP2, ours, optim_grads",
+        "DP2, ours, optim_grads, overlap",
+        "FSDP2, ours, overlap",
+        *(f"PP2, ours, {name}" for name in ("dualpipe-v", "gpipe", "interleaved", "zb-h1", "zb-v")),
+    ]
+
+
+def test_in_bf16_there_is_one_rank_of_each() -> None:
+    names = [one.name.removeprefix("20 M, bf16, one rank, ") for one in contenders_of(["transformers"], MEDIUM)]
+    transformers = ("transformers", "transformers compiled")
+    assert names == ["ours", *transformers, *(f"{one}, main weights" for one in transformers)]
 
 
 def test_fused_weights_of_megatron_core_are_in_the_order_of_query_groups_and_ranks() -> None:
@@ -114,12 +140,12 @@ def test_fused_weights_of_megatron_core_are_in_the_order_of_query_groups_and_ran
 
 
 def test_rows_come_with_their_references() -> None:
-    config = BenchmarkConfig(peers=("transformers", "olmo_core"), only="TP2")
-    assert [one.name for one in config.contenders] == [
+    names = [one.name for one in BenchmarkConfig(only="TP2", peers=("transformers",)).contenders]
+    assert names == [
         "6 M, fp32, one rank, ours",
         "6 M, fp32, one rank, transformers",
         "6 M, fp32, TP2, ours",
-        "6 M, fp32, TP2, olmo-core",
+        "6 M, fp32, TP2, transformers",
     ]
 
 
