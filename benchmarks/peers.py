@@ -6,7 +6,8 @@
 All contenders train the same Llama with the same start weights, batches and hyperparameters. Every rank of a contender
 is a process of its own, in the virtual environment of its peer, which this command makes under ``--cache-dir``. The
 losses of the first steps must equal ours on one rank: they prove equal work. A contender that raises an error is
-reported with its error. With GPUs the contenders run on them, one rank on each.
+reported with its error. The layouts are measured one after another, each beside ours and transformers on one rank. With
+GPUs the contenders run on them, one rank on each.
 """
 
 import json
@@ -200,13 +201,19 @@ class BenchmarkConfig:
             raise ConfigError(f"--model {self.model} is not known: use all or tiny.")
 
     @property
-    def contenders(self) -> list[Contender]:
-        """The rows that are measured; ours on one rank is among them, because the losses are compared with its."""
+    def groups(self) -> list[list[Contender]]:
+        """The rows that run in the same turns: those of a layout, and the rows that they are compared with.
+
+        All layouts in the same turns would need the memory of some sixty processes.
+        """
         workloads = (SMALL, MEDIUM) if self.model == "all" else (TINY,)
-        rows = [row for workload in workloads for row in contenders_of(self.peers, workload)]
-        chosen = [row for row in rows if self.only in row.name]
-        models = {row.workload.name for row in chosen}
-        wanted = [row for row in rows if row in chosen or (row.workload.name in models and _is_reference(row))]
+        every = [self._group(workload, layout) for workload in workloads for layout in workload.layouts]
+        return [group for group in every if group]
+
+    def _group(self, workload: Workload, layout: str) -> list[Contender]:
+        rows = contenders_of(self.peers, workload)
+        chosen = [row for row in rows if row.layout == layout and self.only in row.name]
+        wanted = [row for row in rows if row in chosen or (chosen and _is_reference(row))]
         if self.micro_batch_size is not None:
             wanted = [replace(row, micro_batch_size=self.micro_batch_size) for row in wanted]
         return wanted
@@ -283,9 +290,9 @@ def start(contender: Contender, number: int, config: BenchmarkConfig, directory:
     return RankProcesses(python, jobs, contender.workload.threads, directory, config.timeout)
 
 
-def measure(config: BenchmarkConfig) -> list[Result]:
-    """Build all contenders, compare their first losses, and time them in turns."""
-    results = [Result(contender, [], []) for contender in config.contenders]
+def measure(config: BenchmarkConfig, contenders: Sequence[Contender]) -> list[Result]:
+    """Build the contenders, compare their first losses, and time them in turns."""
+    results = [Result(contender, [], []) for contender in contenders]
     running: dict[str, RankProcesses] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         for number, result in enumerate(results):
@@ -388,7 +395,10 @@ def main() -> int:
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
-    rows = report(measure(config))
+    rows: dict[str, Any] = {}
+    for contenders in config.groups:
+        for name, row in report(measure(config, contenders)).items():
+            rows.setdefault(name, row)  # the rows that others are compared with are in each group
     print("\n".join(table(rows)))
     if config.json is not None:
         figures = {"torch": torch.__version__, "cores": os.cpu_count(), "flags": asdict(config), "rows": rows}

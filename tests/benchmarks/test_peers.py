@@ -14,6 +14,7 @@ from benchmarks.peer_worker import build_step
 from benchmarks.peers import (
     CHECKED_STEPS,
     MEDIUM,
+    SMALL,
     TINY,
     BenchmarkConfig,
     Contender,
@@ -37,7 +38,9 @@ TRANSFORMERS = replace(OURS, peer="transformers")
 @pytest.mark.processes
 def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
     pytest.importorskip("transformers")
-    results = measure(BenchmarkConfig(model="tiny", only="TP2", repeats=2, peers=("transformers",), timeout=300))
+    config = BenchmarkConfig(model="tiny", only="TP2", repeats=2, peers=("transformers",), timeout=300)
+    (contenders,) = config.groups
+    results = measure(config, contenders)
     assert [one.contender.name for one in results] == [
         "tiny, fp32, one rank, ours",
         "tiny, fp32, one rank, transformers",
@@ -140,13 +143,22 @@ def test_fused_weights_of_megatron_core_are_in_the_order_of_query_groups_and_ran
 
 
 def test_rows_come_with_their_references() -> None:
-    names = [one.name for one in BenchmarkConfig(only="TP2", peers=("transformers",)).contenders]
-    assert names == [
+    (group,) = BenchmarkConfig(only="TP2", peers=("transformers",)).groups
+    assert [one.name for one in group] == [
         "6 M, fp32, one rank, ours",
         "6 M, fp32, one rank, transformers",
         "6 M, fp32, TP2, ours",
         "6 M, fp32, TP2, transformers",
     ]
+
+
+def test_a_group_has_the_rows_of_one_layout() -> None:
+    groups = BenchmarkConfig(peers=("transformers",)).groups
+    layouts = ["one", "dp", "fsdp", "tp", "pp", "cp", "one"]
+    assert [{one.layout for one in group} for group in groups] == [{"one", layout} for layout in layouts]
+    names = [one.name for group in groups for one in group]
+    every = [one.name for workload in (SMALL, MEDIUM) for one in contenders_of(["transformers"], workload)]
+    assert set(names) == set(every)
 
 
 @pytest.mark.parametrize("peer", ["torchtitan", "olmo_core"])
