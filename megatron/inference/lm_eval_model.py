@@ -79,27 +79,48 @@ class LmEvalModel(TemplateLM):
 
         Raises :class:`ConfigError` for a setting of a task that generation here does not have.
         """
-        texts = []
-        for request in tqdm(requests, desc="texts", disable=disable_tqdm or self._is_quiet):
-            context, settings = request.args
-            texts.append(self._text(context, *sampling_of(settings)))
+        alike: dict[str, list[int]] = {}  # requests of equal settings, which a batch can have
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), desc="texts", disable=disable_tqdm or self._is_quiet) as bar:
+            for numbers in alike.values():
+                config, until = sampling_of(requests[numbers[0]].args[1])
+                prompts = {number: self._prompt(requests[number].args[0], config) for number in numbers}
+                numbers.sort(key=lambda number: len(prompts[number]))
+                for first in range(0, len(numbers), self.batch_size):
+                    batch = numbers[first : first + self.batch_size]
+                    for number, text in zip(batch, self._texts([prompts[number] for number in batch], config, until)):
+                        texts[number] = text
+                    bar.update(len(batch))
         return texts
 
-    def _text(self, context: str, config: GenerationConfig, until: Sequence[str]) -> str:
+    def _prompt(self, context: str, config: GenerationConfig) -> list[int]:
+        """The ids of a context, without the first ones if there is no room for the new text."""
         room = self.max_length - config.max_new_tokens
         if room < 1:
             raise ConfigError(
                 f"A task asks for {config.max_new_tokens} new tokens, and the model has {self.max_length} positions: "
                 "leave the task out."
             )
-        ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        stream, text = ContinuedText(self._tokenizer, ids), ""
-        for (new,) in generate_ids(self._open.model, [ids], config, self._open.stop_ids):
-            text += stream.add(new)
-            ends = [place for place in (text.find(end) for end in until) if place >= 0]
-            if ends:
-                return text[: min(ends)]
-        return text
+        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+
+    def _texts(self, prompts: Sequence[list[int]], config: GenerationConfig, until: Sequence[str]) -> list[str]:
+        """The texts of a batch, each up to the first of the strings ``until``."""
+        streams = [ContinuedText(self._tokenizer, prompt) for prompt in prompts]
+        texts, unfinished = [""] * len(prompts), set(range(len(prompts)))
+        for turn in generate_ids(self._open.model, prompts, config, self._open.stop_ids):
+            for new in turn:
+                if new.row not in unfinished:
+                    continue
+                text = texts[new.row] + streams[new.row].add(new)
+                ends = [place for place in (text.find(end) for end in until) if place >= 0]
+                texts[new.row] = text[: min(ends)] if ends else text
+                if ends or new.finish is not None:
+                    unfinished.remove(new.row)
+            if not unfinished:
+                break
+        return texts
 
 
 def sampling_of(settings: dict[str, Any]) -> tuple[GenerationConfig, list[str]]:
