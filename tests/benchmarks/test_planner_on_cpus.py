@@ -20,5 +20,4 @@ def test_ten_layouts_take_as_long_as_predicted(tmp_path: Path) -> None:
     print(done.stdout)
     assert len(found["rows"]) == 10
     assert found["median_error"] <= 0.10
-    # Tensor parallelism is predicted some 15 % too fast (docs/planner.md).
-    assert found["pairs_in_order"] >= 0.8 * found["pairs_apart"]
+    assert found["pairs_in_order"] >= 0.9 * found["pairs_apart"]

@@ -77,8 +77,8 @@ def product_of_the_machine(shape: ProductShape) -> float:
     return flops / rate + TRUE["product_bytes"] * traffic / 1e9
 
 
-def measured_on_the_machine(plan: Plan, ranks: int = 2) -> Measured:
-    """Measurements without noise."""
+def measured_on_the_machine(plan: Plan, ranks: int = 2, start: float = 0.0) -> Measured:
+    """Measurements without noise; ``start`` is the seconds before the first byte of a ring."""
     lengths = attention_shapes(plan.model, 32, 2)
     runs = {
         key: describe_step(with_layers(plan.config, key[0], key[1]), 1, plan.vocab_size, key[2], MACHINE)
@@ -94,7 +94,10 @@ def measured_on_the_machine(plan: Plan, ranks: int = 2) -> Measured:
         },
         "flash",
         Sample(2 * plan.copy_bytes / 1e9, 0.0),
-        {one: Sample(1e-4 + one.sent / (1e8 if one.kind == "message" else 2e8), 0.0) for one in shapes},
+        {
+            one: Sample(1e-4 + one.sent / 1e8 if one.kind == "message" else start + one.sent / 2e8, 0.0)
+            for one in shapes
+        },
         {key: Sample(seconds(run, constants), 0.0) for key, run in runs.items()},
     )
 
@@ -117,10 +120,18 @@ def test_the_fit_recovers_the_constants_of_a_machine() -> None:
     assert all(fitted.median_error < 1e-6 for fitted in found.errors.values())
 
 
+def test_on_cores_the_start_of_a_ring_is_a_part_of_its_rate() -> None:
+    start = 1e-4
+    found = calibrated(PLAN, measured_on_the_machine(PLAN, start=start), None, 1.0, Ranks(0, 2, 2))
+    sent = [shape.sent for shape in collective_shapes(groups_of(2, 2), PLAN.message_bytes) if shape.kind != "message"]
+    rates = [size / (start + size / 2e8) for size in sent]
+    assert min(rates) < found.cluster.link_bytes_per_s < max(rates)
+
+
 def test_on_a_gpu_the_shares_refer_to_the_vendors_figures() -> None:
     """The machine behaves as an H100 whose products reach a share of the peak that depends on the generation's name."""
     base = replace(read_cluster("h100"), bf16_flops=1e10, hbm_bytes_per_s=1e9, link_bytes_per_s=4e8, multiprocessors=1)
-    found = calibrated(PLAN, measured_on_the_machine(PLAN), base, 1.0, Ranks(0, 2, 2))
+    found = calibrated(PLAN, measured_on_the_machine(PLAN, start=1e-4), base, 1.0, Ranks(0, 2, 2))
     constants = found.cluster.constants
     assert found.cluster.bf16_flops == 1e10
     assert constants["product_hopper"] == pytest.approx(0.8)

@@ -99,11 +99,13 @@ def fit_attention(
     return Fitted({name: float(1 / inverse), "attention_length": float(extra / inverse)}, errors)
 
 
-def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample]) -> tuple[float, float, Fitted]:
-    """Bytes per second of rings, seconds of a collective before its first byte, and the errors."""
+def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample], has_start: bool) -> tuple[float, Fitted]:
+    """Bytes per second of rings, and the errors. With ``has_start`` the seconds before the first byte are fitted, too,
+    but not returned: a step has no term for them."""
     sent = np.array([one.sent for one in shapes])
-    found, errors = _solve([sent, np.ones(len(sent))], samples)
-    return 1 / float(found[0]), float(found[1]), Fitted({}, errors)
+    columns = [sent, np.ones(len(sent))] if has_start else [sent]
+    found, errors = _solve(columns, samples)
+    return 1 / float(found[0]), Fitted({}, errors)
 
 
 def fit_step(runs: Sequence[Run], constants: Constants, samples: Sequence[Sample]) -> Fitted:

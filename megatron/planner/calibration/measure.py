@@ -171,7 +171,10 @@ def number_of_operations(plan: Plan, ranks: Ranks) -> int:
     """How often :func:`measure` calls its progress."""
     groups = groups_of(ranks.world_size, ranks.local_size)
     products = product_shapes(plan.model, plan.config.seq_length, plan.batches)
-    actions = len(products) + 3 + 1 + len(collective_shapes(groups, plan.message_bytes)) + len(list(_steps(plan)))
+    collectives = collective_shapes(groups, plan.message_bytes)
+    actions = len(products) + 3 + 1 + len(collectives) + len(list(_steps(plan)))
+    if plan.device.type == "cpu":
+        actions += sum(shape.kind != "message" for shape in collectives) + len(groups)
     return plan.effort.turns * actions
 
 
@@ -199,7 +202,33 @@ def _measure_collectives(
         for shape, sample in zip(shapes, found):
             # A message there and back are two.
             samples[shape] = replace(sample, median=sample.median / 2) if shape.kind == "message" else sample
+        if plan.device.type == "cpu":
+            rings = {shape: samples[shape] for shape in shapes if shape.kind != "message"}
+            samples |= _behind_a_product(plan, group, rings, turns)
     return samples
+
+
+def _behind_a_product(
+    plan: Plan,
+    group: Communicator,
+    alone: Mapping[CollectiveShape, Sample],
+    turns: Callable[[Sequence[Callable[[], Action]]], list[Sample]],
+) -> dict[CollectiveShape, Sample]:
+    """The rings as they are in a step on cores: behind a product, which the ranks do not end at the same time, and
+    which takes the tensors out of the caches. Messages have no such wait: it is the schedule's."""
+    shapes = product_shapes(plan.model, plan.config.seq_length, plan.batches)
+    largest = max(shapes, key=lambda one: one.rows * one.columns * one.depth)
+    product = partial(product_action, largest, plan.dtype, plan.device)
+
+    def behind(shape: CollectiveShape) -> Action:
+        first, second = product(), collective_action(shape, group, plan.device)
+        return lambda: (first(), second())
+
+    of_product, *found = turns([product, *(partial(behind, shape) for shape in alone)])
+    return {
+        shape: replace(sample, median=max(sample.median - of_product.median, alone[shape].median))
+        for shape, sample in zip(alone, found)
+    }
 
 
 def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib: float, ranks: Ranks) -> Calibrated:
@@ -258,7 +287,8 @@ def _with_links(
         shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind != "message"]
         if not shapes:
             continue
-        rate, _, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes])
+        # On cores the start is a wait for the other ranks, and part of the rate.
+        rate, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes], has_start=is_base)
         if is_base:
             constants[link] = rate / getattr(cluster, f"{link}_bytes_per_s")
         else:
@@ -274,5 +304,5 @@ def _exposed_messages(rate: float, measured: Measured, spans_nodes: bool) -> dic
     shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind == "message"]
     if not shapes:
         return {}
-    of_messages, _, _ = fit_link(shapes, [measured.collectives[one] for one in shapes])
+    of_messages, _ = fit_link(shapes, [measured.collectives[one] for one in shapes], has_start=True)
     return {"exposed_messages": rate / of_messages, "exposed_interleaved_messages": rate / of_messages}
