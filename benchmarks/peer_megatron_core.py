@@ -165,7 +165,7 @@ def megatron_weights(source: dict[str, Tensor], model: dict[str, Any], tp: int) 
         theirs, ours = f"decoder.layers.{layer}", f"model.layers.{layer}"
         # Each query group has the rows of its queries, key and value.
         qkv = [source[f"{ours}.self_attn.{name}_proj.weight"].unflatten(0, (groups, -1)) for name in "qkv"]
-        # Each rank has its rows of the gate, and then those of the up projection.
+        # Rows of rank 0's gate, rank 0's up projection, rank 1's gate, and so on.
         fc1 = [source[f"{ours}.mlp.{name}_proj.weight"].unflatten(0, (tp, -1)) for name in ("gate", "up")]
         weights |= {
             f"{theirs}.self_attention.linear_qkv.weight": torch.cat(qkv, dim=1).flatten(0, 1),

@@ -135,7 +135,7 @@ _MODULES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "feed_forward_norm",
 }
-"""OLMo-core's names of Hugging Face's modules; those of a layer without the layer's prefix."""
+"""From Hugging Face's module names to OLMo-core's; modules of a layer are without ``model.layers.N``."""
 
 
 def _weights(job: Job) -> dict[str, Any]:

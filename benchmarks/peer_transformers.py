@@ -92,7 +92,7 @@ def _kinds(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _sync(run: Any, is_last: bool) -> AbstractContextManager[None]:
-    """DistributedDataParallel reduces the gradients of the last microbatch, which hold those of all."""
+    """DistributedDataParallel accumulates gradients without an all-reduce until the last microbatch."""
     return run.no_sync() if isinstance(run, DistributedDataParallel) and not is_last else nullcontext()
 
 

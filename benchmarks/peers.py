@@ -202,9 +202,9 @@ class BenchmarkConfig:
 
     @property
     def groups(self) -> list[list[Contender]]:
-        """The rows that run in the same turns: those of a layout, and the rows that they are compared with.
+        """The contenders of each layout, with both references: they take turns.
 
-        All layouts in the same turns would need the memory of some sixty processes.
+        The processes of all layouts would not fit into the memory of a small machine.
         """
         workloads = (SMALL, MEDIUM) if self.model == "all" else (TINY,)
         every = [self._group(workload, layout) for workload in workloads for layout in workload.layouts]

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
-from megatron.planner.search import rehearsals
+from megatron.planner.search import rehearsals, search
 from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR, UNKNOWN_ERROR, Level
 from megatron.planner.search.advice import describe_limit, largest_overhead
 from megatron.planner.search.cost import scale_point
@@ -185,6 +185,19 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     smaller = find_layouts(replace(of_run, config=replace(of_run.config, dry_run=limited)), Level()).planned
     assert len(smaller) < len(found.planned)
     assert max(one.memory_bytes for one in smaller) * 1.02 <= most
+
+
+def test_layouts_in_parallel_processes_need_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_run = job(("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16"), num_gpus=4)
+    found = []
+    for least in (1, 10**6):
+        monkeypatch.setattr(search, "_MIN_PARALLEL", least)
+        found.append(find_layouts(of_run, Level()))
+    assert found[0] == found[1]
+    formula = MemoryFormula(of_run.config, of_run.architecture, of_run.given)
+    for one in found[0].planned:
+        needed = formula.tightest(one.layout, of_run.num_microbatches(one.layout))
+        assert (one.memory_bytes, one.tightest_stage) == needed
 
 
 def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from benchmarks.benchmark_planner_cpu import LAYOUTS, order_of_distinct, rank_correlation
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.command_line import parse_command_line
+from megatron.core.communication import Communicator
 from megatron.planner.calibration.cluster_file import cluster_file
 from megatron.planner.calibration.collectives import (
     KINDS,
@@ -25,6 +27,7 @@ from megatron.planner.calibration.fit import nonnegative_least_squares, without_
 from megatron.planner.calibration.measure import (
     Measured,
     Plan,
+    _after_a_product,
     calibrated,
     measure,
     merge,
@@ -77,8 +80,8 @@ def product_of_the_machine(shape: ProductShape) -> float:
     return flops / rate + TRUE["product_bytes"] * traffic / 1e9
 
 
-def measured_on_the_machine(plan: Plan, ranks: int = 2, start: float = 0.0) -> Measured:
-    """Measurements without noise; ``start`` is the seconds before the first byte of a ring."""
+def measured_on_the_machine(plan: Plan, ranks: int = 2, latency: float = 0.0) -> Measured:
+    """Measurements without noise; ``latency`` is that of a ring."""
     lengths = attention_shapes(plan.model, 32, 2)
     runs = {
         key: describe_step(with_layers(plan.config, key[0], key[1]), 1, plan.vocab_size, key[2], MACHINE)
@@ -95,7 +98,7 @@ def measured_on_the_machine(plan: Plan, ranks: int = 2, start: float = 0.0) -> M
         "flash",
         Sample(2 * plan.copy_bytes / 1e9, 0.0),
         {
-            one: Sample(1e-4 + one.sent / 1e8 if one.kind == "message" else start + one.sent / 2e8, 0.0)
+            one: Sample(1e-4 + one.sent / 1e8 if one.kind == "message" else latency + one.sent / 2e8, 0.0)
             for one in shapes
         },
         {key: Sample(seconds(run, constants), 0.0) for key, run in runs.items()},
@@ -120,18 +123,18 @@ def test_the_fit_recovers_the_constants_of_a_machine() -> None:
     assert all(fitted.median_error < 1e-6 for fitted in found.errors.values())
 
 
-def test_on_cores_the_start_of_a_ring_is_a_part_of_its_rate() -> None:
-    start = 1e-4
-    found = calibrated(PLAN, measured_on_the_machine(PLAN, start=start), None, 1.0, Ranks(0, 2, 2))
+def test_on_cpus_the_latency_of_a_ring_lowers_its_rate() -> None:
+    latency = 1e-4
+    found = calibrated(PLAN, measured_on_the_machine(PLAN, latency=latency), None, 1.0, Ranks(0, 2, 2))
     sent = [shape.sent for shape in collective_shapes(groups_of(2, 2), PLAN.message_bytes) if shape.kind != "message"]
-    rates = [size / (start + size / 2e8) for size in sent]
+    rates = [size / (latency + size / 2e8) for size in sent]
     assert min(rates) < found.cluster.link_bytes_per_s < max(rates)
 
 
 def test_on_a_gpu_the_shares_refer_to_the_vendors_figures() -> None:
     """The machine behaves as an H100 whose products reach a share of the peak that depends on the generation's name."""
     base = replace(read_cluster("h100"), bf16_flops=1e10, hbm_bytes_per_s=1e9, link_bytes_per_s=4e8, multiprocessors=1)
-    found = calibrated(PLAN, measured_on_the_machine(PLAN, start=1e-4), base, 1.0, Ranks(0, 2, 2))
+    found = calibrated(PLAN, measured_on_the_machine(PLAN, latency=1e-4), base, 1.0, Ranks(0, 2, 2))
     constants = found.cluster.constants
     assert found.cluster.bf16_flops == 1e10
     assert constants["product_hopper"] == pytest.approx(0.8)
@@ -287,3 +290,11 @@ def test_the_tool_writes_a_cluster_file(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str) -> None:
     done = calibrate("--out", str(tmp_path / "a.toml"), *words)
     assert done.returncode != 0 and message in done.stderr + done.stdout
+
+
+def test_a_ring_costs_what_it_adds_to_a_product_and_no_less_than_alone() -> None:
+    slow, fast = [one for one in collective_shapes(groups_of(2, 2), PLAN.message_bytes) if one.kind == "all-reduce"]
+    alone = {slow: Sample(0.2, 0.1), fast: Sample(0.2, 0.1)}
+    group = cast(Communicator, None)  # the builders are not called
+    found = _after_a_product(PLAN, group, alone, lambda builders: [Sample(seconds, 0.0) for seconds in (1.0, 1.5, 1.1)])
+    assert [sample.median for sample in found.values()] == pytest.approx([0.5, 0.2])

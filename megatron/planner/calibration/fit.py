@@ -99,11 +99,11 @@ def fit_attention(
     return Fitted({name: float(1 / inverse), "attention_length": float(extra / inverse)}, errors)
 
 
-def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample], has_start: bool) -> tuple[float, Fitted]:
-    """Bytes per second of rings, and the errors. With ``has_start`` the seconds before the first byte are fitted, too,
-    but not returned: a step has no term for them."""
+def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample], with_latency: bool) -> tuple[float, Fitted]:
+    """Bytes per second of rings, and the errors. ``with_latency`` also fits the latency of a collective, which is
+    not returned: a step has no term for it."""
     sent = np.array([one.sent for one in shapes])
-    columns = [sent, np.ones(len(sent))] if has_start else [sent]
+    columns = [sent, np.ones(len(sent))] if with_latency else [sent]
     found, errors = _solve(columns, samples)
     return 1 / float(found[0]), Fitted({}, errors)
 

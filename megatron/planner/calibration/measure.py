@@ -204,27 +204,27 @@ def _measure_collectives(
             samples[shape] = replace(sample, median=sample.median / 2) if shape.kind == "message" else sample
         if plan.device.type == "cpu":
             rings = {shape: samples[shape] for shape in shapes if shape.kind != "message"}
-            samples |= _behind_a_product(plan, group, rings, turns)
+            samples |= _after_a_product(plan, group, rings, turns)
     return samples
 
 
-def _behind_a_product(
+def _after_a_product(
     plan: Plan,
     group: Communicator,
     alone: Mapping[CollectiveShape, Sample],
     turns: Callable[[Sequence[Callable[[], Action]]], list[Sample]],
 ) -> dict[CollectiveShape, Sample]:
-    """The rings as they are in a step on cores: behind a product, which the ranks do not end at the same time, and
-    which takes the tensors out of the caches. Messages have no such wait: it is the schedule's."""
+    """Ring collectives after a product, as in a step on CPUs: the ranks do not end the product at the same time, and it
+    evicts the tensors from the caches. The schedule already has the waits for messages."""
     shapes = product_shapes(plan.model, plan.config.seq_length, plan.batches)
     largest = max(shapes, key=lambda one: one.rows * one.columns * one.depth)
     product = partial(product_action, largest, plan.dtype, plan.device)
 
-    def behind(shape: CollectiveShape) -> Action:
+    def after_product(shape: CollectiveShape) -> Action:
         first, second = product(), collective_action(shape, group, plan.device)
         return lambda: (first(), second())
 
-    of_product, *found = turns([product, *(partial(behind, shape) for shape in alone)])
+    of_product, *found = turns([product, *(partial(after_product, shape) for shape in alone)])
     return {
         shape: replace(sample, median=max(sample.median - of_product.median, alone[shape].median))
         for shape, sample in zip(alone, found)
@@ -287,8 +287,8 @@ def _with_links(
         shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind != "message"]
         if not shapes:
             continue
-        # On cores the start is a wait for the other ranks, and part of the rate.
-        rate, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes], has_start=is_base)
+        # On CPUs the latency is mostly the wait for the other ranks: it lowers the rate.
+        rate, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=is_base)
         if is_base:
             constants[link] = rate / getattr(cluster, f"{link}_bytes_per_s")
         else:
@@ -304,5 +304,5 @@ def _exposed_messages(rate: float, measured: Measured, spans_nodes: bool) -> dic
     shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind == "message"]
     if not shapes:
         return {}
-    of_messages, _ = fit_link(shapes, [measured.collectives[one] for one in shapes], has_start=True)
+    of_messages, _ = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=True)
     return {"exposed_messages": rate / of_messages, "exposed_interleaved_messages": rate / of_messages}
