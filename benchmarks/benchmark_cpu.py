@@ -129,72 +129,84 @@ def samples(length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(0, MODEL.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
-    """A step of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
+@dataclass(frozen=True)
+class Training:
+    """What a rank trains in a layout."""
+
+    module: TrainModule
+    batches: list[list[dict[str, Tensor]]]
+    """The microbatches of each step."""
+
+    def step(self, number: int) -> None:
+        """Train one step."""
+        microbatches = self.batches[number % len(self.batches)]
+        train_step(
+            self.module,
+            iter(microbatches),
+            Hyperparameters(learning_rate=1e-4),
+            num_microbatches=len(microbatches),
+            expected_tokens=BATCH * LENGTH,
+            timers=Timers(0),
+        )
+
+
+def training(micro_batch_size: int, rank: int, **layout: Any) -> Training:
+    """A rank of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
     ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``, ``ep`` and
     ``dispatcher``; of another ``model``, on sequences of ``length``. Models with experts have another batch in every
     step, so that the experts' numbers of rows are new."""
+    tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
+    length = layout.get("length", LENGTH)
+    config = ParallelConfig(
+        data_parallel_sharding_strategy=layout.get("strategy", "no_shard"),
+        overlap_grad_reduce=layout.get("overlap", False),
+        overlap_param_gather=layout.get("overlap", False) and layout.get("strategy", "no_shard") != "no_shard",
+        ddp_bucket_size=layout.get("bucket_size"),
+        torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
+    )
+    replicas = config.data_parallel_replicas(dp)
+    grid = RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, ep=layout.get("ep", 1), dp_replicas=replicas)
+    topology, architecture = Topology(grid, rank, CPU), layout.get("model", MODEL)
+    overlap = P2POverlap(topology.tensor_parallel) if layout.get("tp_overlap", False) else None
+    parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False), overlap)
+    kernel = choose_attention_kernel("auto", CPU, torch.float32)
+    schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
+    placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
+    stages = split_evenly(architecture.num_layers, pp, placement.num_chunks)
+    chunks = chunks_of_stage(stages, placement, topology.pipeline_parallel.rank)
+    context_parallel = ContextParallel(topology.context_parallel, (layout.get("cp_comm_type", "p2p"),))
+    moe = MoEConfig(moe_token_dispatcher_type=layout.get("dispatcher", "alltoall"))
+    context = BuildContext(
+        parallel,
+        torch.float32,
+        CPU,
+        kernel,
+        context_parallel=context_parallel,
+        kernels=LayerKernels(grouped_gemm=PaddedGroupedGemm()),
+        experts=build_experts(architecture, moe, topology),
+    )
+    model = build_model(architecture, context, seed=1, virtual_stages=chunks)
+    executor = build_executor(model, topology, schedule, length, micro_batch_size)
+    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
+    optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
+    places = context_parallel.split.positions(length)
+
+    def read(seed: int) -> list[dict[str, Tensor]]:
+        mine = samples(length, seed).view(-1, dp, micro_batch_size, length + 1)[:, topology.data_parallel.rank]
+        parts = [(text[:, places], text[:, places + 1]) for text in mine]
+        return [{"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts]
+
+    batches = [read(seed) for seed in range(50 if model.has_experts else 1)]
+    module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology, experts=model.expert_balance)
+    return Training(module, batches)
+
+
+def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
+    """A step of this codebase in a layout (:func:`training`)."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
-        tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
-        length = layout.get("length", LENGTH)
-        config = ParallelConfig(
-            data_parallel_sharding_strategy=layout.get("strategy", "no_shard"),
-            overlap_grad_reduce=layout.get("overlap", False),
-            overlap_param_gather=layout.get("overlap", False) and layout.get("strategy", "no_shard") != "no_shard",
-            ddp_bucket_size=layout.get("bucket_size"),
-            torch_fsdp2_reshard_after_forward=layout.get("reshard", True),
-        )
-        replicas = config.data_parallel_replicas(dp)
-        grid = RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, ep=layout.get("ep", 1), dp_replicas=replicas)
-        topology, architecture = Topology(grid, rank, CPU), layout.get("model", MODEL)
-        overlap = P2POverlap(topology.tensor_parallel) if layout.get("tp_overlap", False) else None
-        parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False), overlap)
-        kernel = choose_attention_kernel("auto", CPU, torch.float32)
-        schedule = partial(build_schedule, layout.get("schedule", "1f1b"), pp, num_chunks=layout.get("chunks"))
-        placement = placement_of(layout.get("schedule", "1f1b"), pp, layout.get("chunks"))
-        stages = split_evenly(architecture.num_layers, pp, placement.num_chunks)
-        chunks = chunks_of_stage(stages, placement, topology.pipeline_parallel.rank)
-        context_parallel = ContextParallel(topology.context_parallel, (layout.get("cp_comm_type", "p2p"),))
-        moe = MoEConfig(moe_token_dispatcher_type=layout.get("dispatcher", "alltoall"))
-        context = BuildContext(
-            parallel,
-            torch.float32,
-            CPU,
-            kernel,
-            context_parallel=context_parallel,
-            kernels=LayerKernels(grouped_gemm=PaddedGroupedGemm()),
-            experts=build_experts(architecture, moe, topology),
-        )
-        model = build_model(architecture, context, seed=1, virtual_stages=chunks)
-        executor = build_executor(model, topology, schedule, length, micro_batch_size)
-        data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
-        optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
-        places = context_parallel.split.positions(length)
-
-        def read(seed: int) -> list[dict[str, Tensor]]:
-            mine = samples(length, seed).view(-1, dp, micro_batch_size, length + 1)[:, topology.data_parallel.rank]
-            parts = [(text[:, places], text[:, places + 1]) for text in mine]
-            return [
-                {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)} for tokens, labels in parts
-            ]
-
-        batches = [read(seed) for seed in range(50 if model.has_experts else 1)]
-        steps = count()
-        module = TrainModule(executor, data_parallel, optimizer, LossScaler(), topology, experts=model.expert_balance)
-
-        def step() -> None:
-            microbatches = batches[next(steps) % len(batches)]
-            train_step(
-                module,
-                iter(microbatches),
-                Hyperparameters(learning_rate=1e-4),
-                num_microbatches=len(microbatches),
-                expected_tokens=BATCH * LENGTH,
-                timers=Timers(0),
-            )
-
-        return step
+        built, steps = training(micro_batch_size, rank, **layout), count()
+        return lambda: built.step(next(steps))
 
     return build
 

@@ -16,10 +16,14 @@ from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.strategy import whole_params
 from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.ops.cross_entropy import CompiledCrossEntropy
+from megatron.core.ops.norm import CompiledRMSNorm
+from megatron.core.ops.swiglu import CompiledSwiGLU
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
@@ -96,6 +100,11 @@ def _chunks_of(job: Job) -> int | None:
     return layers // job.ranks if _schedule_of(job) == "interleaved" else None
 
 
+def _compiled_kernels() -> LayerKernels:
+    """Those that ``--kernel rms_norm=compiled`` and so on choose."""
+    return LayerKernels(rms_norm=CompiledRMSNorm(), swiglu=CompiledSwiGLU(), cross_entropy=CompiledCrossEntropy())
+
+
 def _model(job: Job, topology: Topology) -> TransformerModel:
     """This rank's part of the model with the start weights."""
     architecture = transformer_config_of(job.model, job.weights)
@@ -110,6 +119,7 @@ def _model(job: Job, topology: Topology) -> TransformerModel:
         job.torch_device,
         choose_attention_kernel("auto", job.torch_device, job.torch_dtype),
         context_parallel=ContextParallel(topology.context_parallel, ("p2p",)),
+        kernels=_compiled_kernels() if job.is_compiled else LayerKernels(),
     )
     model = build_model(architecture, context, seed=1, virtual_stages=chunks)
     source = Path(job.weights)

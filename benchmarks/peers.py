@@ -157,7 +157,8 @@ def _rows(peer: str, layout: str, workload: Workload) -> list[Contender]:
         kinds = ("", "main weights") if workload.dtype == "bf16" else ("",)
         return [replace(row, is_compiled=compiled, variant=kind) for kind in kinds for compiled in (False, True)]
     if peer == "ours":
-        return [row, *(_variant(row, variant) for variant in VARIANTS.get(layout, ()))]
+        compiled = [replace(row, is_compiled=True)] if layout == "one" else []
+        return [row, *compiled, *(_variant(row, variant) for variant in VARIANTS.get(layout, ()))]
     return [row]
 
 
@@ -399,10 +400,10 @@ def main() -> int:
     for contenders in config.groups:
         for name, row in report(measure(config, contenders)).items():
             rows.setdefault(name, row)  # the rows that others are compared with are in each group
+        if config.json is not None:
+            figures = {"torch": torch.__version__, "cores": os.cpu_count(), "flags": asdict(config), "rows": rows}
+            Path(config.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(rows)))
-    if config.json is not None:
-        figures = {"torch": torch.__version__, "cores": os.cpu_count(), "flags": asdict(config), "rows": rows}
-        Path(config.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

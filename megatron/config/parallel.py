@@ -82,7 +82,8 @@ class ParallelConfig:
     ddp_num_buckets: int | None = None
     """Approximate number of buckets of a rank, instead of --ddp-bucket-size."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Backend of the process groups (default: nccl with GPUs, otherwise gloo)."""
+    """Backend of the process groups (default: nccl with GPUs, otherwise gloo, and shared memory between the ranks of
+    one host)."""
     distributed_timeout_minutes: float = 10.0
     """Minutes after which an incomplete collective of training ends the run. Ranks that wait while one rank builds an
     index or writes a checkpoint wait for up to 4 hours."""

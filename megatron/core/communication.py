@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.shared_memory import open_transport
 from megatron.core.transport import GlooSend, Message, Reduction, Transport, is_fp8, run_sends, sendable
 from megatron.torch_compat import storage_id
 
@@ -87,6 +88,7 @@ class Communicator:
 
     ``twin`` is a communicator of the same ranks with which this one shares its process group. With ``exclusive`` the
     process group is not shared, so that its messages are ordered independently. ``timeout`` applies to each collective.
+    With ``shares_memory`` the ranks of one host exchange through shared memory where gloo would use sockets.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Communicator:
         twin: "Communicator | None" = None,
         exclusive: bool = False,
         timeout: timedelta | None = None,
+        shares_memory: bool = True,
     ) -> None:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
@@ -105,6 +108,7 @@ class Communicator:
         self._twin = twin
         self._exclusive = exclusive
         self._timeout = timeout
+        self._shares_memory = shares_memory
         assert twin is None or twin.ranks == self.ranks, (twin, ranks)
         self.observer: Observer | None = None
 
@@ -136,7 +140,14 @@ class Communicator:
 
     @cached_property
     def transport(self) -> Transport:
-        return Transport(self.process_group)
+        return self.group_transport
+
+    @cached_property
+    def group_transport(self) -> Transport:
+        """The operations of the process group, which twins share."""
+        if self._twin is not None:
+            return self._twin.group_transport
+        return open_transport(self.process_group, self.ranks, self.rank, self._timeout, self._shares_memory)
 
     @cached_property
     def _gloo_sends(self) -> "queue.SimpleQueue[GlooSend | None]":

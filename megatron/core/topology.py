@@ -153,17 +153,26 @@ class RankGrid:
 class Topology:
     """The coordinates, the device and the communicators of one rank.
 
-    ``timeout`` applies to each collective of a communicator, but not to :attr:`control`.
+    ``timeout`` applies to each collective of a communicator, but not to :attr:`control`; ``shares_memory`` is that of
+    :class:`~megatron.core.communication.Communicator`.
     """
 
     has_memory = True
     """Whether tensors have memory; False in a dry run."""
 
-    def __init__(self, grid: RankGrid, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        grid: RankGrid,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        shares_memory: bool = True,
+    ) -> None:
         self.grid = grid
         self.rank = rank
         self.device = device
         self._timeout = timeout
+        self._shares_memory = shares_memory
         self.coordinates = grid.coordinates(rank)
         self._communicators: dict[tuple[str | int, ...], Communicator] = {}
         self._channels: dict[tuple[str, bool], Communicator] = {}
@@ -191,7 +200,7 @@ class Topology:
     def _connect(
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
     ) -> Communicator:
-        return Communicator(ranks, self.rank, name, twin, exclusive, self._timeout)
+        return Communicator(ranks, self.rank, name, twin, exclusive, self._timeout, self._shares_memory)
 
     def pipeline_channel(self, kind: str, source: int, target: int) -> Communicator:
         """The communicator for messages of one ``kind`` from stage ``source`` to stage ``target``.

@@ -90,46 +90,46 @@ class _MeteredWork:
 
 
 class MeteredTransport(Transport):
-    """Counts collectives in the heartbeat and measures waits."""
+    """Counts the collectives of ``transport`` in the heartbeat and measures waits."""
 
-    def __init__(self, process_group: Any, heartbeat: Heartbeat, stopwatch: Stopwatch) -> None:
-        super().__init__(process_group)
-        self._heartbeat, self._stopwatch = heartbeat, stopwatch
+    def __init__(self, transport: Transport, heartbeat: Heartbeat, stopwatch: Stopwatch) -> None:
+        self._transport, self._heartbeat, self._stopwatch = transport, heartbeat, stopwatch
+        self.prefers_messages, self.hides_completion = transport.prefers_messages, transport.hides_completion
 
     def _started(self, work: Any) -> Any:
         self._heartbeat.count_collective()
         return _MeteredWork(work, self._stopwatch)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
-        return self._started(super().all_reduce(tensor, reduction))
+        return self._started(self._transport.all_reduce(tensor, reduction))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
-        return self._started(super().all_gather(output, tensor))
+        return self._started(self._transport.all_gather(output, tensor))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
-        return self._started(super().reduce_scatter(output, tensor))
+        return self._started(self._transport.reduce_scatter(output, tensor))
 
     def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
-        return self._started(super().all_to_all(output, tensor))
+        return self._started(self._transport.all_to_all(output, tensor))
 
     def exchange_rows(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Any:
-        return self._started(super().exchange_rows(output, tensor, received, sent))
+        return self._started(self._transport.exchange_rows(output, tensor, received, sent))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._heartbeat.count_collective()
-        super().broadcast(tensor, source)
+        self._transport.broadcast(tensor, source)
 
     def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
         self._heartbeat.count_collective()
-        return [_MeteredWork(work, self._stopwatch) for work in super().exchange(messages)]
+        return [_MeteredWork(work, self._stopwatch) for work in self._transport.exchange(messages)]
 
     def send(self, tensor: Tensor, target: int) -> Any:
         # Not measured: a thread may wait for it, and the receiver's answer is waited for anyway.
         self._heartbeat.count_collective()
-        return super().send(tensor, target)
+        return self._transport.send(tensor, target)
 
     def receive(self, tensor: Tensor, source: int) -> Any:
-        return self._started(super().receive(tensor, source))
+        return self._started(self._transport.receive(tensor, source))
 
 
 class MeteredCommunicator(Communicator):
@@ -141,21 +141,27 @@ class MeteredCommunicator(Communicator):
 
     @cached_property
     def transport(self) -> Transport:
-        return MeteredTransport(self.process_group, self._heartbeat, self._stopwatch)
+        return MeteredTransport(self.group_transport, self._heartbeat, self._stopwatch)
 
 
 class MeteredTopology(Topology):
     """A topology whose collectives are counted and measured."""
 
     def __init__(
-        self, heartbeat: Heartbeat, grid: RankGrid, rank: int, device: torch.device, timeout: timedelta | None = None
+        self,
+        heartbeat: Heartbeat,
+        grid: RankGrid,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        shares_memory: bool = True,
     ) -> None:
-        super().__init__(grid, rank, device, timeout)
+        super().__init__(grid, rank, device, timeout, shares_memory)
         self._heartbeat = heartbeat
         self.stopwatch: Stopwatch = HostStopwatch(heartbeat) if device.type == "cpu" else StreamStopwatch(heartbeat)
 
     def _connect(
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
     ) -> Communicator:
-        place = ranks, self.rank, name, twin, exclusive, self._timeout
+        place = ranks, self.rank, name, twin, exclusive, self._timeout, self._shares_memory
         return MeteredCommunicator(self._heartbeat, self.stopwatch, *place)

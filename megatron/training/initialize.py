@@ -107,7 +107,9 @@ def init_distributed(
     _join(parallel, process, device)
     grid = rank_grid(parallel, process.world_size)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    topology = MeteredTopology(heartbeat or Heartbeat(), grid, process.rank, device, timeout)
+    topology = MeteredTopology(
+        heartbeat or Heartbeat(), grid, process.rank, device, timeout, parallel.distributed_backend is None
+    )
     try:
         topology.control.open()
         if device.type != "cpu":

@@ -34,6 +34,10 @@ def everyone() -> Communicator:
     return Communicator(range(dist.get_world_size()), dist.get_rank(), "all")
 
 
+def over_gloo() -> Communicator:
+    return Communicator(range(dist.get_world_size()), dist.get_rank(), "all", shares_memory=False)
+
+
 def evens_or_odds() -> Communicator:
     """Of four ranks: the even ones and the odd ones."""
     rank = dist.get_rank()
@@ -90,9 +94,9 @@ def run_collectives(dtype: torch.dtype, group: Callable[[], Communicator] = ever
     return results, broken
 
 
-def run_overlapping(dtype: torch.dtype) -> Results:
+def run_overlapping(dtype: torch.dtype, group: Callable[[], Communicator]) -> Results:
     """Several collectives under way on one communicator at once, waited for in another order."""
-    ranks = everyone()
+    ranks = group()
     mine, wide = part_of(ranks.rank, dtype), part_of(ranks.rank, dtype, (24, 3))
     first = ranks.start_reduce_scatter(mine.clone())
     second = ranks.start_reduce_scatter(wide.clone())
@@ -115,12 +119,12 @@ def run_fp8_gather(dtype: torch.dtype) -> tuple[Tensor, list[CollectiveRecord]]:
     return ranks.all_gather(part_of(ranks.rank, torch.float32).to(dtype)), records
 
 
-def run_rounding(seed: int) -> Tensor:
-    """A reduce-scatter of numbers whose sum depends on the order of additions."""
+def run_rounding(seed: int) -> tuple[Tensor, Tensor]:
+    """A reduce-scatter and an all-reduce of numbers whose sum depends on the order of additions."""
     ranks = everyone()
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randn(ranks.size, 64, generator=generator) * torch.logspace(0, 6, 64)
-    return ranks.reduce_scatter(parts[ranks.rank].clone())
+    return ranks.reduce_scatter(parts[ranks.rank].clone()), ranks.all_reduce(parts[ranks.rank].clone())
 
 
 def run_observed() -> list[CollectiveRecord]:
@@ -196,7 +200,7 @@ def run_channels() -> dict[str, list[Tensor]]:
     me, other = topology.rank, 1 - topology.rank
     for kind in "FB":
         for ends in ((0, 1), (1, 0)):
-            topology.pipeline_channel(kind, *ends).process_group  # noqa: B018
+            topology.pipeline_channel(kind, *ends).open()
     order = [(kind, number) for number in range(2) for kind in "FB"]
     sending = [
         topology.pipeline_channel(kind, me, other).start_send(message(me, number + 5 * (kind == "B")), other)
@@ -212,9 +216,9 @@ def run_channels() -> dict[str, list[Tensor]]:
     return received
 
 
-def run_completion() -> tuple[bool, list[float]]:
+def run_completion(group: Callable[[], Communicator]) -> tuple[bool, list[float]]:
     """Whether a message that was taken says so to its sender, who does not wait for it; and what was taken."""
-    ranks = everyone()
+    ranks = group()
     tensor = message(ranks.rank, 1)
     if ranks.rank == 1:
         received = ranks.start_receive(torch.zeros_like(tensor), 0).wait()
@@ -276,10 +280,11 @@ def assert_results(found: Results, expected: Results) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("group", [everyone, over_gloo])
 def test_collectives_equal_the_computation_they_stand_for(
-    four_ranks: RankPool, world_size: int, dtype: torch.dtype
+    four_ranks: RankPool, world_size: int, dtype: torch.dtype, group: Callable[[], Communicator]
 ) -> None:
-    outcomes = four_ranks.run(run_collectives, dtype, world_size=world_size)
+    outcomes = four_ranks.run(run_collectives, dtype, group, world_size=world_size)
     for rank, (results, broken) in enumerate(outcomes):
         assert not broken
         assert_results(results, expected_results(dtype, list(range(world_size)), rank))
@@ -303,8 +308,9 @@ def test_collectives_of_a_part_of_the_ranks_stay_among_them(four_ranks: RankPool
         assert_results(results, expected_results(torch.float32, [rank % 2, rank % 2 + 2], rank // 2))
 
 
-def test_collectives_under_way_at_once_do_not_mix(four_ranks: RankPool) -> None:
-    outcomes = four_ranks.run(run_overlapping, torch.float32, world_size=4)
+@pytest.mark.parametrize("group", [everyone, over_gloo])
+def test_collectives_under_way_at_once_do_not_mix(four_ranks: RankPool, group: Callable[[], Communicator]) -> None:
+    outcomes = four_ranks.run(run_overlapping, torch.float32, group, world_size=4)
     mine = [part_of(rank, torch.float32) for rank in range(4)]
     wide = [part_of(rank, torch.float32, (24, 3)) for rank in range(4)]
     for rank, results in enumerate(outcomes):
@@ -320,11 +326,12 @@ def test_collectives_under_way_at_once_do_not_mix(four_ranks: RankPool) -> None:
 
 def test_a_sum_does_not_depend_on_who_arrives_first(four_ranks: RankPool) -> None:
     """Bit for bit the sum in rank order, on every rank."""
-    found = torch.cat(four_ranks.run(run_rounding, 3, world_size=4))
+    scattered, reduced = zip(*four_ranks.run(run_rounding, 3, world_size=4))
     parts = torch.randn(4, 64, generator=torch.Generator().manual_seed(3)) * torch.logspace(0, 6, 64)
     in_rank_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
     in_reverse = ((parts[3] + parts[2]) + parts[1]) + parts[0]
-    assert torch.equal(found, in_rank_order)
+    assert torch.equal(torch.cat(scattered), in_rank_order)
+    assert all(torch.equal(one, in_rank_order) for one in reduced)
     assert not torch.equal(in_rank_order, in_reverse), "the numbers do not tell the orders apart"
 
 
@@ -342,8 +349,11 @@ def test_an_observer_sees_every_collective(four_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("receive_first", [True, False], ids=["received ahead", "sent ahead"])
-def test_messages_arrive_in_the_order_of_sending(four_ranks: RankPool, receive_first: bool) -> None:
-    for rank, received in enumerate(four_ranks.run(run_messages, receive_first, world_size=4)):
+@pytest.mark.parametrize("group", [everyone, over_gloo])
+def test_messages_arrive_in_the_order_of_sending(
+    four_ranks: RankPool, receive_first: bool, group: Callable[[], Communicator]
+) -> None:
+    for rank, received in enumerate(four_ranks.run(run_messages, receive_first, group, world_size=4)):
         assert [tensor.tolist() for tensor in received] == [
             message((rank - 1) % 4, number).tolist() for number in range(3)
         ]
@@ -379,9 +389,10 @@ def test_messages_of_one_channel_wait_for_no_other(four_ranks: RankPool) -> None
             assert [tensor.tolist() for tensor in received[kind]] == wanted, f"rank {rank}, {kind}"
 
 
-def test_a_message_that_has_been_taken_says_so(four_ranks: RankPool) -> None:
+@pytest.mark.parametrize("group", [everyone, over_gloo])
+def test_a_message_that_has_been_taken_says_so(four_ranks: RankPool, group: Callable[[], Communicator]) -> None:
     """Without a wait, so that a sender keeps nothing longer than it must (gloo itself tells only those who wait)."""
-    assert four_ranks.run(run_completion, world_size=2) == [(True, message(0, 1).tolist())] * 2
+    assert four_ranks.run(run_completion, group, world_size=2) == [(True, message(0, 1).tolist())] * 2
 
 
 def test_an_exclusive_communicator_shares_its_group_with_nobody(four_ranks: RankPool) -> None:

@@ -75,7 +75,10 @@ class ObservedTopology(Topology):
 def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], list[CollectiveRecord]]:
     """A step with numbers: the bytes at its peak, those between steps by kind, and its collectives."""
     config = config_of(flags)
-    topology = ObservedTopology(rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"))
+    # Over gloo: the memory that ranks share is outside torch's, and its views would count as tensors.
+    topology = ObservedTopology(
+        rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"), shares_memory=False
+    )
     topology.traffic = Traffic(dist.get_rank(), node_size=8)
     tracker = MemoryTracker()
     with tracker:

@@ -29,6 +29,8 @@ REFUSED = [
     ("benchmark_data", "--sentencepiece-model", []),
     ("benchmark_data", "--tiktoken-model", []),
     ("benchmark_data", "--huggingface-model", []),
+    ("benchmark_collectives", "--json", []),
+    ("benchmark_schedules", "--json", []),
     ("benchmark_generate", "--json", []),
     ("benchmark_planner_cpu", "--json", []),
     ("benchmark_step", "--json", []),

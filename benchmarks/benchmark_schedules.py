@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""Pipeline schedules on two CPU cores, and their simulated bounds at the measured times of their passes.
+
+    python benchmarks/benchmark_schedules.py [--repeats 9] [--json OUT]
+
+Two stages train the model of benchmark_cpu.py with four microbatches. The bound simulates the schedule with the median
+time of every pass of every stage, without messages; ``share`` is the bound over the measured time of the pipeline.
+"""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Before torch reads them, here and in the ranks that this process starts.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+
+from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
+from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.errors import ConfigError
+from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.schedule import Kind, Schedule
+from megatron.schedules.simulator import Durations, Span, Timeline, simulate
+from megatron.training.initialize import Process, prepare_cpu
+from megatron.urls import refuse_urls
+
+MICRO_BATCH_SIZE, MICROBATCHES = 4, 4
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """How long to measure."""
+
+    repeats: int = 9
+    """Turns of every schedule; the medians count."""
+    json: str | None = None
+    """File for the figures."""
+
+
+def measured(one: Training, number: int) -> list[Span]:
+    """The passes of this rank in one step, whose clock starts when both ranks are there."""
+    dist.barrier()
+    recorder = ActionRecorder(CPU)
+    one.module.executor.recorder = recorder
+    one.step(number)
+    return list(recorder.spans())
+
+
+def bound(schedule: Schedule, timelines: list[Timeline]) -> float:
+    """The simulated seconds of ``schedule`` with the median time of every pass."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for span in timeline.spans:
+            stage = schedule.result(span.stage, span.action).virtual_stage
+            times[span.action.kind, stage].append(span.end - span.start)
+    stages = range(schedule.placement.num_virtual_stages)
+    # Where B and W are one pass, its time is B's.
+    forward, backward, weight = (
+        tuple(median(times[kind, stage]) if times[kind, stage] else 0.0 for stage in stages) for kind in _KINDS
+    )
+    return simulate(schedule, Durations(forward, backward, weight)).makespan
+
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
+    """Train every schedule in turns; rank 0 writes the seconds of the pipelines and their bounds."""
+    prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    layers = MODEL.num_layers // RANKS
+    contenders = {
+        name: training(
+            MICRO_BATCH_SIZE, rank, pp=RANKS, schedule=name, chunks=layers if name == "interleaved" else None
+        )
+        for name in sorted(SCHEDULES)
+    }
+    timelines: dict[str, list[Timeline]] = {name: [] for name in contenders}
+    for repeat in range(repeats + 1):
+        for name, one in contenders.items():
+            spans = one.module.topology.control.all_gather_object(measured(one, repeat))
+            if repeat > 0:  # the first turn warms up
+                timelines[name].append(Timeline(RANKS, tuple(span for stage in spans for span in stage)))
+        if rank == 0:
+            print(f"\rturn {repeat} of {repeats}", end="", file=sys.stderr, flush=True)
+    if rank == 0:
+        print(file=sys.stderr)
+        rows = {}
+        for name, one in contenders.items():
+            schedule = one.module.executor.schedule(MICROBATCHES)
+            rows[name] = {
+                "seconds": [timeline.makespan for timeline in timelines[name]],
+                "bound": bound(schedule, timelines[name]),
+            }
+        Path(output).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks, and print the table."""
+    config = tyro.cli(BenchmarkConfig, description=__doc__)
+    try:
+        refuse_urls({"--json": config.json}, "name a local file")
+    except ConfigError as error:
+        sys.exit(f"ERROR: {error}")
+    with tempfile.TemporaryDirectory() as directory:
+        store, output = str(Path(directory, "store")), str(Path(directory, "times.json"))
+        mp.spawn(run_rank, args=(config.repeats, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
+        rows = json.loads(Path(output).read_text())
+    print("| schedule | ms | bound, ms | share |\n| --- | --- | --- | --- |")
+    for name, row in rows.items():
+        row["share"] = row["bound"] / median(row["seconds"])
+        print(f"| {name} | {1e3 * median(row['seconds']):.0f} | {1e3 * row['bound']:.0f} | {row['share']:.3f} |")
+    if config.json is not None:
+        figures = {"machine": platform.machine(), "torch": torch.__version__, "rows": rows}
+        Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

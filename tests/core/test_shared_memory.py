@@ -1,0 +1,302 @@
+"""What only ranks that share memory do: they notice each other's end, reuse places, and enlarge them."""
+
+import gc
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import shared_memory
+from megatron.core.communication import Communicator
+from megatron.core.shared_memory import SharedMemoryTransport, open_transport
+from megatron.core.topology import RankGrid, Topology
+from megatron.core.transport import Transport
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+
+
+def everyone(timeout: float | None = None) -> Communicator:
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return Communicator(range(dist.get_world_size()), dist.get_rank(), "all", timeout=limit)
+
+
+def places_of(ranks: Communicator) -> Any:
+    transport = ranks.transport
+    assert isinstance(transport, SharedMemoryTransport)
+    return transport._places
+
+
+def run_kinds_of_transport() -> list[str]:
+    """The transport of a group that shares memory, of one that does not, of its twin, and of many ranks."""
+    topology = Topology(RankGrid(tp=dist.get_world_size()), dist.get_rank(), CPU, shares_memory=False)
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    one = Communicator(ranks, rank, "one")
+    twin = Communicator(ranks, rank, "twin", twin=one)
+    groups = [one, Communicator(ranks, rank, "gloo", shares_memory=False), topology.tensor_parallel]
+    kinds = [type(group.transport).__name__ for group in groups]
+    assert twin.transport is one.transport
+    many = open_transport(one.process_group, tuple(range(shared_memory.LARGEST_GROUP + 1)), rank, None, True)
+    return [*kinds, type(many).__name__]
+
+
+def test_ranks_of_one_host_share_memory_unless_told_otherwise(four_ranks: RankPool) -> None:
+    wanted = ["SharedMemoryTransport", "Transport", "Transport", "Transport"]
+    assert four_ranks.run(run_kinds_of_transport, world_size=2) == [wanted] * 2
+
+
+def run_where_one_cannot(obstacle: str) -> tuple[str, float]:
+    """The transport of three ranks, of which the last cannot share memory; and a sum over it."""
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2 and obstacle == "memfd":
+            patch.setattr("os.memfd_create", _refuse)
+        if rank == 2 and obstacle == "host":
+            patch.setattr(shared_memory, "_host_number", lambda: 7)
+        group = Communicator(ranks, rank, "three")
+        return type(group.transport).__name__, group.all_reduce(torch.ones(2))[0].item()
+
+
+def _refuse(*_: Any) -> int:
+    raise PermissionError("forbidden")
+
+
+@pytest.mark.parametrize("obstacle", ["memfd", "host"])
+def test_all_ranks_use_gloo_if_one_cannot_share_memory(four_ranks: RankPool, obstacle: str) -> None:
+    assert four_ranks.run(run_where_one_cannot, obstacle, world_size=3) == [("Transport", 3.0)] * 3
+
+
+def run_many_messages() -> tuple[int, int]:
+    """Bytes of places after ten all-reduces, and after a hundred more."""
+    ranks = everyone()
+    sizes = []
+    for count in (10, 100):
+        for number in range(count):
+            total = ranks.all_reduce(torch.full((5000,), float(number)))
+            assert total.eq(number * ranks.size).all()
+        sizes.append(places_of(ranks)._end)
+    return sizes[0], sizes[1]
+
+
+def test_places_are_used_again(four_ranks: RankPool) -> None:
+    for first, later in four_ranks.run(run_many_messages, world_size=3):
+        assert later == first
+
+
+def run_unread_messages() -> list[float]:
+    """A rank sends more than its arena has, before the other takes the first; then all arrive, the last ones first."""
+    ranks = everyone()
+    other = 1 - ranks.rank
+    count = 300
+    for number in range(count):
+        ranks.start_send(torch.full((1 + 50 * number,), float(number)), other)
+    dist.barrier()
+    works = [ranks.start_receive(torch.zeros(1 + 50 * number), other) for number in range(count)]
+    arrived = [work.wait() for work in reversed(works)]
+    ends = [(tensor[0].item(), tensor[-1].item()) for tensor in reversed(arrived)]
+    assert ends == [(number, number) for number in range(count)]
+    # All are read, whatever their order: the places are free.
+    dist.barrier()
+    before = places_of(ranks)._end
+    for _ in range(3):
+        ranks.all_reduce(torch.ones(50 * count))
+    return [places_of(ranks)._end - before]
+
+
+def test_messages_wait_for_their_receiver(four_ranks: RankPool) -> None:
+    assert four_ranks.run(run_unread_messages, world_size=2) == [[0], [0]]
+
+
+def run_full_ring() -> list[int]:
+    """More unread messages than there are entries: the sender waits until the first ones are read."""
+    ranks = everyone()
+    count = shared_memory._RING_SIZE + 10
+    if ranks.rank == 0:
+        for number in range(count):
+            ranks.start_send(torch.tensor([number]), 1)
+        return []
+    time.sleep(0.2)
+    return [int(ranks.start_receive(torch.zeros(1, dtype=torch.int64), 0).wait()) for _ in range(count)]
+
+
+def test_a_sender_waits_for_a_free_entry(four_ranks: RankPool) -> None:
+    assert four_ranks.run(run_full_ring, world_size=2)[1] == list(range(shared_memory._RING_SIZE + 10))
+
+
+def run_large() -> bool:
+    """Tensors too large for shared memory, between small ones."""
+    ranks, kept = everyone(), shared_memory.LARGEST_BYTES
+    shared_memory.LARGEST_BYTES = 4096
+    try:
+        other = 1 - ranks.rank
+        for sizes in [(10, 3000), (3000, 10), (3000, 3000)]:
+            mine, its = sizes[ranks.rank], sizes[other]
+            sent, received = [torch.empty(0)] * 2, [torch.empty(0)] * 2
+            sent[other], received[other] = torch.full((mine,), 1.0 + ranks.rank), torch.zeros(its)
+            ranks.exchange_parts(sent, received)
+            assert received[other].eq(1.0 + other).all()
+            assert ranks.all_reduce(torch.ones(mine + its)).eq(2).all()
+            assert ranks.all_gather(torch.full((mine + its,), float(ranks.rank))).sum() == mine + its
+    finally:
+        shared_memory.LARGEST_BYTES = kept
+    return places_of(ranks)._end < 2**21
+
+
+def test_large_tensors_go_through_gloo(four_ranks: RankPool) -> None:
+    assert four_ranks.run(run_large, world_size=2) == [True, True]
+
+
+def run_repeated() -> list[list[float]]:
+    """Exchanges in which a tensor goes to a rank twice, with another one between."""
+    ranks = everyone()
+    mine, other = torch.tensor([1.0 + ranks.rank]), torch.tensor([10.0 + ranks.rank])
+    shifted = ranks.start_shifts([mine, mine, other, mine]).wait()
+    return [tensor.tolist() for tensor in shifted]
+
+
+def test_messages_of_one_exchange_keep_their_order(four_ranks: RankPool) -> None:
+    for rank, shifted in enumerate(four_ranks.run(run_repeated, world_size=3)):
+        source = (rank - 1) % 3
+        assert shifted == [[1.0 + source], [1.0 + source], [10.0 + source], [1.0 + source]]
+
+
+def run_disagreeing() -> str:
+    ranks = everyone()
+    try:
+        ranks.all_reduce(torch.ones(3 + ranks.rank))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_disagree_on_a_size_are_told(four_ranks: RankPool) -> None:
+    first, second = four_ranks.run(run_disagreeing, world_size=2)
+    assert "16 bytes where 12 are expected" in first
+    assert "12 bytes where 16 are expected" in second
+
+
+# Ends of ranks: processes of their own, because they do not survive
+
+
+def _rank(rank: int, store: str, case: Callable[[Communicator], str], results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    ranks = everyone(timeout=2.0)
+    ranks.all_reduce(torch.ones(3))
+    results.put((rank, case(ranks)))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def _ends(case: Callable[[Communicator], str], tmp_path: Path, answers: int) -> dict[int, str]:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, str(tmp_path / "store"), case, results)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return dict(results.get(timeout=60) for _ in range(answers))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def killed(ranks: Communicator) -> str:
+    """Rank 1 is killed; rank 0 waits for it, in the end for a process that nobody has waited for."""
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure(lambda: ranks.all_reduce(torch.ones(3)))
+
+
+def failure(action: Callable[[], object]) -> str:
+    start = time.monotonic()
+    try:
+        action()
+    except RuntimeError as error:
+        return f"{error} after {time.monotonic() - start:.0f} s"
+    return "nothing"
+
+
+def leaving(ranks: Communicator) -> str:
+    """Rank 1 lives on without its communicator."""
+    if ranks.rank == 1:
+        del ranks.__dict__["transport"], ranks.__dict__["group_transport"]
+        gc.collect()
+        time.sleep(60)
+    return failure(lambda: ranks.all_reduce(torch.ones(3)))
+
+
+def last_words(ranks: Communicator) -> str:
+    """Rank 1 writes its part and ends, before rank 0 reads it."""
+    if ranks.rank == 1:
+        ranks.start_all_reduce(torch.full((3,), 5.0))
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    return str(ranks.all_reduce(torch.ones(3)).tolist())
+
+
+def hanging(ranks: Communicator) -> str:
+    if ranks.rank == 1:
+        time.sleep(60)
+    return failure(lambda: ranks.start_receive(torch.ones(3), 1).wait())
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        (killed, "Connection closed by peer: a rank that shares memory with this one has ended. after 0 s"),
+        (leaving, "Connection closed by peer: a rank that shares memory with this one has ended. after 0 s"),
+        (last_words, "[6.0, 6.0, 6.0]"),
+        (hanging, "Timed out waiting 2 s for a message of another rank in shared memory. after 2 s"),
+    ],
+    ids=["killed", "left", "last words", "hangs"],
+)
+def test_the_end_of_a_rank(case: Callable[[Communicator], str], wanted: str, tmp_path: Path) -> None:
+    assert _ends(case, tmp_path, answers=1) == {0: wanted}
+
+
+def run_nothing_left() -> tuple[int, int]:
+    """Descriptors before and after a group that is gone."""
+
+    def descriptors() -> int:
+        gc.collect()
+        return sum("megatron ranks" in os.readlink(f"/proc/self/fd/{one}") for one in _open_descriptors())
+
+    before = descriptors()
+    ranks = everyone()
+    ranks.all_reduce(torch.ones(100_000))
+    assert descriptors() > before
+    dist.barrier()
+    del ranks
+    return before, descriptors()
+
+
+def _open_descriptors() -> list[str]:
+    return [one for one in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{one}")]
+
+
+def test_a_group_that_is_gone_leaves_nothing(four_ranks: RankPool) -> None:
+    for before, after in four_ranks.run(run_nothing_left, world_size=3):
+        assert after == before
+
+
+def test_the_plain_transport_serves_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a processor whose stores other cores may see in another order."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        assert type(open_transport(dist.group.WORLD, (0,), 0, None, shares_memory=True)) is Transport
+    finally:
+        dist.destroy_process_group()
