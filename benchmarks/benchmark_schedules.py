@@ -3,8 +3,9 @@
 
     python benchmarks/benchmark_schedules.py [--repeats 9] [--json OUT]
 
-Two stages train the model of benchmark_cpu.py with four microbatches. The bound simulates the schedule with the median
-time of every pass of every stage, without messages; ``share`` is the bound over the measured time of the pipeline.
+Two stages train the model of benchmark_cpu.py, with eight layers so that every schedule divides them, and four
+microbatches. The bound simulates the schedule with the mean time of every pass of every stage in the same step, without
+messages; the share is the bound over the measured time.
 """
 
 import json
@@ -13,9 +14,9 @@ import platform
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Before torch reads them, here and in the ranks that this process starts.
@@ -35,6 +36,7 @@ from megatron.schedules.simulator import Durations, Span, Timeline, simulate
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.urls import refuse_urls
 
+EIGHT_LAYERS = replace(MODEL, num_layers=8)
 MICRO_BATCH_SIZE, MICROBATCHES = 4, 4
 
 
@@ -57,17 +59,16 @@ def measured(one: Training, number: int) -> list[Span]:
     return list(recorder.spans())
 
 
-def bound(schedule: Schedule, timelines: list[Timeline]) -> float:
-    """The simulated seconds of ``schedule`` with the median time of every pass."""
+def bound(schedule: Schedule, timeline: Timeline) -> float:
+    """The simulated seconds of ``schedule`` with the mean time of every pass in ``timeline``."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for timeline in timelines:
-        for span in timeline.spans:
-            stage = schedule.result(span.stage, span.action).virtual_stage
-            times[span.action.kind, stage].append(span.end - span.start)
+    for span in timeline.spans:
+        stage = schedule.result(span.stage, span.action).virtual_stage
+        times[span.action.kind, stage].append(span.end - span.start)
     stages = range(schedule.placement.num_virtual_stages)
     # Where B and W are one pass, its time is B's.
     forward, backward, weight = (
-        tuple(median(times[kind, stage]) if times[kind, stage] else 0.0 for stage in stages) for kind in _KINDS
+        tuple(mean(times[kind, stage]) if times[kind, stage] else 0.0 for stage in stages) for kind in _KINDS
     )
     return simulate(schedule, Durations(forward, backward, weight)).makespan
 
@@ -80,10 +81,15 @@ def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
     prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    layers = MODEL.num_layers // RANKS
+    layers = EIGHT_LAYERS.num_layers // RANKS
     contenders = {
         name: training(
-            MICRO_BATCH_SIZE, rank, pp=RANKS, schedule=name, chunks=layers if name == "interleaved" else None
+            MICRO_BATCH_SIZE,
+            rank,
+            model=EIGHT_LAYERS,
+            pp=RANKS,
+            schedule=name,
+            chunks=layers if name == "interleaved" else None,
         )
         for name in sorted(SCHEDULES)
     }
@@ -102,7 +108,7 @@ def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
             schedule = one.module.executor.schedule(MICROBATCHES)
             rows[name] = {
                 "seconds": [timeline.makespan for timeline in timelines[name]],
-                "bound": bound(schedule, timelines[name]),
+                "bounds": [bound(schedule, timeline) for timeline in timelines[name]],
             }
         Path(output).write_text(json.dumps(rows))
     dist.barrier()
@@ -120,10 +126,11 @@ def main() -> None:
         store, output = str(Path(directory, "store")), str(Path(directory, "times.json"))
         mp.spawn(run_rank, args=(config.repeats, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
         rows = json.loads(Path(output).read_text())
-    print("| schedule | ms | bound, ms | share |\n| --- | --- | --- | --- |")
+    print("| schedule | ms | bound, ms | share (least to most) |\n| --- | --- | --- | --- |")
     for name, row in rows.items():
-        row["share"] = row["bound"] / median(row["seconds"])
-        print(f"| {name} | {1e3 * median(row['seconds']):.0f} | {1e3 * row['bound']:.0f} | {row['share']:.3f} |")
+        shares = [limit / seconds for limit, seconds in zip(row["bounds"], row["seconds"])]
+        times = (f"{1e3 * median(row[key]):.0f}" for key in ("seconds", "bounds"))
+        print(f"| {name} | {' | '.join(times)} | {median(shares):.3f} ({min(shares):.3f}-{max(shares):.3f}) |")
     if config.json is not None:
         figures = {"machine": platform.machine(), "torch": torch.__version__, "rows": rows}
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")

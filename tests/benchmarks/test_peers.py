@@ -101,8 +101,9 @@ def test_the_table_has_speeds_and_names_errors() -> None:
 
 
 def test_every_layout_of_ours_is_a_row() -> None:
-    layouts = [one.layout for one in contenders_of(["transformers"]) if one.peer == "ours" and not one.variant]
-    assert layouts == ["one", "dp", "fsdp", "tp", "pp", "cp"]
+    ours = [one for one in contenders_of(["transformers"]) if one.peer == "ours" and not one.variant]
+    assert [one.layout for one in ours] == ["one", "one", "dp", "fsdp", "tp", "pp", "cp"]
+    assert [one.layout for one in ours if one.is_compiled] == ["one"]
 
 
 def test_layouts_that_transformers_does_not_train_in_are_left_out() -> None:
@@ -126,7 +127,7 @@ def test_zero_stages_and_schedules_are_rows_of_ours() -> None:
 def test_in_bf16_there_is_one_rank_of_each() -> None:
     names = [one.name.removeprefix("20 M, bf16, one rank, ") for one in contenders_of(["transformers"], MEDIUM)]
     transformers = ("transformers", "transformers compiled")
-    assert names == ["ours", *transformers, *(f"{one}, main weights" for one in transformers)]
+    assert names == ["ours", "ours compiled", *transformers, *(f"{one}, main weights" for one in transformers)]
 
 
 def test_fused_weights_of_megatron_core_are_in_the_order_of_query_groups_and_ranks() -> None:
