@@ -152,9 +152,9 @@ class Training:
 
 def training(micro_batch_size: int, rank: int, **layout: Any) -> Training:
     """A rank of this codebase in a layout: ``tp``, ``cp``, ``cp_comm_type``, ``dp``, ``pp``, ``schedule``, ``chunks``,
-    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``, ``ep`` and
-    ``dispatcher``; of another ``model``, on sequences of ``length``. Models with experts have another batch in every
-    step, so that the experts' numbers of rows are new."""
+    ``sequence_parallel``, ``tp_overlap``, ``strategy``, ``overlap``, ``bucket_size``, ``reshard``, ``ep``,
+    ``dispatcher`` and ``shares_memory``; of another ``model``, on sequences of ``length``. Models with experts have
+    another batch in every step, so that the experts' numbers of rows are new."""
     tp, cp, dp, pp = (layout.get(axis, 1) for axis in ("tp", "cp", "dp", "pp"))
     length = layout.get("length", LENGTH)
     config = ParallelConfig(
@@ -166,7 +166,8 @@ def training(micro_batch_size: int, rank: int, **layout: Any) -> Training:
     )
     replicas = config.data_parallel_replicas(dp)
     grid = RankGrid(tp=tp, cp=cp, pp=pp, dp=dp, ep=layout.get("ep", 1), dp_replicas=replicas)
-    topology, architecture = Topology(grid, rank, CPU), layout.get("model", MODEL)
+    topology = Topology(grid, rank, CPU, shares_memory=layout.get("shares_memory", True))
+    architecture = layout.get("model", MODEL)
     overlap = P2POverlap(topology.tensor_parallel) if layout.get("tp_overlap", False) else None
     parallel = TensorParallel(topology.tensor_parallel, layout.get("sequence_parallel", False), overlap)
     kernel = choose_attention_kernel("auto", CPU, torch.float32)
@@ -335,6 +336,17 @@ CONTENDERS = (
     Contender("PP2 1f1b", 2, ours(pp=2)),
     Contender("PP2 interleaved", 2, ours(pp=2, schedule="interleaved", chunks=3)),
     Contender("PP2 zb-h1", 2, ours(pp=2, schedule="zb-h1")),
+    *(
+        Contender(f"{name}, over gloo", 2, ours(**layout, shares_memory=False), size, reference=name)
+        for name, layout, size in (
+            ("DP2 no_shard", {"dp": 2}, 4),
+            ("DP2 FSDP", {"dp": 2, "strategy": "optim_grads_params"}, 8),
+            ("TP2", {"tp": 2}, 16),
+            ("TP2 + sequence parallel", {"tp": 2, "sequence_parallel": True}, 16),
+            ("CP2 p2p", {"cp": 2}, 16),
+            ("PP2 1f1b", {"pp": 2}, 4),
+        )
+    ),
     Contender("64 experts, 8 for a token", 1, ours(model=EXPERTS_64), 8),
     Contender(EXPERTS, 1, ours(model=EXPERTS_8)),
     Contender(f"{EXPERTS}, transformers eager", 1, transformers_mixtral("eager"), reference=EXPERTS),
@@ -381,15 +393,15 @@ def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> Non
 
 
 def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Tokens/s and ratios: medians, ratios turn by turn against one rank on sequences of the same length."""
+    """Tokens/s and ratios: medians, ratios turn by turn against the reference of each row, mostly one rank."""
     references = {contender.name: seconds[contender.reference] for contender in config.contenders}
     rows = {}
-    print(f"{'':44}{'tokens/s':>10}{'x one rank':>12}")
+    print(f"{'':44}{'tokens/s':>10}{'x reference':>13}")
     for name, times in seconds.items():
         speed = BATCH * LENGTH / median(times)
         ratio = median(one / mine for one, mine in zip(references[name], times))
-        rows[name] = {"tokens_per_s": speed, "ratio_to_one_rank": ratio, "seconds_per_step": times}
-        print(f"{name:44}{speed:10.0f}{ratio:12.3f}")
+        rows[name] = {"tokens_per_s": speed, "ratio": ratio, "seconds_per_step": times}
+        print(f"{name:44}{speed:10.0f}{ratio:13.3f}")
     return {"machine": platform.machine(), "torch": torch.__version__, "flags": asdict(config), "rows": rows}
 
 

@@ -1,4 +1,7 @@
-"""OLMo-core's Transformer and train module as a contender of benchmarks/peers.py."""
+"""OLMo-core's Transformer and train module as a contender of benchmarks/peers.py.
+
+In bf16 the weights stay in fp32, and the train module computes under autocast.
+"""
 
 from typing import Any
 
@@ -51,6 +54,7 @@ def build(job: Job) -> Step:
         optim=_adamw(),
         max_grad_norm=MAX_NORM,
         compile_model=job.is_compiled,
+        autocast_precision=None if job.dtype == "fp32" else DType.from_pt(job.torch_dtype),
         **_parallelism(job),
     )
     module = config.build(_model_config(job).build(init_device="meta"), device=job.torch_device)
@@ -90,7 +94,7 @@ def _model_config(job: Job) -> TransformerConfig:
         layer_norm_eps=model["rms_norm_eps"],
         rope_theta=int(model["rope_theta"]),
         feed_forward=FeedForwardConfig(hidden_size=model["intermediate_size"], bias=False),
-        dtype=DType.from_pt(job.torch_dtype),
+        dtype=DType.float32,
     )
 
 

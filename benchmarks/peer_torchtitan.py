@@ -1,4 +1,7 @@
-"""torchtitan's Llama 3 as a contender of benchmarks/peers.py."""
+"""torchtitan's Llama 3 as a contender of benchmarks/peers.py.
+
+In bf16 the weights stay in fp32 and one rank computes under autocast, as with torchtitan's own trainer.
+"""
 
 from functools import partial
 from typing import Any
@@ -106,7 +109,7 @@ class Setup:
         """The model with the start weights, whose rows for the query and key the adapter permutes for torchtitan."""
         with self.job.torch_device:
             model = self.config.build()
-        model.to(self.job.torch_dtype)
+        model.to(torch.float32)
         with torch.no_grad():
             model.init_states()
         # Loaded before FSDP: the fused weights for query, key and value cannot be loaded into DTensors.
@@ -128,7 +131,8 @@ def _microbatch_step(job: Job) -> Step:
         for text in job.microbatches(batch):
             tokens, labels, positions = _inputs(setup, text)
             with context():
-                loss, _ = setup.loss(model(tokens, positions), labels)
+                with job.autocast:
+                    loss, _ = setup.loss(model(tokens, positions), labels)
                 loss.backward()
             total += loss.detach()
         clip_grad_norm_(model.parameters(), MAX_NORM)

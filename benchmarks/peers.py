@@ -84,9 +84,11 @@ class Workload:
 
 
 SMALL = Workload("6 M, fp32", _fields(6, 256, 768, 16, 16, 2048, 256), 16, "fp32", 1, 1e-4)
-MEDIUM = Workload("20 M, bf16", _fields(4, 512, 1536, 8, 2, 8192, 512), 4, "bf16", 2, 1e-2, ("one",))
-"""Under autocast the second loss differs by 8e-3, since activations between layers are in fp32; with fp32 main weights
-beside bf16 ones the losses are within 1e-4. No learning makes it 5e-2, and bf16 weights alone make the third 6e-2."""
+MEDIUM = Workload("20 M, bf16", _fields(4, 512, 1536, 8, 2, 8192, 512), 4, "bf16", 2, 1e-3, ("one",))
+"""With fp32 main weights beside bf16 ones. No learning makes a difference of 5e-2, and bf16 weights alone of 6e-2."""
+AUTOCAST_PEERS, AUTOCAST_TOLERANCE = ("transformers", "torchtitan", "olmo_core"), 1e-2
+"""Peers that compute in bf16 under autocast, where activations between layers are in fp32: the second loss of
+transformers differs by 8e-3."""
 TINY = Workload("tiny, fp32", _fields(4, 32, 64, 4, 4, 64, 16), 8, "fp32", 1, 1e-4)
 """For tests."""
 
@@ -106,6 +108,12 @@ class Contender:
     @property
     def ranks(self) -> int:
         return 1 if self.layout == "one" else 2
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference of a loss from ours."""
+        is_autocast = self.workload.dtype == "bf16" and self.peer in AUTOCAST_PEERS and not self.variant
+        return AUTOCAST_TOLERANCE if is_autocast else self.workload.tolerance
 
     @property
     def name(self) -> str:
@@ -323,7 +331,7 @@ def compare_losses(results: Sequence[Result]) -> None:
     """Give every result whose losses differ from ours on one rank an error."""
     ours = {one.contender.workload.name: one for one in results if is_of(one.contender, "ours")}
     for result in results:
-        reference, tolerance = ours[result.contender.workload.name].losses, result.contender.workload.tolerance
+        reference, tolerance = ours[result.contender.workload.name].losses, result.contender.tolerance
         if result.error is None and reference:
             difference = max(abs(mine / other - 1) for mine, other in zip(result.losses, reference, strict=True))
             if not difference <= tolerance:  # NaN, too

@@ -474,7 +474,8 @@ CAUSES: Mapping[str, set[Cause]] = {
     "gil": {Cause.HANG},
     "fifo": {Cause.HANG},
     "flip": {Cause.SILENT_CORRUPTION},
-    "collective": {Cause.HANG, Cause.KILLED},  # gloo aborts a process that receives a message of another size
+    # Of another size, gloo aborts the process that receives it, and ranks that share memory refuse it.
+    "collective": {Cause.HANG, Cause.KILLED, Cause.EXCEPTION},
     "stoploader": {Cause.STOPPED_PROCESS},
 }
 """The cause that the failure report must name, by the kind of the fault."""

@@ -165,19 +165,27 @@ class CpuFlashAttention:
         if not self._splits_queries(query, is_causal):
             grads: Gradients = differentiate(grad, query, key, value, output, log_sum_exp, 0.0, is_causal)
             return grads
-        dtype, grad_query = query.dtype, torch.empty_like(query)
+        grad_query = torch.empty_like(query) if out is None else out[0]
+        dtype, length = query.dtype, query.shape[2]
         grad, query, key, value, output = (t.to(log_sum_exp.dtype) for t in (grad, query, key, value, output))
-        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-        for queries, keys, mask in self._blocks(query):
+        # The last block has all keys: the gradients of the other blocks are added to its own.
+        for queries, keys, mask in reversed(list(self._blocks(query))):
             some_grad, some_query, some_output, some_lse = (
                 t[:, :, queries] for t in (grad, query, output, log_sum_exp)
             )
             block = some_grad, some_query, key[:, :, keys], value[:, :, keys], some_output, some_lse
             parts = differentiate(*block, 0.0, False, attn_mask=mask)
             grad_query[:, :, queries] = parts[0]
-            grad_key[:, :, keys] += parts[1]
-            grad_value[:, :, keys] += parts[2]
-        return grad_query, grad_key.to(dtype), grad_value.to(dtype)
+            if queries.stop == length:
+                _, grad_key, grad_value = parts
+            else:
+                grad_key[:, :, keys] += parts[1]
+                grad_value[:, :, keys] += parts[2]
+        if out is None:
+            return grad_query, grad_key.to(dtype), grad_value.to(dtype)
+        out[1].copy_(grad_key)
+        out[2].copy_(grad_value)
+        return out
 
     def _splits_queries(self, query: Tensor, is_causal: bool) -> bool:
         return is_causal and self._QUERIES < query.shape[2] <= self._KEYS
