@@ -73,7 +73,9 @@ def expected(folder: Path) -> dict[str, Any]:
 def run_from(start: Path, name: str, directory: Path, **changes: Any) -> Path:
     """Copy the checkpoint ``start`` into ``directory`` and go on from it; the metrics."""
     shutil.copytree(start, directory / "save" / start.name)
-    flags, processes = flags_of_case(CASES[name], directory, **changes), CASES[name].processes
+    # The past versions exchanged through gloo, whose sums of four ranks have other bits than those in shared memory.
+    flags = flags_of_case(CASES[name], directory, distributed_backend="gloo", **changes)
+    processes = CASES[name].processes
     (call_training(flags) if processes == 1 else fork_training(flags, processes)).succeeded()
     return directory / "metrics.jsonl"
 

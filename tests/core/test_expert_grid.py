@@ -150,6 +150,6 @@ def test_groups_are_made_at_set_up_in_one_order(monkeypatch: pytest.MonkeyPatch)
     grid = RankGrid(tp=2, pp=2, dp=2, ep=2, etp=1)
     for rank in range(8):
         made.clear()
-        topology = Topology(grid, rank, torch.device("cpu"))
+        topology = Topology(grid, rank, torch.device("cpu"), shares_memory=False)
         topology.open(("tp",), ("ep",), ("etp",), ("edp",), ("etp", "ep", "pp"))
         assert made == [grid.group(rank, axes) for axes in (("tp",), ("edp",), ("ep", "pp"))]
