@@ -10,7 +10,6 @@ training step; the time then includes the wait for the other rank.
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
 
+from benchmarks.local_ranks import parse, run_ranks
 from megatron.core.communication import Communicator
-from megatron.errors import ConfigError
-from megatron.urls import refuse_urls
 
 RANKS = 2
 SIZES = {"64 kB": 64_000, "1 MB": 10**6, "4 MB": 4 * 10**6, "25 MB": 25 * 10**6}
@@ -58,10 +53,8 @@ def operations(ranks: Communicator, size: int) -> dict[str, Callable[[], object]
     }
 
 
-def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
-    """Take part in every row; rank 0 writes the milliseconds of each turn."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def run_rank(rank: int, repeats: int) -> list[dict[str, Any]]:
+    """Take part in every row; the milliseconds of each turn."""
     groups = {
         "gloo": Communicator(range(RANKS), rank, "gloo", shares_memory=False),
         "shared memory": Communicator(range(RANKS), rank, "shared memory", exclusive=True),
@@ -86,23 +79,13 @@ def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
             rows[row["bytes"], row["operation"], row["transport"]]()
             if repeat > 0:  # the first turn warms up
                 row["milliseconds"].append(1e3 * (time.perf_counter() - start))
-    if rank == 0:
-        Path(output).write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
+    return times
 
 
 def main() -> None:
     """Start the ranks, and print medians with the 10 % and 90 % quantiles."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        refuse_urls({"--json": config.json}, "name a local file")
-    except ConfigError as error:
-        sys.exit(f"ERROR: {error}")
-    with tempfile.TemporaryDirectory() as directory:
-        store, output = str(Path(directory, "store")), str(Path(directory, "times.json"))
-        mp.spawn(run_rank, args=(config.repeats, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
-        rows = json.loads(Path(output).read_text())
+    config = parse(BenchmarkConfig, __doc__)
+    rows = run_ranks(RANKS, run_rank, config.repeats)
     print("| bytes | operation | after | transport | ms (10 % to 90 %) |\n| --- | --- | --- | --- | --- |")
     for row in rows:
         low, *_, high = quantiles(row["milliseconds"], n=10)

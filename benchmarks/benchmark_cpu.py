@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -31,11 +30,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-import tyro
 from torch import Tensor
 
+from benchmarks.local_ranks import parse, run_ranks
 from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import Exchange
@@ -57,14 +55,12 @@ from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.overlap import P2POverlap
 from megatron.core.topology import RankGrid, Topology, single_process
-from megatron.errors import ConfigError
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule, placement_of
 from megatron.schedules.stages import split_evenly
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
-from megatron.urls import refuse_urls
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 16, 256
@@ -212,6 +208,19 @@ def ours(**layout: Any) -> Callable[[int, int], Callable[[], None]]:
     return build
 
 
+def halves(micro_batch_size: int, rank: int) -> Callable[[], None]:
+    """Half of the batch on each rank, which exchange nothing and wait for each other after each step: what the cores
+    leave to two ranks."""
+    alone = training(micro_batch_size, 0)
+    half = replace(alone, batches=[batch[: len(batch) // RANKS] for batch in alone.batches])
+
+    def step() -> None:
+        half.step(0)
+        dist.barrier()
+
+    return step
+
+
 def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
     """The same step with our model and torch's AdamW, and nothing of ours around them."""
     kernel = choose_attention_kernel("auto", CPU, torch.float32)
@@ -315,6 +324,7 @@ CONTENDERS = (
     Contender("transformers eager", 1, transformers_eager),
     Contender("bare model and optimizer", 1, bare),
     Contender("one rank", 1, ours()),
+    Contender("two ranks that exchange nothing", 2, halves),
     Contender("DP2 no_shard", 2, ours(dp=2)),
     Contender("DP2 optim (ZeRO-1)", 2, ours(dp=2, strategy="optim")),
     Contender("DP2 optim_grads (ZeRO-2)", 2, ours(dp=2, strategy="optim_grads", bucket_size=10**6), 8),
@@ -358,11 +368,9 @@ CONTENDERS = (
 )
 
 
-def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> None:
-    """Take part in every contender that has a place for this rank; rank 0 writes the seconds per step."""
+def run_rank(rank: int, config: BenchmarkConfig) -> dict[str, list[float]]:
+    """Take part in every contender that has a place for this rank; the seconds per step."""
     prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     steps: dict[str, Callable[[], None]] = {}
     for contender in config.contenders:
         if rank < contender.ranks:
@@ -387,9 +395,7 @@ def run_rank(rank: int, config: BenchmarkConfig, store: str, output: str) -> Non
             print(f"\rturn {repeat} of {config.repeats}", end="", file=sys.stderr, flush=True)
     if rank == 0:
         print(file=sys.stderr)
-        Path(output).write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds
 
 
 def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -407,15 +413,8 @@ def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str
 
 def main() -> None:
     """Start the ranks, and report."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        refuse_urls({"--json": config.json}, "name a local file")
-    except ConfigError as error:
-        sys.exit(f"ERROR: {error}")
-    with tempfile.TemporaryDirectory() as directory:
-        store, output = str(Path(directory, "store")), str(Path(directory, "seconds.json"))
-        mp.spawn(run_rank, args=(config, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
-        figures = report(config, json.loads(Path(output).read_text()))
+    config = parse(BenchmarkConfig, __doc__)
+    figures = report(config, run_ranks(RANKS, run_rank, config))
     if config.json is not None:
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -30,13 +30,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
 
+from benchmarks.local_ranks import parse
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.topology import Topology
-from megatron.errors import ConfigError
 from megatron.planner.calibration.measure import Calibrated, Measured, Plan, calibrated, measure, merge
 from megatron.planner.calibration.ranks import Ranks
 from megatron.planner.calibration.real_step import build_step, describe_step
@@ -44,7 +43,6 @@ from megatron.planner.calibration.shared_cores import price_on_cores
 from megatron.planner.calibration.turns import Effort
 from megatron.planner.step_time.fit import load_fitted
 from megatron.training.initialize import Process, prepare_cpu, rank_grid
-from megatron.urls import refuse_urls
 
 BATCH, VOCABULARY = 16, 2048
 MODEL = (
@@ -267,11 +265,7 @@ def show(figures: Mapping[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     """Start the ranks, and report."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        refuse_urls({"--json": config.json}, "name a local file")
-    except ConfigError as error:
-        sys.exit(f"ERROR: {error}")
+    config = parse(BenchmarkConfig, __doc__)
     figures = run(config)
     result = show(figures)
     if config.json is not None:

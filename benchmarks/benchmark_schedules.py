@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,17 +23,14 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-import tyro
 
 from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
+from benchmarks.local_ranks import parse, run_ranks
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
-from megatron.errors import ConfigError
 from megatron.schedules.registry import SCHEDULES
 from megatron.schedules.schedule import Kind, Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, simulate
 from megatron.training.initialize import Process, prepare_cpu
-from megatron.urls import refuse_urls
 
 EIGHT_LAYERS = replace(MODEL, num_layers=8)
 MICRO_BATCH_SIZE, MICROBATCHES = 4, 4
@@ -76,11 +72,9 @@ def bound(schedule: Schedule, timeline: Timeline) -> float:
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 
-def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
-    """Train every schedule in turns; rank 0 writes the seconds of the pipelines and their bounds."""
+def run_rank(rank: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Train every schedule in turns; the seconds of the pipelines and their bounds."""
     prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     layers = EIGHT_LAYERS.num_layers // RANKS
     contenders = {
         name: training(
@@ -103,29 +97,19 @@ def run_rank(rank: int, repeats: int, store: str, output: str) -> None:
             print(f"\rturn {repeat} of {repeats}", end="", file=sys.stderr, flush=True)
     if rank == 0:
         print(file=sys.stderr)
-        rows = {}
-        for name, one in contenders.items():
-            schedule = one.module.executor.schedule(MICROBATCHES)
-            rows[name] = {
-                "seconds": [timeline.makespan for timeline in timelines[name]],
-                "bounds": [bound(schedule, timeline) for timeline in timelines[name]],
-            }
-        Path(output).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        name: {
+            "seconds": [timeline.makespan for timeline in timelines[name]],
+            "bounds": [bound(one.module.executor.schedule(MICROBATCHES), timeline) for timeline in timelines[name]],
+        }
+        for name, one in contenders.items()
+    }
 
 
 def main() -> None:
     """Start the ranks, and print the table."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        refuse_urls({"--json": config.json}, "name a local file")
-    except ConfigError as error:
-        sys.exit(f"ERROR: {error}")
-    with tempfile.TemporaryDirectory() as directory:
-        store, output = str(Path(directory, "store")), str(Path(directory, "times.json"))
-        mp.spawn(run_rank, args=(config.repeats, store, output), nprocs=RANKS)  # type: ignore[attr-defined]
-        rows = json.loads(Path(output).read_text())
+    config = parse(BenchmarkConfig, __doc__)
+    rows = run_ranks(RANKS, run_rank, config.repeats)
     print("| schedule | ms | bound, ms | share (least to most) |\n| --- | --- | --- | --- |")
     for name, row in rows.items():
         shares = [limit / seconds for limit, seconds in zip(row["bounds"], row["seconds"])]

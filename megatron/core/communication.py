@@ -144,7 +144,7 @@ class Communicator:
 
     @cached_property
     def group_transport(self) -> Transport:
-        """The operations of the process group, which twins share."""
+        """The operations of the process group, which twins share; created on first use, in the same order as groups."""
         if self._twin is not None:
             return self._twin.group_transport
         return open_transport(self.process_group, self.ranks, self.rank, self._timeout, self._shares_memory)

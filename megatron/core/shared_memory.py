@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ LARGEST_BYTES = 64 * 2**20
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, of gloo's collectives
 
 # An arena begins with int64 numbers: a token, whether its owner has left, and a channel for every kind of operation and
-# peer: how many messages are sent to the peer, how many of the peer's are read, and places and sizes of those sent.
+# peer: how many messages are sent to the peer, how many of the peer's are read, and starts and sizes of those sent.
 _TOKEN, _HAS_LEFT, _FIRST_CHANNEL = 0, 1, 2
 _SENT, _READ, _RING = 0, 1, 2
 _RING_SIZE = 1024
@@ -43,7 +44,7 @@ _RING_SIZE = 1024
 _CHANNEL_SIZE = _RING + 2 * _RING_SIZE
 _REDUCE, _MESSAGE, _NUM_KINDS = 0, 1, 2
 _SMALLEST = 4096
-"""Bytes of a place for a message; larger ones are powers of two times as large."""
+"""Bytes of the smallest slot for a message."""
 
 _SPINS = 200
 """Looks at a counter before the rank offers its core to others, some 20 microseconds."""
@@ -69,8 +70,8 @@ class _Arena:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
 
 
-class _Places:
-    """Places for messages in this rank's arena: powers of two, used again once every receiver has read the message."""
+class _Slots:
+    """Memory for messages in this rank's arena: powers of two, used again once every receiver has read the message."""
 
     def __init__(self, descriptor: int, start: int, is_read: Callable[[int, int, int], bool]) -> None:
         self._descriptor, self._end, self._is_read = descriptor, start, is_read
@@ -78,30 +79,30 @@ class _Places:
         self._used: list[tuple[int, int, list[tuple[int, int, int]]]] = []
 
     def take(self, size: int, readers: list[tuple[int, int, int]]) -> int:
-        """Where ``size`` bytes can be written; ``readers`` are the (kind, peer, number) of the messages there."""
+        """The start of a slot of ``size`` bytes or more; ``readers``: (kind, peer, number) of the messages there."""
         size = _SMALLEST << max(0, (size - 1) // _SMALLEST).bit_length()
         if not self._free.get(size):
             self._collect()
-        places = self._free.setdefault(size, [])
-        if not places:
-            places.append(self._end)
+        slots = self._free.setdefault(size, [])
+        if not slots:
+            slots.append(self._end)
             self._end += size
             length = os.fstat(self._descriptor).st_size
             if self._end > length:
                 # Seldom, because every rank then maps the arena again. Memory is used only once it is written.
                 os.ftruncate(self._descriptor, max(self._end, 2 * length))
-        start = places.pop()
+        start = slots.pop()
         self._used.append((start, size, readers))
         return start
 
     def _collect(self) -> None:
         used = []
-        for place in self._used:
-            start, size, readers = place
+        for slot in self._used:
+            start, size, readers = slot
             if all(self._is_read(*reader) for reader in readers):
                 self._free.setdefault(size, []).append(start)
             else:
-                used.append(place)
+                used.append(slot)
         self._used = used
 
 
@@ -128,9 +129,9 @@ class _Received:
 
     def wait(self) -> None:
         if not self._is_done:
-            place = _MESSAGE, self._peer, self._number
-            self._target.copy_(self._transport.read(*place, self._target))
-            self._transport.release(*place)
+            message = _MESSAGE, self._peer, self._number
+            self._target.copy_(self._transport.read(*message, self._target))
+            self._transport.release(*message)
             self._is_done = True
 
 
@@ -170,41 +171,36 @@ class SharedMemoryTransport(Transport):
     """All-reduces and messages of a gloo group whose ranks share memory; everything else is gloo's."""
 
     def __init__(self, process_group: Any, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> None:
-        """``rank`` is the place of this process in ``ranks``; raises :class:`OSError` on all ranks if some of them
+        """``rank`` is that of this process in the group; raises :class:`OSError` on all ranks if some of them
         cannot share memory. Collective."""
         super().__init__(process_group)
         self.hides_completion = False
         self.rank = rank
         self.peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._timeout = (timeout or _DEFAULT_TIMEOUT).total_seconds()
-        self._place_of = {global_rank: place for place, global_rank in enumerate(ranks)}
+        self._group_rank = {global_rank: rank for rank, global_rank in enumerate(ranks)}
         size = len(ranks)
         header = mmap.PAGESIZE * -(-8 * (_FIRST_CHANNEL + _NUM_KINDS * size * _CHANNEL_SIZE) // mmap.PAGESIZE)
-        descriptor, token = -1, secrets.randbits(62)
-        with suppress(OSError, AttributeError):  # not Linux, or forbidden
-            descriptor = os.memfd_create("megatron ranks")
-            os.ftruncate(descriptor, header)
-            own = _Arena(descriptor, header)
-            own.numbers[_TOKEN] = token
+        own, descriptor, token = _new_arena(header)
         gathered = _gather([_host_number(), os.getpid(), descriptor, token], process_group, size)
         self._arenas: list[_Arena] = []
         self._processes: list[int] = []
-        with suppress(OSError, ValueError, AttributeError):
-            if (gathered[:, 0] == gathered[rank, 0]).all() and (gathered[:, 2] >= 0).all():
+        if own is not None and gathered[:, 0].eq(gathered[rank, 0]).all() and gathered[:, 2].ge(0).all():
+            with suppress(OSError, ValueError, AttributeError):
                 self._arenas = [
-                    own if peer == rank else self._open(place, header) for peer, place in enumerate(gathered.tolist())
+                    own if peer == rank else self._open(process, other, its_token, header)
+                    for peer, (_, process, other, its_token) in enumerate(gathered.tolist())
                 ]
         if not _gather([len(self._arenas)], process_group, size).eq(size).all():
             raise OSError("the ranks of this group cannot share memory")
         numbers = self._numbers = self._arenas[rank].numbers
-        self._places = _Places(descriptor, header, self._is_read)
+        self._slots = _Slots(descriptor, header, self._is_read)
         self._next = {(kind, peer): 0 for kind in range(_NUM_KINDS) for peer in self.peers}
         self._early: dict[tuple[int, int], set[int]] = {key: set() for key in self._next}
         weakref.finalize(self, numbers.__setitem__, _HAS_LEFT, 1)
 
-    def _open(self, place: Sequence[int], header: int) -> _Arena:
+    def _open(self, process: int, descriptor: int, token: int, header: int) -> _Arena:
         """The arena of another rank, whose process is watched from now on."""
-        _, process, descriptor, token = place
         arena = _Arena(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), header)
         if arena.numbers[_TOKEN] != token:
             raise OSError(f"process {process} is another one")
@@ -227,7 +223,7 @@ class SharedMemoryTransport(Transport):
         works = list(super().exchange(large)) if large else []
         written: list[tuple[Tensor, list[int]]] = []
         for kind, tensor, global_rank in small:
-            peer = self._place_of[global_rank]
+            peer = self._group_rank[global_rank]
             if kind == "receive":
                 works.append(_Received(self, peer, tensor))
             elif written and written[-1][0] is tensor and peer not in written[-1][1]:
@@ -239,29 +235,28 @@ class SharedMemoryTransport(Transport):
         return works
 
     def send(self, tensor: Tensor, target: int) -> Any:
-        self._write(_MESSAGE, tensor, [self._place_of[target]])
+        self._write(_MESSAGE, tensor, [self._group_rank[target]])
         return _Sent()
 
     def receive(self, tensor: Tensor, source: int) -> Any:
-        return _Received(self, self._place_of[source], tensor)
+        return _Received(self, self._group_rank[source], tensor)
 
     # Writing
 
     def _write(self, kind: int, tensor: Tensor, peers: Sequence[int]) -> None:
         """Write a message for ``peers``."""
         numbers, size = self._numbers, tensor.nbytes
-        places = [_channel(kind, peer, len(self._arenas)) for peer in peers]
-        readers = [(kind, peer, numbers[place + _SENT]) for peer, place in zip(peers, places)]
+        channels = [_channel(kind, peer, len(self._arenas)) for peer in peers]
+        readers = [(kind, peer, numbers[channel + _SENT]) for peer, channel in zip(peers, channels)]
         for _, peer, number in readers:
-            oldest = kind, peer, number - _RING_SIZE
-            self._wait_until(lambda oldest=oldest: self._is_read(*oldest), peer)  # type: ignore[misc]
-        start = self._places.take(size, readers)
+            self._wait_until(partial(self._is_read, kind, peer, number - _RING_SIZE), peer)
+        start = self._slots.take(size, readers)
         if size:
             self._arenas[self.rank].bytes_at(start, size).copy_(_flat_bytes(tensor))
-        for (_, _, number), place in zip(readers, places):
-            entry = place + _RING + number % _RING_SIZE * 2
+        for (_, _, number), channel in zip(readers, channels):
+            entry = channel + _RING + number % _RING_SIZE * 2
             numbers[entry], numbers[entry + 1] = start, size
-            numbers[place + _SENT] = number + 1
+            numbers[channel + _SENT] = number + 1
 
     def _is_read(self, kind: int, peer: int, number: int) -> bool:
         """Whether ``peer`` has read this rank's message."""
@@ -281,26 +276,28 @@ class SharedMemoryTransport(Transport):
 
     def read(self, kind: int, peer: int, number: int, like: Tensor) -> Tensor:
         """Wait for a message from ``peer`` of the shape and dtype of ``like``; a view, until :meth:`release`."""
-        self._wait_until(lambda: self.is_there(kind, peer, number), peer)
+        self._wait_until(partial(self.is_there, kind, peer, number), peer)
         arena = self._arenas[peer]
         entry = _channel(kind, self.rank, len(self._arenas)) + _RING + number % _RING_SIZE * 2
         start, size = arena.numbers[entry], arena.numbers[entry + 1]
         if size != like.nbytes:
-            raise RuntimeError(f"A rank has sent {size} bytes where {like.nbytes} are expected: the ranks disagree.")
+            raise RuntimeError(
+                f"The ranks call different collectives: one has sent {size} bytes where {like.nbytes} are expected."
+            )
         if not size:
             return like
         return arena.bytes_at(start, size).view(like.dtype).view(like.shape)
 
     def release(self, kind: int, peer: int, number: int) -> None:
         """Let ``peer`` use the memory of the message again."""
-        place = _channel(kind, peer, len(self._arenas)) + _READ
+        read_count = _channel(kind, peer, len(self._arenas)) + _READ
         early = self._early[kind, peer]
         early.add(number)
-        read = self._numbers[place]
+        read = self._numbers[read_count]
         while read in early:  # messages may be read in another order
             early.remove(read)
             read += 1
-        self._numbers[place] = read
+        self._numbers[read_count] = read
 
     def _wait_until(self, is_ready: Callable[[], bool], peer: int) -> None:
         """Wait until ``is_ready``; raises RuntimeError if ``peer`` has ended, or after the timeout."""
@@ -343,6 +340,20 @@ def open_transport(
         with suppress(OSError):
             return SharedMemoryTransport(process_group, ranks, rank, timeout)
     return Transport(process_group)
+
+
+def _new_arena(header: int) -> tuple[_Arena | None, int, int]:
+    """An arena of this process, its descriptor and its token; None and -1 where there are none (not Linux, or
+    forbidden)."""
+    token = secrets.randbits(62)
+    try:
+        descriptor = os.memfd_create("megatron ranks")
+        os.ftruncate(descriptor, header)
+        arena = _Arena(descriptor, header)
+    except (OSError, AttributeError):
+        return None, -1, token
+    arena.numbers[_TOKEN] = token
+    return arena, descriptor, token
 
 
 def _channel(kind: int, peer: int, size: int) -> int:

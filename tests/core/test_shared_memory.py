@@ -29,10 +29,10 @@ def everyone(timeout: float | None = None) -> Communicator:
     return Communicator(range(dist.get_world_size()), dist.get_rank(), "all", timeout=limit)
 
 
-def places_of(ranks: Communicator) -> Any:
+def slots_of(ranks: Communicator) -> Any:
     transport = ranks.transport
     assert isinstance(transport, SharedMemoryTransport)
-    return transport._places
+    return transport._slots
 
 
 def run_kinds_of_transport() -> list[str]:
@@ -75,18 +75,18 @@ def test_all_ranks_use_gloo_if_one_cannot_share_memory(four_ranks: RankPool, obs
 
 
 def run_many_messages() -> tuple[int, int]:
-    """Bytes of places after ten all-reduces, and after a hundred more."""
+    """Bytes of slots after ten all-reduces, and after a hundred more."""
     ranks = everyone()
     sizes = []
     for count in (10, 100):
         for number in range(count):
             total = ranks.all_reduce(torch.full((5000,), float(number)))
             assert total.eq(number * ranks.size).all()
-        sizes.append(places_of(ranks)._end)
+        sizes.append(slots_of(ranks)._end)
     return sizes[0], sizes[1]
 
 
-def test_places_are_used_again(four_ranks: RankPool) -> None:
+def test_slots_are_used_again(four_ranks: RankPool) -> None:
     for first, later in four_ranks.run(run_many_messages, world_size=3):
         assert later == first
 
@@ -103,12 +103,12 @@ def run_unread_messages() -> list[float]:
     arrived = [work.wait() for work in reversed(works)]
     ends = [(tensor[0].item(), tensor[-1].item()) for tensor in reversed(arrived)]
     assert ends == [(number, number) for number in range(count)]
-    # All are read, whatever their order: the places are free.
+    # All are read, whatever their order: the slots are free.
     dist.barrier()
-    before = places_of(ranks)._end
+    before = slots_of(ranks)._end
     for _ in range(3):
         ranks.all_reduce(torch.ones(50 * count))
-    return [places_of(ranks)._end - before]
+    return [slots_of(ranks)._end - before]
 
 
 def test_messages_wait_for_their_receiver(four_ranks: RankPool) -> None:
@@ -147,7 +147,7 @@ def run_large() -> bool:
             assert ranks.all_gather(torch.full((mine + its,), float(ranks.rank))).sum() == mine + its
     finally:
         shared_memory.LARGEST_BYTES = kept
-    return places_of(ranks)._end < 2**21
+    return slots_of(ranks)._end < 2**21
 
 
 def test_large_tensors_go_through_gloo(four_ranks: RankPool) -> None:
