@@ -192,7 +192,8 @@ def _names(tree: ast.AST) -> set[str]:
 
 
 def _is_command_line(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli"
+    # ``parse`` of benchmarks/local_ranks.py parses the class, too.
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("tyro.cli", "parse")
 
 
 def _defines(node: ast.AST, names: set[str]) -> bool:
