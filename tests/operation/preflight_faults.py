@@ -155,9 +155,11 @@ def run_checks(directory: str, attempt: str, fault: str | None, duration: float)
     injected = FAULTS.get(fault or "") if rank == 2 else None
     place = Place(f"node{rank}", f"boot {rank}", "namespace")
     checks: list[Check] = [Product(duration=duration) if isinstance(one, Product) else one for one in CHECKS]
-    network = Network(Communicator(range(world_size), rank))
+    # Nodes have no memory in common.
+    world = Communicator(range(world_size), rank, shares_memory=False)
+    network = Network(world)
     if injected is not None:
-        network = injected.network(Communicator(range(world_size), rank))
+        network = injected.network(world)
         place = replace(place, **(injected.place or {}))
         if injected.replaced is not None:
             checks = [_replacement(one, injected.replaced) for one in checks]
