@@ -73,16 +73,17 @@ class _Arena:
 class _Slots:
     """Memory for messages in this rank's arena: powers of two, used again once every receiver has read the message."""
 
-    def __init__(self, descriptor: int, start: int, is_read: Callable[[int, int, int], bool]) -> None:
-        self._descriptor, self._end, self._is_read = descriptor, start, is_read
+    def __init__(self, descriptor: int, start: int) -> None:
+        self._descriptor, self._end = descriptor, start
         self._free: dict[int, list[int]] = {}
         self._used: list[tuple[int, int, list[tuple[int, int, int]]]] = []
 
-    def take(self, size: int, readers: list[tuple[int, int, int]]) -> int:
-        """The start of a slot of ``size`` bytes or more; ``readers``: (kind, peer, number) of the messages there."""
+    def take(self, size: int, readers: list[tuple[int, int, int]], is_read: Callable[[int, int, int], bool]) -> int:
+        """The start of a slot of ``size`` bytes or more; ``readers``: (kind, peer, number) of the messages there, about
+        which ``is_read`` is asked."""
         size = _SMALLEST << max(0, (size - 1) // _SMALLEST).bit_length()
         if not self._free.get(size):
-            self._collect()
+            self._collect(is_read)
         slots = self._free.setdefault(size, [])
         if not slots:
             slots.append(self._end)
@@ -95,11 +96,11 @@ class _Slots:
         self._used.append((start, size, readers))
         return start
 
-    def _collect(self) -> None:
+    def _collect(self, is_read: Callable[[int, int, int], bool]) -> None:
         used = []
         for slot in self._used:
             start, size, readers = slot
-            if all(self._is_read(*reader) for reader in readers):
+            if all(is_read(*reader) for reader in readers):
                 self._free.setdefault(size, []).append(start)
             else:
                 used.append(slot)
@@ -194,7 +195,7 @@ class SharedMemoryTransport(Transport):
         if not _gather([len(self._arenas)], process_group, size).eq(size).all():
             raise OSError("the ranks of this group cannot share memory")
         numbers = self._numbers = self._arenas[rank].numbers
-        self._slots = _Slots(descriptor, header, self._is_read)
+        self._slots = _Slots(descriptor, header)
         self._next = {(kind, peer): 0 for kind in range(_NUM_KINDS) for peer in self.peers}
         self._early: dict[tuple[int, int], set[int]] = {key: set() for key in self._next}
         weakref.finalize(self, numbers.__setitem__, _HAS_LEFT, 1)
@@ -250,7 +251,7 @@ class SharedMemoryTransport(Transport):
         readers = [(kind, peer, numbers[channel + _SENT]) for peer, channel in zip(peers, channels)]
         for _, peer, number in readers:
             self._wait_until(partial(self._is_read, kind, peer, number - _RING_SIZE), peer)
-        start = self._slots.take(size, readers)
+        start = self._slots.take(size, readers, self._is_read)
         if size:
             self._arenas[self.rank].bytes_at(start, size).copy_(_flat_bytes(tensor))
         for (_, _, number), channel in zip(readers, channels):

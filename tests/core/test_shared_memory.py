@@ -5,6 +5,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +52,24 @@ def run_kinds_of_transport() -> list[str]:
 def test_ranks_of_one_host_share_memory_unless_told_otherwise(four_ranks: RankPool) -> None:
     wanted = ["SharedMemoryTransport", "Transport", "Transport", "Transport"]
     assert four_ranks.run(run_kinds_of_transport, world_size=2) == [wanted] * 2
+
+
+def run_and_free_a_group() -> bool:
+    """Whether a transport is freed with its group, without a collection of cycles."""
+    gc.disable()
+    try:
+        ranks = everyone()
+        ranks.all_reduce(torch.ones(2))
+        transport = weakref.ref(ranks.transport)
+        del ranks
+        return transport() is None
+    finally:
+        gc.enable()
+
+
+def test_a_group_that_is_freed_leaves_no_transport_behind(four_ranks: RankPool) -> None:
+    """A process group that lives until the interpreter ends may abort the process then."""
+    assert four_ranks.run(run_and_free_a_group, world_size=2) == [True] * 2
 
 
 def run_where_one_cannot(obstacle: str) -> tuple[str, float]:
