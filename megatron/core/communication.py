@@ -144,7 +144,7 @@ class Communicator:
 
     @cached_property
     def group_transport(self) -> Transport:
-        """The operations of the process group, which twins share; created on first use, in the same order as groups."""
+        """The operations of the process group, which twins share. Opened on first use, in one order on all ranks."""
         if self._twin is not None:
             return self._twin.group_transport
         return open_transport(self.process_group, self.ranks, self.rank, self._timeout, self._shares_memory)

@@ -179,7 +179,7 @@ class SharedMemoryTransport(Transport):
         self.rank = rank
         self.peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._timeout = (timeout or _DEFAULT_TIMEOUT).total_seconds()
-        self._group_rank = {global_rank: rank for rank, global_rank in enumerate(ranks)}
+        self._group_rank = {global_rank: peer for peer, global_rank in enumerate(ranks)}
         size = len(ranks)
         header = mmap.PAGESIZE * -(-8 * (_FIRST_CHANNEL + _NUM_KINDS * size * _CHANNEL_SIZE) // mmap.PAGESIZE)
         own, descriptor, token = _new_arena(header)

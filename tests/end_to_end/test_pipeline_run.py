@@ -100,10 +100,10 @@ sys.path.insert(0, {repository!r})
 
 
 for module, words in json.loads(sys.argv[1]):
-    pretrains = module == "pretrain_llama"
-    main = importlib.import_module("megatron.commands.pretrain_llama" if pretrains else module).main
+    is_run = module == "pretrain_llama"
+    main = importlib.import_module("megatron.commands.pretrain_llama" if is_run else module).main
     sys.argv = [module, *words]
-    exit_code = main(words) if pretrains else main()
+    exit_code = main(words) if is_run else main()
     if os.environ["RANK"] == "0":
         print({end!r})
     sys.stdout.flush()
