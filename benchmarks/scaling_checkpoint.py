@@ -51,6 +51,7 @@ FLAGS = (
     "--device cuda --dry-run"
 )
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FSDP = "--data-parallel-sharding-strategy optim_grads_params"
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,9 @@ def _divided_tables(
     for name, of_tensor in divided.items():
         for box in of_tensor:
             boxes.setdefault(box.owner, []).append((name, box))
-    tables = {}
-    for rank in run.grid.group(first, ("cp", "dp")):
-        listed = boxes.get(rank, [])
+    empty = pickle.dumps(SavePlan([], planner_data=BoxTable.of([], [])))
+    tables = dict.fromkeys(run.grid.group(first, ("cp", "dp")), empty)
+    for rank, listed in boxes.items():
         table = BoxTable.of(named(tensors, {name for name, _ in listed}, rank), [], listed)
         tables[rank] = pickle.dumps(SavePlan([], planner_data=table))
     return tables
@@ -179,7 +180,8 @@ def plan_save(tables: Sequence[bytes], directory: Path) -> int:
     for plan in plans:
         pickle.dumps(plan)
     sizes = np.zeros(len(tables), np.int64)
-    for tensor in planner.saved.values():
+    for saved in planner.saved.values():
+        tensor = saved.expanded()
         np.add.at(sizes, tensor.files, tensor.shapes.prod(axis=1) * tensor.dtype.itemsize)
     # Digests as they are in a manifest; all have the same length.
     files = [
@@ -237,6 +239,11 @@ def layouts_8b(ranks: int) -> tuple[Layout, Layout]:
     return Layout("--model llama3.1-8b", ranks), Layout("--model llama3.1-8b", 8, tp=2, pp=2)
 
 
+def layouts_fsdp(ranks: int, model: str = "--model llama3.1-8b") -> tuple[Layout, Layout]:
+    """FSDP over all ranks, and over half of them for the load."""
+    return Layout(model, ranks, sharding=FSDP), Layout(model, ranks // 2, sharding=FSDP)
+
+
 def layouts_405b(ranks: int) -> tuple[Layout, Layout]:
     """The layout of examples/llama3_405b_h100.sh but for its virtual stages, and half as many stages for the load."""
     return Layout("--model llama3.1-405b", ranks, tp=8, pp=16), Layout("--model llama3.1-405b", 1024, tp=8, pp=8)
@@ -257,6 +264,8 @@ def curves_of(name: str, costs: Sequence[CheckpointCost]) -> list[Curve]:
 def curves(largest: bool) -> list[Curve]:
     sizes = (8, 64, 512, 4096, 16384) if largest else (8, 32, 128)
     found = curves_of("8B", [checkpoint_cost(*layouts_8b(ranks)) for ranks in sizes])
+    # FSDP2 makes as many views of every parameter as there are ranks, on which the simulation spends minutes.
+    found += curves_of("8B, FSDP", [checkpoint_cost(*layouts_fsdp(ranks)) for ranks in sizes[:4]])
     if largest:
         found += curves_of("405B", [checkpoint_cost(*layouts_405b(ranks)) for ranks in (128, 1024, 4096, 16384)])
     return found
