@@ -6,7 +6,7 @@ does the part of one rank that loads into another layout.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -22,9 +22,18 @@ from benchmarks.fresh_process import Cost, cost_of
 from benchmarks.scaling_curve import Curve, Point
 from megatron.checkpoint.checkpointing import LoadPlanner
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
+from megatron.checkpoint.division import DividedBox
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile
 from megatron.checkpoint.manifest import Manifest, encode_manifest
-from megatron.checkpoint.save_plan import BoxTable, SavePlanner, divided, known_holders, named, own_share
+from megatron.checkpoint.save_plan import (
+    BoxTable,
+    SavePlanner,
+    divided_tensors,
+    equal_shares,
+    known_holders,
+    named,
+    own_share,
+)
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SafetensorsReader, file_of_rank
 from megatron.config.command_line import parse_command_line
@@ -42,6 +51,7 @@ FLAGS = (
     "--device cuda --dry-run"
 )
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+FSDP = "--data-parallel-sharding-strategy optim_grads_params"
 
 
 @dataclass(frozen=True)
@@ -89,15 +99,18 @@ def tensors_of(module: TrainModule) -> dict[str, torch.Tensor]:
 def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
     """The pickled list of every rank that shares its model with the rank ``first``, which is the first of them.
 
-    The optimizer state must be sharded over all of them.
+    The optimizer state must be sharded over all of them, or the weights, too.
     """
     module = simulated_module(run, first)
+    tensors = tensors_of(module)
+    if boxes_of := divided_tensors(tensors):
+        return _divided_tables(run, first, boxes_of, tensors)
     weights = model_tensors(module.data_parallel.local_params, with_copies=False)
     groups: dict[tuple[int, ...], list[WriteItem]] = {}
     for name, tensor in weights.items():
         holders = tuple(tensor.holders)  # type: ignore[attr-defined]
         groups.setdefault(holders, []).extend(_items({name: tensor}))
-    shares = {holders: divided(items, len(holders)) for holders, items in groups.items()}
+    shares = {holders: equal_shares(items, len(holders)) for holders, items in groups.items()}
     kinds = list(dict.fromkeys((state.kind, state.tensor.dtype) for state in module.optimizer.state()))
     splits = [split for split in module.data_parallel.splits if split.info.tied_end != "output_layer"]
     replica_axes = module.data_parallel.sharing.dense.replica_axes
@@ -115,7 +128,24 @@ def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
                     )
         items = [item for holders, parts in shares.items() for item in parts[holders.index(rank)]]
         items += own_share(_items(shards), known_holders(shards), rank)
-        table = BoxTable.of(named(weights | shards, items, rank), items)
+        table = BoxTable.of(named(weights | shards, {item.index.fqn for item in items}, rank), items)
+        tables[rank] = pickle.dumps(SavePlan([], planner_data=table))
+    return tables
+
+
+def _divided_tables(
+    run: Run, first: int, divided: Mapping[str, Sequence[DividedBox]], tensors: Mapping[str, Tensor]
+) -> dict[int, bytes]:
+    """:func:`tables_of_cell` under FSDP, which divides all ``tensors``."""
+    assert divided.keys() == tensors.keys()
+    boxes: dict[int, list[tuple[str, DividedBox]]] = {}
+    for name, of_tensor in divided.items():
+        for box in of_tensor:
+            boxes.setdefault(box.owner, []).append((name, box))
+    empty = pickle.dumps(SavePlan([], planner_data=BoxTable.of([], [])))
+    tables = dict.fromkeys(run.grid.group(first, ("cp", "dp")), empty)
+    for rank, listed in boxes.items():
+        table = BoxTable.of(named(tensors, {name for name, _ in listed}, rank), [], listed)
         tables[rank] = pickle.dumps(SavePlan([], planner_data=table))
     return tables
 
@@ -150,7 +180,8 @@ def plan_save(tables: Sequence[bytes], directory: Path) -> int:
     for plan in plans:
         pickle.dumps(plan)
     sizes = np.zeros(len(tables), np.int64)
-    for tensor in planner.saved.values():
+    for saved in planner.saved.values():
+        tensor = saved.expanded()
         np.add.at(sizes, tensor.files, tensor.shapes.prod(axis=1) * tensor.dtype.itemsize)
     # Digests as they are in a manifest; all have the same length.
     files = [
@@ -208,6 +239,11 @@ def layouts_8b(ranks: int) -> tuple[Layout, Layout]:
     return Layout("--model llama3.1-8b", ranks), Layout("--model llama3.1-8b", 8, tp=2, pp=2)
 
 
+def layouts_fsdp(ranks: int, model: str = "--model llama3.1-8b") -> tuple[Layout, Layout]:
+    """FSDP over all ranks, and over half of them for the load."""
+    return Layout(model, ranks, sharding=FSDP), Layout(model, ranks // 2, sharding=FSDP)
+
+
 def layouts_405b(ranks: int) -> tuple[Layout, Layout]:
     """The layout of examples/llama3_405b_h100.sh but for its virtual stages, and half as many stages for the load."""
     return Layout("--model llama3.1-405b", ranks, tp=8, pp=16), Layout("--model llama3.1-405b", 1024, tp=8, pp=8)
@@ -228,6 +264,8 @@ def curves_of(name: str, costs: Sequence[CheckpointCost]) -> list[Curve]:
 def curves(largest: bool) -> list[Curve]:
     sizes = (8, 64, 512, 4096, 16384) if largest else (8, 32, 128)
     found = curves_of("8B", [checkpoint_cost(*layouts_8b(ranks)) for ranks in sizes])
+    # FSDP2 makes as many views of every parameter as there are ranks, on which the simulation spends minutes.
+    found += curves_of("8B, FSDP", [checkpoint_cost(*layouts_fsdp(ranks)) for ranks in sizes[:4]])
     if largest:
         found += curves_of("405B", [checkpoint_cost(*layouts_405b(ranks)) for ranks in (128, 1024, 4096, 16384)])
     return found

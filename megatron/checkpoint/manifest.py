@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
+from megatron.checkpoint.division import Divisions
 from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.places import Numbers, boxes_are_disjoint
+from megatron.checkpoint.places import Numbers, boxes_are_disjoint, ranges
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
 from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
@@ -23,6 +24,8 @@ JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 _FIRST_WITH_COLUMNS = 8
 """Earlier format versions have an object per chunk, with the key of its entry."""
+_DIVISION_COLUMNS = ("first_rows", "rows", "stride")
+"""Of boxes that several files divide; left out where no box of the tensor is divided. Since format version 9."""
 
 
 class Chunk(NamedTuple):
@@ -36,24 +39,72 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor and its chunks, as columns of numbers: there are millions of chunks in a large checkpoint."""
+    """A global tensor and its chunks, as columns of numbers: there are millions of chunks in a large checkpoint.
+
+    A box is a chunk, or rows that are divided into chunks of consecutive files. Chunks are numbered box by box.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: Numbers
-    """``[chunks, dims]``"""
+    """``[boxes, dims]``"""
     shapes: Numbers
-    """``[chunks, dims]``"""
+    """``[boxes, dims]``"""
     files: Numbers
-    """``[chunks]``: places in the manifest's list of files."""
+    """``[boxes]``: places in the manifest's list of files, of the first chunk of a box."""
+    divisions: Divisions
+    """Of the boxes into chunks."""
     keys: tuple[str, ...] | None = None
-    """Of the chunks' entries in their files, where they are not :func:`chunk_key`."""
+    """Of the chunks' entries in their files, where they are not :func:`chunk_key`. Then no box is divided."""
+
+    @classmethod
+    def undivided(
+        cls, dtype: torch.dtype, shape: tuple[int, ...], offsets: Numbers, shapes: Numbers, files: Numbers
+    ) -> "SavedTensor":
+        """Every box is a chunk."""
+        return cls(dtype, shape, offsets, shapes, files, Divisions.none(len(files)))
+
+    @property
+    def chunk_counts(self) -> Numbers:
+        """``[boxes]``"""
+        return self.divisions.counts(self.shapes[:, 0] if self.shape else np.ones(len(self.files), np.int64))
 
     def overlapping(self, starts: Sequence[int], stops: Sequence[int]) -> Numbers:
         """Numbers of the chunks that share elements with the box ``[starts, stops)``."""
         begin, end = np.array(starts, np.int64), np.array(stops, np.int64)
-        found = ((self.offsets < end) & (begin < self.offsets + self.shapes)).all(axis=1)
-        return np.flatnonzero(found)
+        found = np.flatnonzero(((self.offsets < end) & (begin < self.offsets + self.shapes)).all(axis=1))
+        if not self.shape:
+            return found
+        counts = self.chunk_counts
+        divisions, tops, rows = self.divisions.take(found), self.offsets[found, 0], self.shapes[found, 0]
+        first = divisions.part_of(np.maximum(begin[0] - tops, 0))
+        last = divisions.part_of(np.minimum(end[0] - tops, rows) - 1)
+        return ranges(first + (np.cumsum(counts) - counts)[found], last - first + 1)
+
+    def expanded(self, numbers: Numbers | None = None) -> "SavedTensor":
+        """The chunks with these ``numbers``, or all, as boxes of their own."""
+        counts = self.chunk_counts
+        firsts = np.cumsum(counts) - counts
+        numbers = np.arange(int(counts.sum())) if numbers is None else numbers
+        box = np.searchsorted(firsts, numbers, side="right") - 1
+        parts: Numbers = numbers - firsts[box]
+        divisions = self.divisions.take(box)
+        offsets, shapes = self.offsets[box], self.shapes[box]
+        if self.shape:
+            first_rows, ends = divisions.ranges(parts, shapes[:, 0])
+            offsets[:, 0] += first_rows
+            shapes[:, 0] = ends - first_rows
+        files = self.files[box] + parts * divisions.strides
+        keys = None if self.keys is None else tuple(self.keys[number] for number in numbers.tolist())
+        return SavedTensor(self.dtype, self.shape, offsets, shapes, files, Divisions.none(len(box)), keys)
+
+    def in_files(self, places: Numbers) -> "SavedTensor":
+        """The tensor with ``places[file]`` instead of every file."""
+        last = self.files + (self.chunk_counts - 1) * self.divisions.strides
+        if (places[last] - places[self.files] == last - self.files).all():
+            return replace(self, files=places[self.files])
+        expanded = self.expanded()
+        return replace(expanded, files=places[expanded.files])
 
 
 def chunk_key(name: str, offset: Sequence[int]) -> str:
@@ -76,12 +127,11 @@ class Manifest:
 
     def chunks(self, name: str, numbers: Sequence[int] | Numbers | None = None) -> Iterator[Chunk]:
         """The chunks of the tensor ``name``, or those with these numbers."""
-        tensor = self.tensors[name]
-        chosen = range(len(tensor.files)) if numbers is None else numbers
-        for number in chosen:
-            offset = tuple(tensor.offsets[number].tolist())
+        tensor = self.tensors[name].expanded(None if numbers is None else np.array(numbers, np.int64))
+        columns = tensor.offsets.tolist(), tensor.shapes.tolist(), tensor.files.tolist()
+        for number, (offset, shape, file) in enumerate(zip(*columns)):
             key = chunk_key(name, offset) if tensor.keys is None else tensor.keys[number]
-            yield Chunk(offset, tuple(tensor.shapes[number].tolist()), self.file_list[tensor.files[number]], key)
+            yield Chunk(tuple(offset), tuple(shape), self.file_list[file], key)
 
     def entry(self, name: str, chunk: Chunk) -> Entry:
         """Dtype and shape of a chunk of the tensor ``name``."""
@@ -107,6 +157,8 @@ def encode_content(manifest: Manifest) -> str:
 def _encode_tensor(tensor: SavedTensor) -> dict[str, Any]:
     assert tensor.keys is None, "keys of their own are of earlier format versions"
     chunks = {"offset": tensor.offsets, "shape": tensor.shapes, "file": tensor.files}
+    if tensor.divisions.is_divided.any():
+        chunks |= dict(zip(_DIVISION_COLUMNS, tensor.divisions.columns))
     return {
         "dtype": DTYPE_NAMES[tensor.dtype],
         "shape": list(tensor.shape),
@@ -146,7 +198,12 @@ def _decode_tensor(record: dict[str, Any]) -> SavedTensor:
     shape, chunks = record["shape"], record["chunks"]
     files = _column(chunks["file"])
     offsets, shapes = (_column(chunks[kind]).reshape(len(files), len(shape)) for kind in ("offset", "shape"))
-    return SavedTensor(DTYPES[record["dtype"]], tuple(torch.Size(shape)), offsets, shapes, files)
+    divisions = Divisions.none(len(files))
+    if _DIVISION_COLUMNS[0] in chunks:
+        divisions = Divisions(*(_column(chunks[kind]) for kind in _DIVISION_COLUMNS))
+        if any(len(column) != len(files) for column in divisions.columns):
+            raise ValueError("divided boxes without all of their numbers")
+    return SavedTensor(DTYPES[record["dtype"]], tuple(torch.Size(shape)), offsets, shapes, files, divisions)
 
 
 def _decode_objects(name: str, record: dict[str, Any], places: Mapping[str, int]) -> SavedTensor:
@@ -171,9 +228,12 @@ def _column(numbers: list[int]) -> Numbers:
 
 
 def _check_chunks(tensors: Mapping[str, SavedTensor], num_files: int) -> None:
-    """Raise ``ValueError`` unless the chunks of every tensor are disjoint, cover it, and lie in known files."""
+    """Raise ``ValueError`` unless the chunks of every tensor are disjoint, cover it, and lie in known files.
+
+    The chunks of a divided box are so if the box is.
+    """
     for name, tensor in tensors.items():
-        if ((tensor.files < 0) | (tensor.files >= num_files)).any():
+        if ((tensor.files < 0) | (tensor.files >= num_files)).any() or not _is_well_divided(tensor, num_files):
             raise ValueError(f"a chunk of {name} is in no file")
         # Compared without a sum, which a forged offset would let overflow.
         fits = (tensor.offsets >= 0) & (tensor.shapes >= 0) & (tensor.offsets <= np.array(tensor.shape) - tensor.shapes)
@@ -187,6 +247,24 @@ def _check_chunks(tensors: Mapping[str, SavedTensor], num_files: int) -> None:
         starts = np.concatenate(offsets)
         if not boxes_are_disjoint(starts, starts + np.concatenate(shapes), np.repeat(np.arange(len(counts)), counts)):
             raise ValueError("the chunks of a tensor overlap")
+
+
+def _is_well_divided(tensor: SavedTensor, num_files: int) -> bool:
+    """Whether every chunk of a divided box has rows, and a file of its own."""
+    boxes = np.flatnonzero(tensor.divisions.strides)
+    if not len(boxes):
+        return True
+    if not tensor.shape:
+        return False
+    divisions, sizes = tensor.divisions.take(boxes), tensor.shapes[boxes, 0]
+    limit = (divisions.strides > 0) & (divisions.strides <= num_files) & (divisions.rows > 0)
+    if not (limit & (divisions.first_rows > 0) & (divisions.first_rows <= sizes)).all():
+        return False
+    # The products cannot overflow: counts and strides are at most as many as the files.
+    counts = divisions.counts(sizes)
+    return bool(
+        (counts <= num_files).all() and (tensor.files[boxes] + (counts - 1) * divisions.strides < num_files).all()
+    )
 
 
 def _is_filled(tensor: SavedTensor) -> bool:

@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 Place = tuple[slice, ...]
 """A part of a tensor: start, stop and step of every dim (step positive; None is 1)."""
 
@@ -23,6 +24,12 @@ def overlap(wanted: slice, start: int, size: int) -> tuple[slice, slice]:
 def strided(start: int, count: int, step: int) -> slice:
     """Slice of ``count`` elements from ``start`` on."""
     return slice(start, start + (count - 1) * step + 1, step) if count else slice(0, 0, step)
+
+
+def ranges(firsts: Numbers, counts: Numbers) -> Numbers:
+    """The numbers ``first, first + 1, ...`` of every range, ``counts`` of each, one range after another."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(firsts - starts, counts)
 
 
 def boxes_are_disjoint(starts: Numbers, stops: Numbers, groups: Numbers | None = None) -> bool:

@@ -2,11 +2,12 @@
 
 ``torch.distributed.checkpoint`` (DCP) gathers what all ranks hold on one of them, the coordinator, and sends each its
 share. Here they send columns of numbers instead of DCP's objects, and the ranks that hold the same boxes divide them
-among themselves before: of a model of 405B parameters, 16,384 ranks list 1.6 million boxes (docs/performance.md).
+among themselves before: of a model of 405B parameters, 16,384 ranks list 1.6 million boxes (docs/performance.md). A box
+that FSDP divides is listed by one rank for all.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -23,8 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
+from megatron.checkpoint.division import DividedBox, Divisions
 from megatron.checkpoint.manifest import SavedTensor, padded
-from megatron.checkpoint.places import Numbers, boxes_are_disjoint
+from megatron.checkpoint.places import Mask, Numbers, boxes_are_disjoint
 from megatron.checkpoint.safetensors_file import DTYPES
 from megatron.checkpoint.sharded_tensor import boxed
 
@@ -104,19 +106,27 @@ class BoxTable:
     """``[boxes, dims]``; a tensor of fewer dims has offset 0 and size 1 in the others."""
     sizes: Numbers
     """``[boxes, dims]``"""
+    divisions: Divisions
 
     @classmethod
-    def of(cls, tensors: Sequence[GlobalTensor], boxes: Sequence[WriteItem]) -> "BoxTable":
-        """The table of one rank's ``boxes``, in their order."""
+    def of(
+        cls,
+        tensors: Sequence[GlobalTensor],
+        boxes: Sequence[WriteItem],
+        divided: Sequence[tuple[str, DividedBox]] = (),
+    ) -> "BoxTable":
+        """The table of one rank's ``boxes``, in their order, and after them of ``divided`` boxes with the names of
+        their tensors."""
         table = TensorTable.of(tensors)
         places = {name: place for place, name in enumerate(table.names)}
         dims = table.shapes.shape[1]
         chunks = [tensor_data(item).chunk for item in boxes]
-        columns = []
-        for extents, value in (([chunk.offsets for chunk in chunks], 0), ([chunk.sizes for chunk in chunks], 1)):
-            rows = [(*extent, *(value,) * (dims - len(extent))) for extent in extents]
-            columns.append(np.array(rows, np.int64).reshape(len(boxes), dims))
-        return cls(table, np.array([places[item.index.fqn] for item in boxes], np.int64), *columns)
+        names = [*(item.index.fqn for item in boxes), *(name for name, _ in divided)]
+        offsets = [*(chunk.offsets for chunk in chunks), *(box.offset for _, box in divided)]
+        sizes = [*(chunk.sizes for chunk in chunks), *(box.shape for _, box in divided)]
+        divisions = Divisions.joined([Divisions.none(len(boxes)), Divisions.of([box for _, box in divided])])
+        tensor = np.array([places[name] for name in names], np.int64)
+        return cls(table, tensor, _column(offsets, dims, 0), _column(sizes, dims, 1), divisions)
 
     @classmethod
     def joined(cls, tables: Sequence["BoxTable"]) -> "BoxTable":
@@ -128,11 +138,18 @@ class BoxTable:
             np.concatenate([own[table.tensor] for own, table in zip(places, tables)]),
             np.concatenate([padded(table.offsets, dims, 0) for table in tables]),
             np.concatenate([padded(table.sizes, dims, 1) for table in tables]),
+            Divisions.joined([table.divisions for table in tables]),
         )
 
     def nbytes(self) -> Numbers:
         """``[boxes]``"""
         return self.sizes.prod(axis=1) * _ITEM_SIZES[self.tensors.dtypes[self.tensor]]
+
+
+def _column(extents: Sequence[Sequence[int]], dims: int, value: int) -> Numbers:
+    """``[extents, dims]``, with ``value`` in further dims."""
+    rows = [(*extent, *(value,) * (dims - len(extent))) for extent in extents]
+    return np.array(rows, np.int64).reshape(len(extents), dims)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -145,6 +162,8 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._rank = rank
         self._listed: list[WriteItem] = []
+        self._divided: list[WriteItem] = []
+        """This rank's parts of divided boxes."""
         self.saved: dict[str, SavedTensor] = {}
 
     def set_up_planner(
@@ -156,10 +175,17 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(boxed(state_dict), storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """On every rank: list its share of the boxes that it knows to be replicated, and all others."""
+        """On every rank: list its share of the boxes that it knows to be replicated, the divided boxes of which it has
+        the first part, and all others."""
         items = super().create_local_plan().items
-        self._listed = list(own_share(items, known_holders(self.state_dict), self._rank))
-        return SavePlan([], planner_data=BoxTable.of(named(self.state_dict, self._listed, self._rank), self._listed))
+        divided = divided_tensors(self.state_dict)
+        self._divided = [item for item in items if item.index.fqn in divided]
+        others = (item for item in items if item.index.fqn not in divided)
+        self._listed = list(own_share(others, known_holders(self.state_dict), self._rank))
+        first = [(name, box) for name, boxes in divided.items() for box in boxes if box.owner == self._rank]
+        names = {item.index.fqn for item in self._listed} | {name for name, _ in first}
+        table = BoxTable.of(named(self.state_dict, names, self._rank), self._listed, first)
+        return SavePlan([], planner_data=table)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the coordinator: assign boxes to ranks, and check them."""
@@ -169,13 +195,14 @@ class SavePlanner(DefaultSavePlanner):
         parts = spread_replicas(table, ranks)
         self.saved = _saved_tensors(table, ranks, parts)
         _check_complete(table, parts)
+        by_rank = _by_rank(parts, ranks, table.divisions.is_divided, len(tables))
         # DCP sends the metadata to all ranks, of which none needs it.
-        return [SavePlan([], planner_data=one) for one in _by_rank(parts, ranks, len(tables))], Metadata({})
+        return [SavePlan([], planner_data=one) for one in by_rank], Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """On every rank: the write items of its share."""
         items = [_cut(self._listed[row], start, count) for row, start, count in new_plan.planner_data.tolist()]
-        return replace(new_plan, items=items)
+        return replace(new_plan, items=items + self._divided)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """On every rank: the assigned part of a local box, as a view."""
@@ -195,15 +222,21 @@ def known_holders(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     return {name: ranks for name, ranks in known.items() if len(ranks) > 1}
 
 
-def named(tensors: Mapping[str, Any], listed: Iterable[WriteItem], rank: int) -> list[GlobalTensor]:
-    """The tensors in the table of ``rank``: those with a listed box, those without known holders, and those whose first
-    holder it is. So a tensor is in some table even if no rank lists a box of it, and the coordinator refuses it."""
-    with_boxes = {item.index.fqn for item in listed}
-    holders = known_holders(tensors)
+def divided_tensors(tensors: Mapping[str, Any]) -> dict[str, Sequence[DividedBox]]:
+    """The boxes of those tensors whose rows ranks divide, by name."""
+    return {name: tensor.divided for name, tensor in tensors.items() if getattr(tensor, "divided", ())}
+
+
+def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> list[GlobalTensor]:
+    """The tensors in the table of ``rank``: those of which it has ``listed`` a box, undivided ones without known
+    holders, and those whose first holder it is. So a tensor is in some table even if no rank lists a box of it, and the
+    coordinator refuses it."""
+    first = {name: holders[0] for name, holders in known_holders(tensors).items()}
+    first |= {name: boxes[0].owner for name, boxes in divided_tensors(tensors).items()}
     return [
         GlobalTensor(name, one.dtype, tuple(one.size()))
         for name, one in tensors.items()
-        if name in with_boxes or name not in holders or holders[name][0] == rank
+        if name in listed or first.get(name, rank) == rank
     ]
 
 
@@ -222,10 +255,10 @@ def own_share(items: Iterable[WriteItem], holders: Mapping[str, Sequence[int]], 
         else:
             yield item
     for ranks, boxes in groups.items():
-        yield from divided(boxes, len(ranks))[ranks.index(rank)]
+        yield from equal_shares(boxes, len(ranks))[ranks.index(rank)]
 
 
-def divided(boxes: Iterable[WriteItem], num_ranks: int) -> list[list[WriteItem]]:
+def equal_shares(boxes: Iterable[WriteItem], num_ranks: int) -> list[list[WriteItem]]:
     """The parts of ``boxes`` that each of ``num_ranks`` ranks writes, about equally many bytes; whatever the order."""
     parts = [_cut(item, start, count) for item in boxes for start, count in _slices(item)]
     parts.sort(key=lambda part: (-_nbytes(part), part.index.fqn, tuple(part.index.offset or ())))
@@ -313,8 +346,9 @@ def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
     is_first = np.concatenate(([True], (places[1:] != places[:-1]).any(axis=1)))[: len(boxes)]
     starts = np.flatnonzero(is_first)
     counts = np.diff(np.append(starts, len(boxes)))
+    assert not table.divisions.is_divided[boxes[np.repeat(counts > 1, counts)]].any(), "a divided box is replicated"
     single = boxes[starts[counts == 1]]
-    load = np.bincount(ranks[single], nbytes[single], minlength=int(ranks.max(initial=0)) + 1).tolist()
+    load = _load(table, ranks, single, nbytes).tolist()
     replicated: list[tuple[int, int, int, list[int]]] = []
     for first, number in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist()):
         holders = boxes[first : first + number]
@@ -339,12 +373,27 @@ def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
     )
 
 
-def _by_rank(parts: Parts, ranks: Numbers, num_ranks: int) -> Iterator[Numbers]:
-    """What each rank writes: ``[parts, 3]`` with the number of the box in its own list, first row and rows."""
-    owners = ranks[parts.box]
+def _load(table: BoxTable, ranks: Numbers, boxes: Numbers, nbytes: Numbers) -> Numbers:
+    """Bytes of these ``boxes`` by rank."""
+    is_divided = table.divisions.is_divided[boxes]
+    whole, divided = boxes[~is_divided], boxes[is_divided]
+    load = np.bincount(ranks[whole], nbytes[whole], minlength=int(ranks.max(initial=0)) + 1).astype(np.int64)
+    counts = table.divisions.take(divided).counts(table.sizes[divided, 0])
+    for box, count in zip(divided.tolist(), counts.tolist()):
+        first, stride = int(ranks[box]), int(table.divisions.strides[box])
+        load[first : first + count * stride : stride] += nbytes[box] // count
+    return load
+
+
+def _by_rank(parts: Parts, ranks: Numbers, is_divided: Mask, num_ranks: int) -> Iterator[Numbers]:
+    """What each rank writes: ``[parts, 3]`` with the number of the box in its own list, first row and rows. Of divided
+    boxes, each rank knows its part."""
+    chosen = np.flatnonzero(~is_divided[parts.box])
+    owners = ranks[parts.box[chosen]]
     order = np.argsort(owners, kind="stable")
     first_box = np.searchsorted(ranks, np.arange(num_ranks))
-    own = np.column_stack((parts.box - first_box[owners], parts.start, parts.count))[order]
+    rows = parts.box[chosen] - first_box[owners], parts.start[chosen], parts.count[chosen]
+    own = np.column_stack(rows)[order]
     yield from np.split(own, np.searchsorted(owners[order], np.arange(1, num_ranks)))
 
 
@@ -358,7 +407,12 @@ def _saved_tensors(table: BoxTable, ranks: Numbers, parts: Parts) -> dict[str, S
     for tensor, first, last in zip(table.tensors, borders[:-1], borders[1:]):
         rows, dims = order[first:last], len(tensor.shape)
         saved[tensor.name] = SavedTensor(
-            tensor.dtype, tensor.shape, offsets[rows, :dims], sizes[rows, :dims], ranks[parts.box[rows]]
+            tensor.dtype,
+            tensor.shape,
+            offsets[rows, :dims],
+            sizes[rows, :dims],
+            ranks[parts.box[rows]],
+            table.divisions.take(parts.box[rows]),
         )
     return saved
 

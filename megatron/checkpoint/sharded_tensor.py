@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from megatron.checkpoint.division import DividedBox, divided_boxes
+from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.torch_compat import wrapper_subclass
 
 
@@ -29,6 +30,9 @@ class BoxedTensor(Tensor):
     holders: Sequence[int]
     """The ranks that hold exactly these boxes, if that is known: then they divide the boxes at a save without asking
     each other, and the coordinator does not receive them from all. Ranks of ``torch.distributed``."""
+    divided: Sequence[DividedBox]
+    """Boxes of which this rank holds a part, or none, and of which it holds no more: then each rank knows what it
+    writes, and the rank of the first part lists the box for all. Empty if ranks do not divide rows."""
 
     @staticmethod
     def __new__(
@@ -37,12 +41,14 @@ class BoxedTensor(Tensor):
         dtype: torch.dtype,
         boxes: dict[tuple[int, ...], Tensor],
         holders: Sequence[int] = (),
+        divided: Sequence[DividedBox] = (),
     ) -> "BoxedTensor":
         """Use the ``from_...`` constructors instead."""
         device = next((box.device for box in boxes.values()), torch.device("cpu"))
         tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
         tensor._boxes = boxes
         tensor.holders = holders
+        tensor.divided = divided
         return tensor
 
     @classmethod
@@ -52,6 +58,7 @@ class BoxedTensor(Tensor):
         dtype: torch.dtype,
         boxes: Iterable[tuple[Sequence[int], Tensor]],
         holders: Sequence[int] = (),
+        divided: Sequence[DividedBox] = (),
     ) -> "BoxedTensor":
         """From ``(global offset, local view)`` pairs; a load fills the views in place. Empty boxes are dropped. Boxes
         must not overlap."""
@@ -65,7 +72,7 @@ class BoxedTensor(Tensor):
             if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
                 kept[tuple(offset)] = box.detach()
-        return cls(global_shape, dtype, kept, holders)
+        return cls(global_shape, dtype, kept, holders, divided)
 
     @classmethod
     def from_whole(cls, tensor: Tensor, holders: Sequence[int] = ()) -> "BoxedTensor":
@@ -74,15 +81,22 @@ class BoxedTensor(Tensor):
 
     @classmethod
     def from_flat_range(
-        cls, info: ParameterInfo, flat_tensor: Tensor, start: int, holders: Sequence[int] = ()
+        cls,
+        info: ParameterInfo,
+        flat_tensor: Tensor,
+        start: int,
+        holders: Sequence[int] = (),
+        division: RowDivision | None = None,
     ) -> "BoxedTensor":
-        """From a 1-D tensor with elements ``[start, start + numel)`` of the flattened local parameter."""
+        """From a 1-D tensor with elements ``[start, start + numel)`` of the flattened local parameter: this rank's rows
+        under a ``division``."""
         assert flat_tensor.dim() == 1, (info.name, flat_tensor.shape)
         boxes = [
             (box.global_offset, flat_tensor[begin - start : end - start].view(box.shape))
             for box, begin, end in flat_range_boxes(info, start, start + flat_tensor.numel())
         ]
-        return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes, holders)
+        divided = () if division is None else divided_boxes(info, division)
+        return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes, holders, divided)
 
     @property
     def boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:

@@ -155,10 +155,7 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have written: commit."""
         places = np.cumsum([len(of_rank) for of_rank in results]) - 1
-        tensors = {
-            name: dataclasses.replace(tensor, files=places[tensor.files])
-            for name, tensor in self._planner.saved.items()
-        }
+        tensors = {name: tensor.in_files(places) for name, tensor in self._planner.saved.items()}
         files = [result.storage_data for of_rank in results for result in of_rank]
         self._saving.commit(self._directory, Manifest(tensors, files, self._state))
 

@@ -89,7 +89,7 @@ def _saved_tensor(name: str, tensor: TensorStorageMetadata, file_of: Mapping[str
         for rows in ([chunk.offsets for chunk in tensor.chunks], [chunk.sizes for chunk in tensor.chunks])
     )
     files = np.array([file_of[chunk_key(name, chunk.offsets)] for chunk in tensor.chunks], np.int64)
-    return SavedTensor(tensor.properties.dtype, tuple(tensor.size), offsets, shapes, files)
+    return SavedTensor.undivided(tensor.properties.dtype, tuple(tensor.size), offsets, shapes, files)
 
 
 def _write_file(

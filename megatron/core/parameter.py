@@ -115,6 +115,17 @@ def columns_box(rows: int, columns: int, rank: int, size: int) -> Division:
     return (rows, columns), (rows, part), (Box((0, rank * part), (0, 0), (rows, part)),)
 
 
+@dataclass(frozen=True)
+class RowDivision:
+    """An even division of a parameter's local rows among ranks: each keeps the next ``rows`` of them, the last ranks
+    fewer or none, and no other rank keeps them."""
+
+    rows: int
+    first_rank: int
+    stride: int
+    """From one rank to the next, at least 1."""
+
+
 def flat_range_boxes(info: ParameterInfo, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
     """Cut elements ``[start, stop)`` of the flattened local tensor into boxes: ``(box, begin, end)``, where elements
     ``[begin, end)`` viewed as ``box.shape`` are the box. A range of a 2-D tensor with one box has at most three."""

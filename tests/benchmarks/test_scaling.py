@@ -8,9 +8,11 @@ import pytest
 
 from benchmarks.scaling import draw, table, too_steep
 from benchmarks.scaling_checkpoint import (
+    FSDP,
     Layout,
     checkpoint_cost,
     curves_of,
+    layouts_fsdp,
     simulated_module,
     tables_of,
     tensors_of,
@@ -23,14 +25,14 @@ TINY = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-he
 LAYOUTS = {
     "data": Layout(TINY, 8),
     "ZeRO-1, TP, PP": Layout(TINY, 16, tp=2, pp=2),
+    "FSDP, PP": Layout(TINY, 16, pp=2, sharding=FSDP),
 }
 
 
 def rows(table: BoxTable) -> list[tuple[object, ...]]:
-    names = [(table.tensors.names[place],) for place in table.tensor]
-    return sorted(
-        (*name, *offset, *size) for name, offset, size in zip(names, table.offsets.tolist(), table.sizes.tolist())
-    )
+    names = [table.tensors.names[place] for place in table.tensor]
+    numbers = np.column_stack((table.offsets, table.sizes, *table.divisions.columns)).tolist()
+    return sorted((name, *row) for name, row in zip(names, numbers))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -45,13 +47,17 @@ def test_a_simulated_rank_lists_what_its_own_code_lists(name: str) -> None:
         assert set(tables[rank].tensors) == set(own.tensors)
 
 
-def test_all_ranks_together_have_every_element_and_write_equally_much(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ZeRO-1, TP, PP", "FSDP, PP"])
+def test_all_ranks_together_have_every_element_and_write_equally_much(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr("megatron.checkpoint.save_plan.SLICE_BYTES", 1 << 16)
-    run = LAYOUTS["ZeRO-1, TP, PP"].run()
+    run = LAYOUTS[name].run()
     planner = SavePlanner(0)
     planner.create_global_plan([pickle.loads(one) for one in tables_of(run, workers=1)])
     written = np.zeros(run.grid.world_size)
-    for tensor in planner.saved.values():
+    for saved in planner.saved.values():
+        tensor = saved.expanded()
         np.add.at(written, tensor.files, tensor.shapes.prod(axis=1) * tensor.dtype.itemsize)
     # A stage may have more than another, but its ranks write about the same.
     for stage in run.grid.groups(("tp", "cp", "dp")):
@@ -66,6 +72,14 @@ def test_plans_of_a_checkpoint_grow_at_most_like_ranks() -> None:
     assert costs[-1].received / costs[-1].ranks < 4000
     sizes = [curve for curve in curves_of("tiny", costs) if "lists" in curve.name or "manifest" in curve.name]
     assert len(sizes) == 2 and not too_steep(sizes)
+
+
+def test_under_fsdp_rank_0_plans_as_many_boxes_for_every_number_of_ranks() -> None:
+    costs = [checkpoint_cost(*layouts_fsdp(ranks, TINY), workers=1) for ranks in (8, 64)]
+    assert costs[0].boxes == costs[1].boxes
+    # Ranks without a box send an empty list; the manifest has names of files.
+    assert (costs[1].received - costs[0].received) / 56 < 1000
+    assert costs[1].manifest - costs[0].manifest < 56 * 120
 
 
 def test_ranks_gather_few_objects_at_start_and_none_in_an_iteration() -> None:

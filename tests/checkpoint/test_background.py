@@ -184,7 +184,9 @@ class Ranks:
 
     def commit(self) -> None:
         zero, four = np.array([[0]]), np.array([[4]])
-        described = {f"of_{rank}": SavedTensor(torch.int64, (4,), zero, four, np.array([rank])) for rank in range(2)}
+        described = {
+            f"of_{rank}": SavedTensor.undivided(torch.int64, (4,), zero, four, np.array([rank])) for rank in range(2)
+        }
         files = [WrittenFile(file_of_rank(rank), 0, ()) for rank in range(2)]
         self.savings[0].commit(self.directory, Manifest(described, files, {}))
 

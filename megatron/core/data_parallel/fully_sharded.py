@@ -28,7 +28,7 @@ from megatron.core.data_parallel.sharing import ModelSharing
 from megatron.core.data_parallel.strategy import DataParallel, LocalParam
 from megatron.core.data_parallel.units import expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
-from megatron.core.parameter import ParameterInfo, attach_info, info_of
+from megatron.core.parameter import ParameterInfo, RowDivision, attach_info, info_of
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 
@@ -129,7 +129,13 @@ class FullyShardedDataParallel(DataParallel):
             reduction = GradientReduction(group.shards, group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
         self.local_params = [
-            LocalParam(shard.info, shard.start, shard.weight, sharing.holders(shard.info, of_shard=True))
+            LocalParam(
+                shard.info,
+                shard.start,
+                shard.weight,
+                sharing.holders(shard.info, of_shard=True),
+                _row_division(shard.info, sharing),
+            )
             for shard in param_shards
         ]
         # The backward pass runs the last unit first.
@@ -146,6 +152,9 @@ class FullyShardedDataParallel(DataParallel):
 
     def finish_skipped_step(self) -> None:
         """A no-op: weights are gathered when they are used."""
+
+    def row_division(self, info: ParameterInfo) -> RowDivision | None:
+        return _row_division(info, self.sharing)
 
     def memory(self) -> dict[str, int]:
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)
@@ -272,6 +281,14 @@ class _Work(dist.Work):
     def wait(self, *_: object) -> bool:
         self._pending.wait()
         return True
+
+
+def _row_division(info: ParameterInfo, sharing: ModelSharing) -> RowDivision | None:
+    ranks = sharing.of_parameter(info).shards.ranks
+    strides = {following - rank for rank, following in pairwise(ranks)}
+    if len(strides) != 1 or len(sharing.holders(info, of_shard=True)) > 1:
+        return None
+    return RowDivision(RowPart.of(info, 0, len(ranks)).padded_rows, ranks[0], strides.pop())
 
 
 def _split(info: ParameterInfo, shards: int) -> ParameterSplit:

@@ -30,7 +30,7 @@ from megatron.core.data_parallel.sharing import ModelSharing
 from megatron.core.data_parallel.units import weight_units
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.initialization import initialize_range
-from megatron.core.parameter import ParameterInfo, info_of
+from megatron.core.parameter import ParameterInfo, RowDivision, info_of
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 
@@ -45,6 +45,8 @@ class LocalParam:
     """1-D."""
     holders: tuple[int, ...] = ()
     """The ranks that store the same elements; empty if they are not known."""
+    division: RowDivision | None = None
+    """How ranks divide the parameter's rows, if they do so evenly and each part is on one rank alone."""
 
 
 def whole_params(parameters: Iterable[nn.Parameter], sharing: ModelSharing | None = None) -> list[LocalParam]:
@@ -104,6 +106,10 @@ class DataParallel(ABC):
     def num_parameters(self) -> int:
         """Elements of the weights that this rank stores."""
         return sum(local.tensor.numel() for local in self.local_params)
+
+    def row_division(self, info: ParameterInfo) -> RowDivision | None:
+        """How ranks divide the rows of a parameter, if they do so evenly and each part is on one rank alone."""
+        return None
 
     @abstractmethod
     def memory(self) -> dict[str, int]:

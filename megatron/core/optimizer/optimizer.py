@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.optimizer.weight_average import WeightAverage
-from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
 from megatron.update_rules.registry import build_rule
 from megatron.update_rules.rule import Group, Shard, UpdateContext, UpdateRule
@@ -47,6 +48,8 @@ class OptimizerState:
     tensor: Tensor
     holders: tuple[int, ...]
     """The ranks that keep the same elements."""
+    division: RowDivision | None
+    """How ranks divide the parameter's rows, if they do so evenly and each part is on one rank alone."""
 
 
 @dataclass(frozen=True)
@@ -225,15 +228,19 @@ class Optimizer:
 
     def state(self) -> Iterator[OptimizerState]:
         """Every tensor of the state; loading writes to them."""
-        sharing = self._data_parallel.sharing
-        holders = [sharing.holders(shard.info, of_shard=True) for shard in self._param_shards]
-        for updated, shard, ranks in zip(self._shards, self._param_shards, holders):
+        for updated, shard in zip(self._shards, self._param_shards):
             if self.has_master_weights:
-                yield OptimizerState("master", shard.info, shard.start, updated.weight, ranks)
+                yield self._state_of(shard, "master", updated.weight)
             for kind, tensor in updated.state.items():
-                yield OptimizerState(kind, shard.info, shard.start, tensor, ranks)
-        for shard, average, ranks in zip(self._param_shards, self.averages, holders):
-            yield OptimizerState(AVERAGE, shard.info, shard.start, average, ranks)
+                yield self._state_of(shard, kind, tensor)
+        for shard, average in zip(self._param_shards, self.averages):
+            yield self._state_of(shard, AVERAGE, average)
+
+    def _state_of(self, shard: ParamShard, kind: str, tensor: Tensor) -> OptimizerState:
+        holders = self._data_parallel.sharing.holders(shard.info, of_shard=True)
+        return OptimizerState(
+            kind, shard.info, shard.start, tensor, holders, self._data_parallel.row_division(shard.info)
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights, moments and moving average on this rank."""

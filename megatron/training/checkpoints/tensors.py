@@ -20,7 +20,7 @@ def model_tensors(
     of a tied embedding, which is loaded but not saved."""
     return {
         f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(
-            weight.info, weight.tensor.to(dtype or weight.tensor.dtype), weight.start, weight.holders
+            weight.info, weight.tensor.to(dtype or weight.tensor.dtype), weight.start, weight.holders, weight.division
         )
         for weight in weights
         if with_copies or weight.info.tied_end != "output_layer"
@@ -31,7 +31,7 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
     """This rank's master weights and moments by global name; ``with_copies`` as in :func:`model_tensors`."""
     return {
         f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(
-            state.info, state.tensor, state.start, state.holders
+            state.info, state.tensor, state.start, state.holders, state.division
         )
         for state in optimizer.state()
         if with_copies or state.info.tied_end != "output_layer"
