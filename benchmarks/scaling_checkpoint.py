@@ -181,8 +181,7 @@ def plan_save(tables: Sequence[bytes], directory: Path) -> int:
         pickle.dumps(plan)
     sizes = np.zeros(len(tables), np.int64)
     for saved in planner.saved.values():
-        tensor = saved.expanded()
-        np.add.at(sizes, tensor.files, tensor.shapes.prod(axis=1) * tensor.dtype.itemsize)
+        saved.add_bytes(sizes)
     # Digests as they are in a manifest; all have the same length.
     files = [
         WrittenFile(file_of_rank(rank), size, (f"{rank:032x}",) * -(-size // BLOCK_BYTES))

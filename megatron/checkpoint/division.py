@@ -87,6 +87,20 @@ class Divisions:
         behind = 1 + (row - self.first_rows) // np.maximum(self.rows, 1)
         return np.where(self.is_divided & (row >= self.first_rows), behind, 0)
 
+    def add_bytes(self, load: Numbers, files: Numbers, sizes: Numbers, row_bytes: Numbers) -> None:
+        """Add the bytes of every part to ``load`` ``[files]``.
+
+        The boxes have ``sizes`` rows of ``row_bytes``, and their first parts are in ``files``.
+        """
+        np.add.at(load, files, np.where(self.is_divided, 0, sizes * row_bytes))
+        columns = files, self.counts(sizes), *self.columns, sizes, row_bytes
+        for box in np.flatnonzero(self.is_divided).tolist():
+            file, count, first_rows, rows, stride, size, of_row = (int(column[box]) for column in columns)
+            last = file + (count - 1) * stride
+            load[file : last + 1 : stride] += rows * of_row
+            load[file] += (first_rows - rows) * of_row
+            load[last] -= (first_rows + (count - 1) * rows - size) * of_row
+
     def ranges(self, parts: Numbers, sizes: Numbers) -> tuple[Numbers, Numbers]:
         """First row and end ``[boxes]`` of one of the ``parts`` of each box, of ``sizes`` rows."""
         starts = np.where(parts > 0, self.first_rows + (parts - 1) * self.rows, 0)

@@ -65,9 +65,19 @@ class SavedTensor:
         return cls(dtype, shape, offsets, shapes, files, Divisions.none(len(files)))
 
     @property
+    def rows(self) -> Numbers:
+        """``[boxes]``: sizes of dim 0; 1 for a scalar."""
+        return self.shapes[:, 0] if self.shape else np.ones(len(self.files), np.int64)
+
+    @property
     def chunk_counts(self) -> Numbers:
         """``[boxes]``"""
-        return self.divisions.counts(self.shapes[:, 0] if self.shape else np.ones(len(self.files), np.int64))
+        return self.divisions.counts(self.rows)
+
+    def add_bytes(self, load: Numbers) -> None:
+        """Add the bytes of the chunks to ``load`` ``[files]``."""
+        row_bytes = self.shapes.prod(axis=1) * self.dtype.itemsize // np.maximum(self.rows, 1)
+        self.divisions.add_bytes(load, self.files, self.rows, row_bytes)
 
     def overlapping(self, starts: Sequence[int], stops: Sequence[int]) -> Numbers:
         """Numbers of the chunks that share elements with the box ``[starts, stops)``."""

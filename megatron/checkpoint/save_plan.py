@@ -192,7 +192,7 @@ class SavePlanner(DefaultSavePlanner):
         tables = [plan.planner_data for plan in all_plans]
         table = BoxTable.joined(tables)
         ranks = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
-        parts = spread_replicas(table, ranks)
+        parts = spread_replicas(table, ranks, len(tables))
         self.saved = _saved_tensors(table, ranks, parts)
         _check_complete(table, parts)
         by_rank = _by_rank(parts, ranks, table.divisions.is_divided, len(tables))
@@ -331,7 +331,7 @@ class Parts:
         return offsets, sizes
 
 
-def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
+def spread_replicas(table: BoxTable, ranks: Numbers, num_ranks: int) -> Parts:
     """Assign each box to one of the ``ranks`` that listed it, so that ranks write about equally many bytes.
 
     ``ranks`` has the rank of each row; the assigned part is one of a row of that rank. Large boxes that several ranks
@@ -348,7 +348,7 @@ def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
     counts = np.diff(np.append(starts, len(boxes)))
     assert not table.divisions.is_divided[boxes[np.repeat(counts > 1, counts)]].any(), "a divided box is replicated"
     single = boxes[starts[counts == 1]]
-    load = _load(table, ranks, single, nbytes).tolist()
+    load = _load(table, ranks, single, nbytes, num_ranks).tolist()
     replicated: list[tuple[int, int, int, list[int]]] = []
     for first, number in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist()):
         holders = boxes[first : first + number]
@@ -373,15 +373,11 @@ def spread_replicas(table: BoxTable, ranks: Numbers) -> Parts:
     )
 
 
-def _load(table: BoxTable, ranks: Numbers, boxes: Numbers, nbytes: Numbers) -> Numbers:
-    """Bytes of these ``boxes`` by rank."""
-    is_divided = table.divisions.is_divided[boxes]
-    whole, divided = boxes[~is_divided], boxes[is_divided]
-    load = np.bincount(ranks[whole], nbytes[whole], minlength=int(ranks.max(initial=0)) + 1).astype(np.int64)
-    counts = table.divisions.take(divided).counts(table.sizes[divided, 0])
-    for box, count in zip(divided.tolist(), counts.tolist()):
-        first, stride = int(ranks[box]), int(table.divisions.strides[box])
-        load[first : first + count * stride : stride] += nbytes[box] // count
+def _load(table: BoxTable, ranks: Numbers, boxes: Numbers, nbytes: Numbers, num_ranks: int) -> Numbers:
+    """Bytes of these ``boxes`` ``[ranks]``."""
+    load = np.zeros(num_ranks, np.int64)
+    rows = table.sizes[boxes, 0]
+    table.divisions.take(boxes).add_bytes(load, ranks[boxes], rows, nbytes[boxes] // np.maximum(rows, 1))
     return load
 
 

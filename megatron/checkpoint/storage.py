@@ -147,13 +147,23 @@ class SafetensorsWriter(StorageWriter):
         if tensors:
             file = self._saving.write(plan.storage_data, tensors)
             # The coordinator knows the chunks from the plan.
-            results.append(WriteResult(MetadataIndex(file.name), file.size, file))
+            results.append(WriteResult(MetadataIndex(file.name), sum(box.nbytes for box in tensors.values()), file))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after all ranks have written: commit."""
+        """On the coordinator, after all ranks have written: commit.
+
+        Raises ``ValueError`` if a rank has not written what the plan says, which knows divided boxes from one rank.
+        """
+        planned = np.zeros(len(results), np.int64)
+        for tensor in self._planner.saved.values():
+            tensor.add_bytes(planned)
+        for rank, (nbytes, of_rank) in enumerate(zip(planned.tolist(), results)):
+            written = sum(result.size_in_bytes for result in of_rank)
+            if written != nbytes:
+                raise ValueError(f"rank {rank} has written {written} bytes of tensors instead of {nbytes}")
         places = np.cumsum([len(of_rank) for of_rank in results]) - 1
         tensors = {name: tensor.in_files(places) for name, tensor in self._planner.saved.items()}
         files = [result.storage_data for of_rank in results for result in of_rank]

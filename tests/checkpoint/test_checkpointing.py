@@ -453,7 +453,7 @@ def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
     tables = [listed(tensors)[0] for tensors in ranks]
     table = BoxTable.joined(tables)
     owners = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
-    parts = spread_replicas(table, owners)
+    parts = spread_replicas(table, owners, int(owners.max()) + 1)
     _, sizes = parts.in_table(table)
     tensors = list(table.tensors)
     found: list[list[int]] = [[] for _ in ranks]

@@ -109,6 +109,20 @@ def test_the_chunks_that_overlap_a_box_are_found(
     assert set(chunks_of(tensor.expanded(numbers))) == expected
 
 
+@given(cases)
+def test_the_bytes_of_a_file_are_those_of_its_chunks(case: tuple[list[int], int, int, int, int]) -> None:
+    sections, padding, shards, first_rank, stride = case
+    info = info_of_sections(*sections, padding=padding)
+    division = RowDivision(-(-info.local_shape[0] // shards), first_rank, stride)
+    tensor = saved(divided_boxes(info, division), info.global_shape)
+    load = np.zeros(first_rank + shards * stride, np.int64)
+    tensor.add_bytes(load)
+    expected = np.zeros_like(load)
+    for _, shape, file in chunks_of(tensor.expanded()):
+        expected[file] += 4 * np.prod(shape)
+    assert (load == expected).all()
+
+
 FILES = [WrittenFile(f"rank_{rank:05d}.safetensors", 100, (f"{rank:032x}",)) for rank in range(6)]
 DIVIDED = [DividedBox((0, 0), (7, 3), 1, 3, 2, 2), DividedBox((7, 0), (3, 3), 0, 3, 4, 1)]
 """Rows 0 to 3, 3 to 5 and 5 to 7 in files 1, 3 and 5, and 7 to 10 in file 0."""
@@ -184,6 +198,28 @@ def save_divided(directory: str, rows: int) -> int:
     tensors["own"] = torch.ones(3)
     save_checkpoint(Path(directory), 1, tensors, {"iteration": 1}, topology.control)
     return len(read_manifest(iteration_directory(Path(directory), 1)).tensors["x"].files)
+
+
+def save_other_rows(directory: str) -> str:
+    """A case for two ranks, of which the second one has a row more than the first one says."""
+    topology = Topology(RankGrid(dp=2), torch.distributed.get_rank(), torch.device("cpu"))
+    info = ParameterInfo("x", (8, 2), (8, 2), (Box((0, 0), (0, 0), (8, 2)),), None, True, False)
+    first, last = ((0, 4), (3, 8))[topology.rank]
+    mine = torch.zeros(2 * (last - first))
+    tensors = {"x": BoxedTensor.from_flat_range(info, mine, 2 * first, (), RowDivision(4, 0, 1))}
+    try:
+        save_checkpoint(Path(directory), 1, tensors, {"iteration": 1}, topology.control)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_writes_other_rows_than_it_should_have_prevents_the_checkpoint(
+    four_ranks: RankPool, tmp_path: Path
+) -> None:
+    for error in four_ranks.run(save_other_rows, str(tmp_path), world_size=2):
+        assert "rank 1 has written 40 bytes of tensors instead of 32" in error
+    assert not iteration_directory(tmp_path, 1).exists()
 
 
 @pytest.mark.parametrize("rows", [4, 5, 6, 9])
