@@ -35,6 +35,7 @@ from torch import Tensor
 
 from benchmarks.local_ranks import parse, run_ranks
 from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
+from benchmarks.step_samples import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import Exchange
 from megatron.config.moe import MoEConfig, TokenDispatcherType
@@ -79,6 +80,7 @@ EXPERTS_8 = replace(MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size
 """The active FLOPs of MODEL, without the router's: two experts of half the width for each token."""
 EXPERTS_64 = replace(MODEL, num_experts=64, moe_router_topk=8, moe_ffn_hidden_size=96)
 RANKS = 2
+PROFILED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class BenchmarkConfig:
     """Sequences per microbatch for every contender alike (default: the fastest for each)."""
     rows: str = ""
     """Measure only the rows whose name contains this, and those that they are compared with."""
+    profile: bool = False
+    """Also print where rank 0 spends the time of a step, by looking at its stack every millisecond."""
     json: str | None = None
     """File for the figures."""
 
@@ -368,8 +372,18 @@ CONTENDERS = (
 )
 
 
-def run_rank(rank: int, config: BenchmarkConfig) -> dict[str, list[float]]:
-    """Take part in every contender that has a place for this rank; the seconds per step."""
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, by contender."""
+
+    seconds: dict[str, list[float]]
+    """Per step, of every turn."""
+    shares: dict[str, dict[str, float]]
+    """Of the time of a step, by group of functions; empty without ``--profile``."""
+
+
+def run_rank(rank: int, config: BenchmarkConfig) -> dict[str, Any]:
+    """Take part in every contender that has a place for this rank; a :class:`Measured`."""
     prepare_cpu(Process(rank, rank, RANKS, RANKS, has_thread_count=True))
     steps: dict[str, Callable[[], None]] = {}
     for contender in config.contenders:
@@ -395,11 +409,30 @@ def run_rank(rank: int, config: BenchmarkConfig) -> dict[str, list[float]]:
             print(f"\rturn {repeat} of {config.repeats}", end="", file=sys.stderr, flush=True)
     if rank == 0:
         print(file=sys.stderr)
-    return seconds
+    shares = {}
+    for contender in config.contenders if config.profile else ():
+        dist.barrier()
+        if contender.name in steps:
+            shares[contender.name] = profile(steps[contender.name], rank)
+    return asdict(Measured(seconds, shares))
 
 
-def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def profile(step: Callable[[], None], rank: int) -> dict[str, float]:
+    """The share of every group of functions in some steps."""
+
+    def some_steps() -> None:
+        for _ in range(PROFILED_STEPS):
+            step()
+
+    if rank == 0:
+        return time_by_group(some_steps)
+    some_steps()
+    return {}
+
+
+def report(config: BenchmarkConfig, measured: Measured) -> dict[str, Any]:
     """Tokens/s and ratios: medians, ratios turn by turn against the reference of each row, mostly one rank."""
+    seconds = measured.seconds
     references = {contender.name: seconds[contender.reference] for contender in config.contenders}
     rows = {}
     print(f"{'':44}{'tokens/s':>10}{'x reference':>13}")
@@ -408,13 +441,26 @@ def report(config: BenchmarkConfig, seconds: dict[str, list[float]]) -> dict[str
         ratio = median(one / mine for one, mine in zip(references[name], times))
         rows[name] = {"tokens_per_s": speed, "ratio": ratio, "seconds_per_step": times}
         print(f"{name:44}{speed:10.0f}{ratio:13.3f}")
+    if measured.shares:
+        print_profile(measured)
+        rows = {name: row | {"shares": measured.shares[name]} for name, row in rows.items()}
     return {"machine": platform.machine(), "torch": torch.__version__, "flags": asdict(config), "rows": rows}
+
+
+def print_profile(measured: Measured) -> None:
+    """Milliseconds of a step by group of functions."""
+    groups = list(next(iter(measured.shares.values())))
+    print("\nms of a step on rank 0")
+    print(f"{'':44}" + "".join(f"{group:>{len(group) + 2}}" for group in groups))
+    for name, shares in measured.shares.items():
+        step = 1e3 * median(measured.seconds[name])
+        print(f"{name:44}" + "".join(f"{share * step:{len(group) + 2}.0f}" for group, share in shares.items()))
 
 
 def main() -> None:
     """Start the ranks, and report."""
     config = parse(BenchmarkConfig, __doc__)
-    figures = report(config, run_ranks(RANKS, run_rank, config))
+    figures = report(config, Measured(**run_ranks(RANKS, run_rank, config)))
     if config.json is not None:
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
 
