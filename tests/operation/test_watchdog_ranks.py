@@ -3,6 +3,8 @@
 import random
 from pathlib import Path
 
+import pytest
+
 from megatron.operation.causes import Cause
 from tests.operation.hang_campaign import LIMIT, SECTIONS, Campaign, Fault, run_campaign
 
@@ -21,8 +23,9 @@ def test_a_rank_that_hangs_is_named_and_all_are_restarted(tmp_path: Path, chance
         assert campaign.false_alarms() == 2
 
 
-def test_a_campaign_of_hangs(tmp_path: Path, chance: random.Random) -> None:
-    faults = [Fault.draw(chance, 2) for _ in range(20)]
+@pytest.mark.parametrize("hangs", [6, pytest.param(20, marks=pytest.mark.slow(reason="five minutes of waits"))])
+def test_a_campaign_of_hangs(tmp_path: Path, chance: random.Random, hangs: int) -> None:
+    faults = [Fault.draw(chance, 2) for _ in range(hangs)]
     # Twice the limit of the campaign by command: two healthy ranks may wait 2 s for each other beside other tests.
     reports = run_campaign(tmp_path, faults, ranks=2, limit=2 * LIMIT)
     assert all(report.is_right for report in reports)

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -438,6 +439,9 @@ def _points(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _tensorboard_run(directory: Path, resume: int, iterations: range, loss: float, interval: int = 1) -> None:
+    if directory.exists() and any(directory.iterdir()):
+        # TensorBoard reads files in the order of their names, which begin with the second; after it, 10 is before 9.
+        time.sleep(1 - time.time() % 1)
     writer = TensorBoardWriter(directory, interval, resume)
     for iteration in iterations:
         writer.write_iteration(_record(iteration, lm_loss=loss))
