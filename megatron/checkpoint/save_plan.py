@@ -175,8 +175,8 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(boxed(state_dict), storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """On every rank: list its share of the boxes that it knows to be replicated, the divided boxes of which it has
-        the first part, and all others."""
+        """On every rank: list the boxes of which this rank is the owner or the only holder, and its share of the boxes
+        with several known holders."""
         items = super().create_local_plan().items
         divided = divided_tensors(self.state_dict)
         self._divided = [item for item in items if item.index.fqn in divided]
@@ -228,9 +228,9 @@ def divided_tensors(tensors: Mapping[str, Any]) -> dict[str, Sequence[DividedBox
 
 
 def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> list[GlobalTensor]:
-    """The tensors in the table of ``rank``: those of which it has ``listed`` a box, undivided ones without known
-    holders, and those whose first holder it is. So a tensor is in some table even if no rank lists a box of it, and the
-    coordinator refuses it."""
+    """The tensors in the table of ``rank``: those with a ``listed`` box, and those for which the rank is the first
+    holder, the owner of the first divided box, or has neither known. So every tensor is in some table: the coordinator
+    raises an error if no rank lists a box of it."""
     first = {name: holders[0] for name, holders in known_holders(tensors).items()}
     first |= {name: boxes[0].owner for name, boxes in divided_tensors(tensors).items()}
     return [
@@ -348,7 +348,7 @@ def spread_replicas(table: BoxTable, ranks: Numbers, num_ranks: int) -> Parts:
     counts = np.diff(np.append(starts, len(boxes)))
     assert not table.divisions.is_divided[boxes[np.repeat(counts > 1, counts)]].any(), "a divided box is replicated"
     single = boxes[starts[counts == 1]]
-    load = _load(table, ranks, single, nbytes, num_ranks).tolist()
+    load = _bytes_by_rank(table, ranks, single, nbytes, num_ranks).tolist()
     replicated: list[tuple[int, int, int, list[int]]] = []
     for first, number in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist()):
         holders = boxes[first : first + number]
@@ -373,7 +373,7 @@ def spread_replicas(table: BoxTable, ranks: Numbers, num_ranks: int) -> Parts:
     )
 
 
-def _load(table: BoxTable, ranks: Numbers, boxes: Numbers, nbytes: Numbers, num_ranks: int) -> Numbers:
+def _bytes_by_rank(table: BoxTable, ranks: Numbers, boxes: Numbers, nbytes: Numbers, num_ranks: int) -> Numbers:
     """Bytes of these ``boxes`` ``[ranks]``."""
     load = np.zeros(num_ranks, np.int64)
     rows = table.sizes[boxes, 0]

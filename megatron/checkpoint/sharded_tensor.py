@@ -31,8 +31,8 @@ class BoxedTensor(Tensor):
     """The ranks that hold exactly these boxes, if that is known: then they divide the boxes at a save without asking
     each other, and the coordinator does not receive them from all. Ranks of ``torch.distributed``."""
     divided: Sequence[DividedBox]
-    """Boxes of which this rank holds a part, or none, and of which it holds no more: then each rank knows what it
-    writes, and the rank of the first part lists the box for all. Empty if ranks do not divide rows."""
+    """The boxes of all ranks that divide the rows of the tensor. Every rank writes its own rows, and only the owner
+    of a box lists it in the plan of a save. Empty if no ranks divide the rows."""
 
     @staticmethod
     def __new__(

@@ -155,7 +155,8 @@ class SafetensorsWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have written: commit.
 
-        Raises ``ValueError`` if a rank has not written what the plan says, which knows divided boxes from one rank.
+        Raises ``ValueError`` if a rank has written more or less than planned. The plan has a divided box from its owner
+        alone, so the other ranks could disagree.
         """
         planned = np.zeros(len(results), np.int64)
         for tensor in self._planner.saved.values():

@@ -128,19 +128,19 @@ class FullyShardedDataParallel(DataParallel):
             view = _gradient_view(unit, part_sizes, gradients, group.shards.size)
             reduction = GradientReduction(group.shards, group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
+        # The backward pass runs the last unit first.
+        splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.infos]
+        super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)
         self.local_params = [
             LocalParam(
                 shard.info,
                 shard.start,
                 shard.weight,
                 sharing.holders(shard.info, of_shard=True),
-                _row_division(shard.info, sharing),
+                self.row_division(shard.info),
             )
             for shard in param_shards
         ]
-        # The backward pass runs the last unit first.
-        splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.infos]
-        super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)
 
     def start_param_all_gather(self) -> None:
         """Free gathered weights; the updated ones are gathered when they are used."""
@@ -154,7 +154,11 @@ class FullyShardedDataParallel(DataParallel):
         """A no-op: weights are gathered when they are used."""
 
     def row_division(self, info: ParameterInfo) -> RowDivision | None:
-        return _row_division(info, self.sharing)
+        ranks = self.sharing.of_parameter(info).shards.ranks
+        strides = {following - rank for rank, following in pairwise(ranks)}
+        if len(strides) != 1 or len(self.sharing.holders(info, of_shard=True)) > 1:
+            return None
+        return RowDivision(RowPart.of(info, 0, len(ranks)).padded_rows, ranks[0], strides.pop())
 
     def memory(self) -> dict[str, int]:
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)
@@ -281,14 +285,6 @@ class _Work(dist.Work):
     def wait(self, *_: object) -> bool:
         self._pending.wait()
         return True
-
-
-def _row_division(info: ParameterInfo, sharing: ModelSharing) -> RowDivision | None:
-    ranks = sharing.of_parameter(info).shards.ranks
-    strides = {following - rank for rank, following in pairwise(ranks)}
-    if len(strides) != 1 or len(sharing.holders(info, of_shard=True)) > 1:
-        return None
-    return RowDivision(RowPart.of(info, 0, len(ranks)).padded_rows, ranks[0], strides.pop())
 
 
 def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
