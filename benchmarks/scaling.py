@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,11 +93,17 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    units = list(dict.fromkeys(curve.unit for curve in curves))
+    counts = Counter(curve.unit for curve in curves)
+    heights = [max(2.2, 0.25 * count) for count in counts.values()]
     pyplot.rcParams["svg.fonttype"] = "none"
-    figure, axes = pyplot.subplots(len(units), 2, figsize=(16, 3.6 * len(units)), squeeze=False)
-    for row, unit in zip(axes, units):
+    figure, axes = pyplot.subplots(
+        len(counts), 2, figsize=(16, sum(heights) + 0.6 * len(counts)), height_ratios=heights, squeeze=False
+    )
+    # Curves beyond the ten colours are dashed.
+    styles = matplotlib.cycler(linestyle=["-", "--"]) * pyplot.rcParams["axes.prop_cycle"]
+    for row, unit in zip(axes, counts):
         for axis, kind in zip(row, KINDS):
+            axis.set_prop_cycle(styles)
             for curve in curves:
                 points = [(point.size, getattr(point, kind)) for point in curve.points if getattr(point, kind) > 0]
                 if curve.unit == unit and points:

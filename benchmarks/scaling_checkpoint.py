@@ -263,8 +263,7 @@ def curves_of(name: str, costs: Sequence[CheckpointCost]) -> list[Curve]:
 def curves(largest: bool) -> list[Curve]:
     sizes = (8, 64, 512, 4096, 16384) if largest else (8, 32, 128)
     found = curves_of("8B", [checkpoint_cost(*layouts_8b(ranks)) for ranks in sizes])
-    # FSDP2 makes as many views of every parameter as there are ranks, on which the simulation spends minutes.
-    found += curves_of("8B, FSDP", [checkpoint_cost(*layouts_fsdp(ranks)) for ranks in sizes[:4]])
+    found += curves_of("8B, FSDP", [checkpoint_cost(*layouts_fsdp(ranks)) for ranks in sizes])
     if largest:
         found += curves_of("405B", [checkpoint_cost(*layouts_405b(ranks)) for ranks in (128, 1024, 4096, 16384)])
     return found

@@ -1,4 +1,4 @@
-"""What every rank does at start: its topology, and the objects that it gathers from all ranks."""
+"""What every rank does at start: its topology, its model, and the objects that it gathers from all ranks."""
 
 import contextlib
 import io
@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.fresh_process import cost_of
+from benchmarks.fresh_process import Cost, cost_of
+from benchmarks.scaling_checkpoint import layouts_fsdp, simulated_module
 from benchmarks.scaling_curve import Curve, Point
 from megatron.commands import pretrain_llama
 from megatron.core.control import ControlGroup
@@ -71,17 +72,27 @@ def place_rank(ranks: int) -> int:
     return len(groups) + len(peers)
 
 
+def build_fsdp(ranks: int) -> Cost:
+    """Building the model and the optimizer of a rank under FSDP over all ``ranks``, on fake tensors."""
+    run = layouts_fsdp(ranks)[0].run()
+    return cost_of(lambda: simulated_module(run, ranks - 1).data_parallel.num_parameters)[1]
+
+
 def curves(largest: bool) -> list[Curve]:
     sizes = [8 * 4**step for step in range(8 if largest else 4)]
     points = []
     for ranks in sizes:
         _, cost = cost_of(lambda ranks=ranks: place_rank(ranks))  # type: ignore[misc]
         points.append(Point(ranks, cost.seconds, cost.bytes))
+    models = [
+        Point(ranks, (cost := build_fsdp(ranks)).seconds, cost.bytes) for ranks in (sizes[:6] if largest else sizes)
+    ]
     gathers = object_gathers()
     start = sum(one.bytes for one in gathers if one.iteration == 0)
     later = sum(one.bytes for one in gathers if 0 < one.iteration < ITERATIONS)
     return [
         Curve("topology of a rank", "ranks", tuple(points), "≤ 10 s"),
+        Curve("model of a rank, 8B, FSDP", "ranks", tuple(models), "flat", order=0.25),
         # torch pads every object to the largest, so that each rank receives as many bytes from every other.
         Curve("objects received by a rank at start", "ranks", tuple(Point(n, 0, n * start) for n in sizes)),
         Curve(

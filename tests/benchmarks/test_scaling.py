@@ -20,6 +20,7 @@ from benchmarks.scaling_checkpoint import (
 from benchmarks.scaling_curve import Curve, Point
 from benchmarks.scaling_start import ITERATIONS, object_gathers, place_rank
 from megatron.checkpoint.save_plan import BoxTable, SavePlanner
+from megatron.torch_compat import fsdp_parameters
 
 TINY = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
 LAYOUTS = {
@@ -90,6 +91,11 @@ def test_ranks_gather_few_objects_at_start_and_none_in_an_iteration() -> None:
 def test_a_rank_of_a_hundred_thousand_finds_its_groups() -> None:
     num_groups, num_stages = 8, 16
     assert place_rank(131072) == num_groups + num_stages
+
+
+def test_fsdp_makes_no_views_of_weights_for_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp_parameters(), "_chunk_with_empty", lambda *_, **__: pytest.fail("a view for every rank"))
+    simulated_module(layouts_fsdp(16384, TINY)[0].run(), 16383)
 
 
 def test_a_curve_that_is_too_steep_is_named(tmp_path: Path) -> None:

@@ -240,6 +240,19 @@ def test_state_dicts_are_saved_and_loaded_with_our_planner() -> None:
         assert names[0] == "state_dict" and {"process_group", "no_dist", "planner"} < set(names)
 
 
+@pytest.mark.parametrize("rows, ranks", [(8, 4), (10, 4), (3, 4), (1, 1), (9, 5)])
+def test_lazy_chunks_of_fsdp_equal_its_own(rows: int, ranks: int) -> None:
+    module = torch_compat.fsdp_parameters()
+    tensor = torch.arange(rows * 2).view(rows, 2)
+    original = module._chunk_with_empty
+    expected = original(tensor, ranks, dim=0)
+    with torch_compat.lazy_fsdp_chunks():
+        found = module._chunk_with_empty(tensor, ranks, dim=0)
+        for rank in range(ranks):
+            assert torch.equal(found[rank], expected[rank])
+    assert not isinstance(found, list) and module._chunk_with_empty is original
+
+
 def test_a_fake_group_has_as_many_ranks_as_asked_for() -> None:
     dist.init_process_group("fake", store=torch_compat.fake_store(), rank=7, world_size=1000)
     try:

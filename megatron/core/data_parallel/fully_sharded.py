@@ -31,6 +31,7 @@ from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, RowDivision, attach_info, info_of
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
+from megatron.torch_compat import lazy_fsdp_chunks
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,16 @@ def _shard_chunk(
             continue
         mesh = group.shards.device_mesh(device.type, axis)
         for module in kind_modules:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
-                mp_policy=MixedPrecisionPolicy(
-                    param_dtype=formats.weight if formats.weight != formats.master else None, cast_forward_inputs=False
-                ),
-            )
+            with lazy_fsdp_chunks():
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
+                    mp_policy=MixedPrecisionPolicy(
+                        param_dtype=formats.weight if formats.weight != formats.master else None,
+                        cast_forward_inputs=False,
+                    ),
+                )
             cast(FSDPModule, module).set_custom_all_gather(cast(Any, _AllGather(group.shards)))
     root = cast(FSDPModule, chunk)
     root.set_requires_gradient_sync(False)
