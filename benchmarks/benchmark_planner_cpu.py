@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -204,7 +204,8 @@ def report(found: Calibrated, seconds: Mapping[str, Sequence[float]]) -> dict[st
     constants = {**load_fitted(), **found.cluster.constants}
     rows = {}
     for layout in LAYOUTS:
-        run = describe_step(layout.config, layout.ranks, VOCABULARY, layout.num_microbatches, found.cluster)
+        machine = replace(found.cluster, node_size=max(layout.ranks, CORES))
+        run = describe_step(layout.config, layout.ranks, VOCABULARY, layout.num_microbatches, machine)
         terms = price_on_cores(run, constants, CORES)
         rows[layout.name] = {
             "predicted_s": sum(terms.values()),

@@ -99,11 +99,11 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     figure, axes = pyplot.subplots(
         len(counts), 2, figsize=(16, sum(heights) + 0.6 * len(counts)), height_ratios=heights, squeeze=False
     )
-    # Curves beyond the ten colours are dashed.
-    styles = matplotlib.cycler(linestyle=["-", "--"]) * pyplot.rcParams["axes.prop_cycle"]
+    colors = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
     for row, unit in zip(axes, counts):
         for axis, kind in zip(row, KINDS):
-            axis.set_prop_cycle(styles)
+            # Curves beyond the colours are dashed.
+            axis.set_prop_cycle(color=2 * colors, linestyle=["-"] * len(colors) + ["--"] * len(colors))
             for curve in curves:
                 points = [(point.size, getattr(point, kind)) for point in curve.points if getattr(point, kind) > 0]
                 if curve.unit == unit and points:

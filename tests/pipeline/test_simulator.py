@@ -8,7 +8,14 @@ import pytest
 
 from megatron.schedules.registry import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError
-from megatron.schedules.simulator import Durations, Span, Timeline, execution_order, simulate
+from megatron.schedules.simulator import (
+    Durations,
+    Span,
+    Timeline,
+    execution_order,
+    makespan_on_cores,
+    simulate,
+)
 from tests.pipeline.token_game import Place, places_in_layer_order
 
 NAMES = get_args(ScheduleName)
@@ -200,6 +207,67 @@ def test_unequal_stages_run_as_by_the_clock(name: ScheduleName) -> None:
         durations = Durations(forward, backward, weight, float(generator.randint(0, 3)))
         found = {(span.stage, str(span.action)): (span.start, span.end) for span in simulate(schedule, durations).spans}
         assert found == run_by_the_clock(schedule, durations)
+
+
+# Stages that share cores
+
+
+def makespan_by_small_steps(schedule: Schedule, durations: Durations, replicas: int, cores: int, tick: float) -> float:
+    """Tick after tick every stage that has what it needs works for its share of the cores."""
+    places = places_in_layer_order(
+        schedule.placement.num_stages, schedule.placement.num_chunks, schedule.placement.shape
+    )
+    left: list[list[tuple[str, int, int, float]]] = []
+    for stage, actions in enumerate(schedule.actions):
+        numbers = [places.index((stage, chunk)) for _, _, chunk in actions]
+        times = [
+            time_of(one.kind, number, durations, schedule.splits_backward) for one, number in zip(actions, numbers)
+        ]
+        left.append([(one.kind, one.microbatch, number, time) for one, number, time in zip(actions, numbers, times)])
+    done: set[tuple[str, int, Place]] = set()
+    ticks = 0
+    while any(left):
+        working = [
+            queue
+            for queue in left
+            if queue
+            and all((kind, queue[0][1], place) in done for kind, place in needed_places(*queue[0][::2], places))
+        ]
+        for queue in working:
+            kind, microbatch, number, time = queue[0]
+            time -= tick * min(1.0, cores / (replicas * len(working)))
+            queue[0] = (kind, microbatch, number, time)
+            if time <= 1e-9:
+                done.add((kind, microbatch, places[number]))
+                queue.pop(0)
+        ticks += 1
+    return ticks * tick
+
+
+def unequal(name: ScheduleName, stages: int, microbatches: int, seed: int = 3) -> tuple[Schedule, Durations]:
+    generator = random.Random(seed)
+    schedule = build_schedule(name, stages, microbatches)
+    count = schedule.placement.num_virtual_stages
+    forward, backward, weight = (tuple(float(generator.randint(1, 5)) for _ in range(count)) for _ in range(3))
+    return schedule, Durations(forward, backward, weight)
+
+
+@every_schedule
+@pytest.mark.parametrize(("stages", "replicas", "cores"), [(3, 1, 2), (2, 2, 3), (4, 2, 3)])
+def test_stages_share_cores_as_in_small_steps(name: ScheduleName, stages: int, replicas: int, cores: int) -> None:
+    schedule, durations = unequal(name, stages, 5)
+    expected = makespan_by_small_steps(schedule, durations, replicas, cores, 0.01)
+    assert makespan_on_cores(schedule, durations, replicas, cores) == pytest.approx(expected, rel=0.02)
+
+
+@every_schedule
+def test_with_a_core_for_each_stage_sharing_changes_nothing_and_one_core_does_all_the_work(name: ScheduleName) -> None:
+    schedule, durations = unequal(name, 4, 6)
+    timeline = simulate(schedule, durations)
+    work = sum(span.end - span.start for span in timeline.spans)
+    assert makespan_on_cores(schedule, durations, 2, 8) == pytest.approx(timeline.makespan)
+    assert makespan_on_cores(schedule, durations, 2, 1) == pytest.approx(2 * work)
+    assert makespan_on_cores(schedule, durations, 2, 3) > max(timeline.makespan, 2 * work / 3)
 
 
 # Figures of a timeline

@@ -236,20 +236,42 @@ def test_measuring_takes_the_stated_number_of_operations(together: int) -> None:
     assert merge(measured, measured).products == measured.products
 
 
-def test_ranks_that_share_cores_take_turns() -> None:
-    layout = next(one for one in LAYOUTS if one.name == "PP2 DP2")
-    run = describe_step(layout.config, 4, 2048, layout.num_microbatches, MACHINE)
-    constants = {**load_fitted(), **without_overlap(), **TRUE}
-    own, shared, three = (price_on_cores(run, constants, cores) for cores in (4, 2, 3))
+def step_on_one_machine(name: str) -> Run:
+    layout = next(one for one in LAYOUTS if one.name == name)
+    machine = replace(MACHINE, node_size=layout.ranks)
+    return describe_step(layout.config, layout.ranks, 2048, layout.num_microbatches, machine)
+
+
+def prices_on_cores(name: str, cores: int) -> Mapping[str, float]:
+    return price_on_cores(step_on_one_machine(name), {**load_fitted(), **without_overlap(), **TRUE}, cores)
+
+
+def test_a_core_for_each_rank_changes_no_price() -> None:
+    own = prices_on_cores("PP2 DP2", 4)
     assert own["bubble"] > 0
-    # With two ranks on a core, others compute while a rank idles. With four on three cores they cannot fill it all.
-    assert shared["bubble"] == 0 and 0 < three["bubble"] < own["bubble"]
-    assert sum(three.values()) == pytest.approx(sum(own.values()))
-    assert {name: 2 * value for name, value in own.items() if name != "bubble"} == pytest.approx(
-        {name: value for name, value in shared.items() if name != "bubble"}
-    )
-    in_node = replace(run, cluster=replace(run.cluster, node_size=4))
-    assert sum(own.values()) == pytest.approx(seconds(in_node, constants))
+    expected = seconds(step_on_one_machine("PP2 DP2"), {**load_fitted(), **without_overlap(), **TRUE})
+    assert sum(own.values()) == pytest.approx(expected)
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    own, shared = prices_on_cores("DP4", 4), prices_on_cores("DP4", 2)
+    assert {name: 2 * value for name, value in own.items()} == pytest.approx(shared)
+
+
+def test_others_have_the_core_of_a_stage_that_idles() -> None:
+    own, shared = prices_on_cores("PP2 DP2", 4), prices_on_cores("PP2 DP2", 2)
+    once = ("data parallelism", "optimizer")
+    assert all(shared[name] == pytest.approx(2 * own[name]) for name in once)
+    # With two microbatches one stage works alone for most of the time, on a core for each of its two ranks.
+    whole, longer = (sum(terms.values()) - sum(terms[name] for name in once) for terms in (own, shared))
+    assert whole < longer < 1.5 * whole
+
+
+def test_three_stages_on_two_cores_idle_at_both_ends() -> None:
+    """While less than two of them work, a core idles: the step takes longer than the work on both cores."""
+    own, shared = prices_on_cores("PP3 1F1B", 3), prices_on_cores("PP3 1F1B", 2)
+    assert sum(shared.values()) > 1.05 * sum(own.values())
+    assert shared["bubble"] >= 0
 
 
 def test_the_layouts_of_the_benchmark_have_two_to_four_ranks() -> None:

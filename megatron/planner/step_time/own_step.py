@@ -94,7 +94,7 @@ class OwnStepModel:
         terms["optimizer"] = self._optimizer(c)
         larger = growth(c, self.gpus)
         terms = {name: np.asarray(seconds * larger) for name, seconds in terms.items()}
-        return StepTime(np.asarray(sum(terms.values())), terms)
+        return StepTime(np.asarray(sum(terms.values())), terms, passes)
 
     # The pipeline.
 

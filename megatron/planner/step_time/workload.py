@@ -185,6 +185,9 @@ class StepTime:
     total: Array
     terms: dict[str, Array]
     """Seconds by cause, one of :data:`TERMS`; their sum is ``total``."""
+    passes: Sequence[Sequence[Array]] = ()
+    """Of runs of this project: forward, backward and weight-gradient seconds of a microbatch in the first, an inner and
+    the last virtual stage."""
 
 
 class Workload:
