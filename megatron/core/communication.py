@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -111,6 +112,17 @@ class Communicator:
         self._shares_memory = shares_memory
         assert twin is None or twin.ranks == self.ranks, (twin, ranks)
         self.observer: Observer | None = None
+
+    @cached_property
+    def stride(self) -> int | None:
+        """Between neighbouring ranks; None for a single rank, and where the distances differ."""
+        strides = {following - rank for rank, following in pairwise(self.ranks)}
+        return strides.pop() if len(strides) == 1 else None
+
+    def own_part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of ``tensor`` along dim 0, of which every rank has an equal part; a view."""
+        rows = tensor.shape[0] // self.size
+        return tensor.narrow(0, self.rank * rows, rows)
 
     @cached_property
     def process_group(self) -> Any:

@@ -68,7 +68,7 @@ class _Recompute(Function):
     def forward(ctx: Any, inputs: Tensor, module: Recomputed, arguments: tuple[Any, ...]) -> Tensor:
         shards = module.shards
         # The shard is a copy, so that the whole input can be freed.
-        saved = inputs if shards is None else inputs.flatten().chunk(shards.size)[shards.rank].clone()
+        saved = inputs if shards is None else shards.own_part(inputs.flatten()).clone()
         ctx.save_for_backward(saved.detach())
         ctx.module, ctx.arguments, ctx.shape = module, arguments, inputs.shape
         return cast(Tensor, module.segment(inputs, *arguments))

@@ -26,8 +26,7 @@ class WeightBucket:
 
     def start_gather(self) -> None:
         """Start the all-gather of the updated weights."""
-        own = self._weights.chunk(self._shards.size)[self._shards.rank]
-        self._gathering = self._shards.start_all_gather(own, self._weights)
+        self._gathering = self._shards.start_all_gather(self._shards.own_part(self._weights), self._weights)
 
     def finish_gather(self) -> None:
         """Wait for the all-gather, if one is under way."""

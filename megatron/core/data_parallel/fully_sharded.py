@@ -155,11 +155,10 @@ class FullyShardedDataParallel(DataParallel):
         """A no-op: weights are gathered when they are used."""
 
     def row_division(self, info: ParameterInfo) -> RowDivision | None:
-        ranks = self.sharing.of_parameter(info).shards.ranks
-        strides = {following - rank for rank, following in pairwise(ranks)}
-        if len(strides) != 1 or len(self.sharing.holders(info, of_shard=True)) > 1:
+        shards = self.sharing.of_parameter(info).shards
+        if shards.stride is None or len(self.sharing.holders(info, of_shard=True)) > 1:
             return None
-        return RowDivision(RowPart.of(info, 0, len(ranks)).padded_rows, ranks[0], strides.pop())
+        return RowDivision(RowPart.of(info, 0, shards.size).padded_rows, shards.ranks[0], shards.stride)
 
     def memory(self) -> dict[str, int]:
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)
