@@ -84,9 +84,7 @@ def curves(largest: bool) -> list[Curve]:
     for ranks in sizes:
         _, cost = cost_of(lambda ranks=ranks: place_rank(ranks))  # type: ignore[misc]
         points.append(Point(ranks, cost.seconds, cost.bytes))
-    models = [
-        Point(ranks, (cost := build_fsdp(ranks)).seconds, cost.bytes) for ranks in (sizes[:6] if largest else sizes)
-    ]
+    models = [Point(ranks, (cost := build_fsdp(ranks)).seconds, cost.bytes) for ranks in sizes]
     gathers = object_gathers()
     start = sum(one.bytes for one in gathers if one.iteration == 0)
     later = sum(one.bytes for one in gathers if 0 < one.iteration < ITERATIONS)

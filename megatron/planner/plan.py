@@ -303,8 +303,8 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Python's garbage collector would take a quarter of the time. At the end it visits the objects that were made inside,
-    not those of all modules."""
+    """Python's garbage collector would take a quarter of the time. At the end it visits the objects that were made
+    inside, not those of all modules."""
     was_enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
