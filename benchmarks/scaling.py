@@ -7,7 +7,7 @@ The parts: ``checkpoint`` (plans of saves and loads, the manifest), ``start`` (t
 ``planner`` (dry run and search for a layout), ``data`` (order of documents, opening, blends) and ``metrics`` (a run of
 a million iterations). Each prints its points and their order of growth: the exponent p of size^p through the points. An
 order beyond what a curve allows ends the command with 1. ``--largest`` goes to 16,384 ranks and 1 billion documents;
-the metrics take 8 minutes then, the data more than 11 minutes and 9 GB. Without it the sizes are small.
+the metrics take 9 minutes then, the data 6 minutes and 9 GB. Without it the sizes are small.
 """
 
 import json
