@@ -5,6 +5,7 @@ no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` all rows of 
 named on the command line runs with its slow tests.
 """
 
+import gc
 import os
 import random
 import secrets
@@ -44,6 +45,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if not belongs_to_tier(item, config, item.path in named)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Leave the modules and the tests to no garbage collection: a visit of all takes a second, and some tests collect
+    hundreds of times."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At its end Python collects them."""
+    gc.unfreeze()
 
 
 def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) -> bool:

@@ -305,14 +305,15 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
 def _no_garbage_collection() -> Iterator[None]:
     """Python's garbage collector would take a quarter of the time. At the end it visits the objects that were made
     inside, not those of all modules."""
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
         gc.collect()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
