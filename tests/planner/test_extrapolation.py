@@ -78,17 +78,18 @@ LAYOUTS = [
     (4, 0, f"{EXPERTS} --moe-token-dispatcher-type alltoall {FSDP} --moe-layer-freq [0]*4+[1]*2"),
 ]
 LARGE = [
-    (8, 0, f"--model llama3-8b {FSDP} {OVERLAP} --seq-length 8192"),
+    (8, 0, f"--model llama3-8b --num-layers 32 {FSDP} {OVERLAP} --seq-length 8192"),
     (
         64,
         1,
-        "--model llama3-70b --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 4 "
-        f"--num-virtual-stages-per-pipeline-rank 5 --context-parallel-size 2 --seq-length 8192 {ZERO_1}",
+        "--model llama3-70b --num-layers 80 --tensor-model-parallel-size 4 --sequence-parallel "
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 5 --context-parallel-size 2 "
+        f"--seq-length 8192 {ZERO_1}",
     ),
     (
         16,
         0,
-        "--model qwen3-30b-a3b --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 "
+        "--model qwen3-30b-a3b --num-layers 48 --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 "
         "--moe-token-dispatcher-type alltoall --use-distributed-optimizer --seq-length 4096",
     ),
 ]
