@@ -115,7 +115,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def lazy_fsdp_chunks() -> Iterator[None]:
-    """Inside, ``fully_shard`` makes views of the rows that it uses, not a view of each parameter for every rank.
+    """Inside, ``fully_shard`` splits a parameter lazily: it makes a view of this rank's shard, not of every rank's.
 
     All views of an 8B model for 16,384 ranks take half a minute on every rank.
     """

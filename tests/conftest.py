@@ -48,14 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave the modules and the tests to no garbage collection: a visit of all takes a second, and some tests collect
-    hundreds of times."""
+    """Freeze the modules and the collected tests: a garbage collection that traverses them takes a second, and some
+    tests collect hundreds of times."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """At its end Python collects them."""
+    """Otherwise extension modules report leaks when Python exits."""
     gc.unfreeze()
 
 

@@ -97,9 +97,10 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
 
 
 def makespan_on_cores(schedule: Schedule, durations: Durations, replicas: int, cores: int) -> float:
-    """The makespan of ``replicas`` equal pipelines at the same time, whose active stages share ``cores`` evenly.
+    """The makespan of ``replicas`` equal pipelines in lockstep, with one process per stage, on too few ``cores``.
 
-    ``durations`` are those of a stage that has a core to itself; messages take no time.
+    While more processes compute than there are cores, all of them progress more slowly and equally fast. ``durations``
+    are of passes on a core of their own; ``durations.send`` is ignored.
     """
     splits = schedule.splits_backward
     queues = [list(reversed(actions)) for actions in schedule.actions]

@@ -1,5 +1,6 @@
 """Repeated layers have the memory and the collectives of a rehearsal of every layer and microbatch, byte for byte."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,19 @@ def test_one_layer_of_a_kind_runs() -> None:
     assert (repeated.simulated_microbatches, few, all_of_them) == (2, 1, 6 * 3)
     plans = Plan(run_of(1, ""), (repeated,)), Plan(run_of(1, "", whole=True), (whole,))
     assert [as_json(plan, [], None, 0.0)["extrapolated"] for plan in plans] == [{"0": True}, {"0": False}]
+
+
+@pytest.mark.parametrize("was_frozen", [False, True])
+def test_a_simulation_leaves_the_garbage_collector_as_it_was(was_frozen: bool) -> None:
+    gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
+    try:
+        simulate_rank(run_of(1, ""), 0)
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > 0) == was_frozen
+    finally:
+        gc.freeze()  # as tests/conftest.py does
 
 
 def both(ranks: int, stage: int, flags: str) -> None:
