@@ -28,6 +28,18 @@ def memory_outside_allocator(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
+def device_is_broken() -> bool:
+    """Whether CUDA has failed in this process with an error that it returns from now on (an illegal address, an
+    assertion in a kernel): only a new process can use the GPU again."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def device_name(device: torch.device) -> str | None:
     """The GPU's name; None on a CPU."""
     return torch.cuda.get_device_name(device) if device.type != "cpu" else None

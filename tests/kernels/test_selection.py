@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig
+from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.backends.flash_attention import FlashAttention3
-from megatron.core.kernels import attention, grouped, selection
+from megatron.core.kernels import attention, choice, grouped, selection
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, table
 from megatron.core.kernels.selection import (
     Kernels,
@@ -374,6 +374,48 @@ def test_the_first_that_goes_is_chosen() -> None:
     assert choose("work", candidates, None) == (
         3,
         Choice("work", "third", "plain (not first: it is not here)", is_stand_in=True),
+    )
+
+
+def test_the_error_for_a_kernel_that_is_not_available_tries_no_other() -> None:
+    tried: list[str] = []
+
+    def missing() -> str:
+        raise Unavailable("it is not here")
+
+    candidates = [
+        Candidate("wanted", missing, "best", trial=tried.append),
+        Candidate("other", lambda: "other", "plain", trial=tried.append),
+    ]
+    wanted = Wanted("wanted", "--kernel work=wanted")
+    with pytest.raises(ConfigError, match="it is not here; available: other"):
+        choose("work", candidates, wanted)
+    assert tried == []
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_trial_that_breaks_the_device_names_its_kernel_and_the_first_error(
+    monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    """Every kernel after it would fail as well, and be reported as not available."""
+
+    def breaking(kernel: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    candidates = [
+        Candidate("first", lambda: 1, "best", trial=breaking),
+        Candidate("second", lambda: 2, "good", trial=lambda kernel: None),
+    ]
+    wanted = Wanted("first", "--kernel work=first") if is_wanted else None
+    if not is_wanted:
+        # The device can still be used: the next kernel is chosen.
+        assert choose("work", candidates, wanted)[0] == 2
+    monkeypatch.setattr(choice, "device_is_broken", lambda: True)
+    with pytest.raises(ConfigError) as error:
+        choose("work", candidates, wanted)
+    assert str(error.value) == (
+        "The trial of --kernel work=first ended with an error after which this process cannot use its GPU (CUDA error: "
+        "an illegal memory access was encountered): start again with another implementation (--kernel work=...)."
     )
 
 

@@ -103,7 +103,7 @@ def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails(monkeypatch: pytest.Mo
     monkeypatch.setattr(grouped, "try_grouped_gemm", failing)
     candidates = {one.name: one for one in grouped.grouped_gemm_candidates(setting, LoopGroupedGemm()._kernel)}
     with pytest.raises(Unavailable, match="error of 50%"):
-        candidates["grouped_mm"].make()
+        candidates["grouped_mm"].ready("grouped_gemm")
     assert tried == [(GPU, torch.bfloat16, torch.float32)]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.config.kernels import Wanted
-from megatron.core.kernels.choice import Candidate, Unavailable, attempt, load, short_name
+from megatron.core.kernels.choice import Candidate, Unavailable, load, short_name
 from megatron.core.kernels.trials import try_attention
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
@@ -51,9 +51,20 @@ def attention_candidates(setting: "Setting", wanted: Wanted | None) -> list[Cand
         **_ATTENTION,
     }
     merits = {"te": "Transformer Engine chooses the kernel", **_MERITS}
+
+    def trial(kernel: AttentionKernel) -> None:
+        if not isinstance(kernel, ReferenceAttention):
+            try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_attention)
+
     costs = _COSTS_OF_DOCUMENTS if setting.masks_attention and setting.on_gpu else {}
     return [
-        Candidate(name, partial(_usable_attention, makers[name], setting), merits[name], cost=costs.get(name, ""))
+        Candidate(
+            name,
+            partial(_usable_attention, makers[name], setting),
+            merits[name],
+            trial=setting.trial(trial),
+            cost=costs.get(name, ""),
+        )
         for name in (_preferred_attention(setting) if wanted is None else makers)
     ]
 
@@ -90,6 +101,4 @@ def _usable_attention(make: Callable[[], AttentionKernel], setting: "Setting") -
     if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
         # The operator itself does not refuse that.
         raise Unavailable("its backward pass is not deterministic")
-    if setting.can_try and not isinstance(kernel, ReferenceAttention):
-        attempt(lambda: try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_attention))
     return kernel

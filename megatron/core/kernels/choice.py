@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from megatron.config.kernels import Wanted
+from megatron.core.device import device_is_broken
 from megatron.errors import ConfigError
 
 T = TypeVar("T")
@@ -28,22 +29,22 @@ def load(module: str, package: str) -> Any:
         raise Unavailable(f"{package} is installed but cannot be imported ({error})") from error
 
 
+class BrokenDevice(Exception):
+    """The first line of an error after which this process cannot use its GPU: another kernel would fail as well."""
+
+
 def attempt(trial: Callable[[], None]) -> None:
-    """Run the trial of a kernel; any error is a reason not to use the kernel."""
+    """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
+    after which no other kernel can run either (:class:`BrokenDevice`)."""
     try:
         trial()
     except Unavailable:
         raise
     except Exception as error:
         first_line = str(error).strip().split("\n", maxsplit=1)[0]
+        if device_is_broken():
+            raise BrokenDevice(first_line) from error
         raise Unavailable(f"a trial failed ({first_line})") from error
-
-
-def tried(kernel: T, trial: Callable[[T], None], can_try: bool) -> T:
-    """``kernel``, after its trial if this process can run it."""
-    if can_try:
-        attempt(lambda: trial(kernel))
-    return kernel
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,29 @@ class Candidate(Generic[T]):
 
     name: str
     make: Callable[[], T]
-    """The implementation, ready for use; raises :class:`Unavailable`."""
+    """The implementation; raises :class:`Unavailable`. Quick: it runs nothing on the device."""
     merit: str
     """Why it is preferred where it is available."""
     is_automatic: bool = True
     """Whether it may be chosen without a flag that requires it."""
+    trial: Callable[[T], None] | None = None
+    """Compares it with the reference on the device, before it is chosen."""
     cost: str = ""
     """What it costs in this run, for the log; empty if nothing is to be said."""
+
+    def ready(self, operation: str) -> T:
+        """The implementation, after its trial; raises :class:`Unavailable`, or :class:`ConfigError` if the trial has
+        left the process without a usable GPU."""
+        try:
+            made, trial = self.make(), self.trial
+            if trial is not None:
+                attempt(lambda: trial(made))
+        except BrokenDevice as error:
+            raise ConfigError(
+                f"The trial of --kernel {operation}={self.name} ended with an error after which this process cannot "
+                f"use its GPU ({error}): start again with another implementation (--kernel {operation}=...)."
+            ) from error
+        return made
 
     def choice(self, operation: str, reason: str, is_forced: bool = False, is_stand_in: bool = False) -> Choice:
         """The choice of this candidate."""
@@ -91,7 +108,7 @@ def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | 
         if not candidate.is_automatic:
             continue
         try:
-            made = candidate.make()
+            made = candidate.ready(operation)
         except Unavailable as error:
             obstacles.append(f"{candidate.name}: {error}")
             continue
@@ -103,8 +120,9 @@ def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | 
 def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted) -> tuple[T, Choice]:
     candidate = next(candidate for candidate in candidates if candidate.name == wanted.implementation)
     try:
-        return candidate.make(), candidate.choice(operation, f"asked for by {wanted.flag}", is_forced=True)
+        return candidate.ready(operation), candidate.choice(operation, f"asked for by {wanted.flag}", is_forced=True)
     except Unavailable as error:
+        # Only made, not tried: the trials of all others would cost the caller seconds to word an error.
         available = [other.name for other in candidates if other is not candidate and _is_available(other)]
         raise ConfigError(
             f"{wanted.flag} is not available: {error}; available: {', '.join(available)}: use one of these, or remove "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.choice import Candidate, Unavailable, load, tried
+from megatron.core.kernels.choice import Candidate, Unavailable, load
 from megatron.core.kernels.toolchain import missing_for_triton
 from megatron.core.ops.fp8 import (
     E4M3,
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 def quantization_candidates(setting: "Setting") -> Sequence[Candidate[Quantization]]:
     def triton() -> Quantization:
         kernel: Quantization = _triton_kernel(setting, "quantize", "TritonQuantization")
-        return tried(kernel, lambda one: try_quantization(one, setting.device, setting.weight), setting.can_try)
+        return kernel
+
+    def trial(kernel: Quantization) -> None:
+        try_quantization(kernel, setting.device, setting.weight)
 
     return [
-        Candidate("triton", triton, "one pass", is_automatic=setting.on_gpu),
+        Candidate("triton", triton, "one pass", setting.on_gpu, setting.trial(trial)),
         Candidate("eager", EagerQuantization, "one operation after the other"),
     ]
 
@@ -39,12 +42,15 @@ def quantization_candidates(setting: "Setting") -> Sequence[Candidate[Quantizati
 def weight_gradient_candidates(setting: "Setting", gemm: ScaledGemm) -> Sequence[Candidate[Fp8WeightGradientKernel]]:
     def triton() -> Fp8WeightGradientKernel:
         kernel: Fp8WeightGradientKernel = _triton_kernel(setting, "fp8_weight_gradient", "TritonFp8WeightGradient")
-        return tried(kernel, lambda one: try_weight_gradient(one, setting.device, setting.gradient), setting.can_try)
+        return kernel
+
+    def trial(kernel: Fp8WeightGradientKernel) -> None:
+        try_weight_gradient(kernel, setting.device, setting.gradient)
 
     return [
         Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
         # Its speed is unmeasured.
-        Candidate("triton", triton, "", is_automatic=False),
+        Candidate("triton", triton, "", False, setting.trial(trial)),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.core.kernels.choice import Candidate, Unavailable, short_name, tried
+from megatron.core.kernels.choice import Candidate, Unavailable, short_name
 from megatron.core.kernels.trials import compare, random
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel
@@ -36,7 +36,7 @@ def grouped_gemm_candidates(
         obstacle = obstacle_to_grouped_mm(setting.weight, setting.experts)
         if obstacle is not None:
             raise Unavailable(obstacle)
-        return tried(torch_grouped_gemm(weight_gradient), partial(_try, setting), setting.can_try)
+        return torch_grouped_gemm(weight_gradient)
 
     def padded() -> GroupedGemm:
         if setting.on_gpu or onednn_linear() is None:
@@ -48,7 +48,9 @@ def grouped_gemm_candidates(
     # For one expert a grouped GEMM is a GEMM. On CPUs it is slower (docs/performance.md).
     is_preferred = setting.on_gpu and setting.experts is not None and setting.experts.count > 1
     return [
-        Candidate("grouped_mm", grouped, "one launch for all experts", is_automatic=is_preferred),
+        Candidate(
+            "grouped_mm", grouped, "one launch for all experts", is_preferred, setting.trial(partial(_try, setting))
+        ),
         Candidate("padded", padded, "a GEMM for each expert, of few shapes", is_automatic=not setting.on_gpu),
         Candidate("loop", lambda: LoopGroupedGemm(weight_gradient), "a GEMM for each expert"),
     ]

@@ -13,7 +13,7 @@ import torch
 
 from megatron.config.kernels import KernelConfig
 from megatron.core.kernels.attention import attention_candidates
-from megatron.core.kernels.choice import Candidate, Choice, Unavailable, attempt, choose, load, short_name, tried
+from megatron.core.kernels.choice import BrokenDevice, Candidate, Choice, Unavailable, attempt, choose, load, short_name
 from megatron.core.kernels.fp8 import quantization_candidates, weight_gradient_candidates
 from megatron.core.kernels.grouped import ExpertSizes, grouped_gemm_candidates
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
@@ -112,6 +112,10 @@ class Setting:
         """Whether the device is a Hopper GPU."""
         return self.can_try and torch.cuda.get_device_capability(self.device)[0] == 9
 
+    def trial(self, trial: Callable[[T], None]) -> Callable[[T], None] | None:
+        """``trial``, if this process can run it."""
+        return trial if self.can_try else None
+
     @cached_property
     def compiler_failure(self) -> str | None:
         """Why ``torch.compile`` fails on the device; None if it works. Tried once for all operations."""
@@ -140,7 +144,8 @@ def choose_kernels(config: KernelConfig, setting: Setting) -> Kernels:
     rope: list[Candidate[Rotation]] = _elementwise(
         setting, lambda: rotate_, CompiledRotation, partial(_try_rotation, setting)
     )
-    rope.insert(0, Candidate("triton", partial(_triton_rotation, setting), "one pass", is_automatic=setting.on_gpu))
+    try_triton = setting.trial(partial(_try_rotation, setting))
+    rope.insert(0, Candidate("triton", partial(_triton_rotation, setting), "one pass", setting.on_gpu, try_triton))
     cross_entropy: list[Candidate[CrossEntropyKernel]] = _elementwise(
         setting,
         EagerCrossEntropy,
@@ -205,13 +210,16 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
         if is_wider and not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             formats = f"{short_name(setting.weight)} products and {short_name(setting.gradient)} gradients"
             raise Unavailable(f"torch has no in-place kernel for {formats} on {setting.device.type}")
-        return tried(InPlaceWeightGradient(), partial(_try_weight_gradient, setting), setting.can_try)
+        return InPlaceWeightGradient()
 
     def apex() -> WeightGradientKernel:
         if not (setting.on_gpu and setting.weight.itemsize == 2 and setting.gradient == torch.float32):
             raise Unavailable("apex only accumulates half-precision products in fp32 on GPUs")
         kernel: WeightGradientKernel = _from_backend(setting, "apex", "WeightGradient")
-        return tried(kernel, partial(_try_weight_gradient, setting), setting.can_try)
+        return kernel
+
+    def trial(kernel: WeightGradientKernel) -> None:
+        try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient)
 
     return [
         Candidate(
@@ -220,14 +228,11 @@ def _weight_gradient(setting: Setting) -> list[Candidate[WeightGradientKernel]]:
             "the GEMM adds to the main gradient",
             # On CPUs oneDNN's fp32 GEMM, which cannot add in place, is faster (docs/performance.md).
             is_automatic=setting.on_gpu or setting.weight == torch.float64,
+            trial=setting.trial(trial),
         ),
         Candidate("separate", SeparateWeightGradient, "a GEMM, then an addition"),
-        Candidate("apex", apex, "", is_automatic=False),
+        Candidate("apex", apex, "", False, setting.trial(trial)),
     ]
-
-
-def _try_weight_gradient(setting: Setting, kernel: WeightGradientKernel) -> None:
-    try_weight_gradient(kernel, setting.device, setting.weight, setting.gradient)
 
 
 def _scaled_gemm(setting: Setting) -> ScaledGemm:
@@ -235,7 +240,7 @@ def _scaled_gemm(setting: Setting) -> ScaledGemm:
     if setting.fp8 and setting.can_try and supports_fp8(setting.device):
         try:
             attempt(lambda: try_scaled_gemm(gemm, setting.device, setting.weight))
-        except Unavailable as error:
+        except (Unavailable, BrokenDevice) as error:
             raise ConfigError(
                 f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
                 "--transformer-impl transformer_engine."
@@ -250,10 +255,10 @@ def _elementwise(
         obstacle = compiler_obstacle(setting)
         if obstacle is not None:
             raise Unavailable(obstacle)
-        return tried(compiled(), trial, setting.can_try)
+        return compiled()
 
     return [
-        Candidate("compiled", compilable, "torch.compile fuses it", is_automatic=setting.on_gpu),
+        Candidate("compiled", compilable, "torch.compile fuses it", setting.on_gpu, setting.trial(trial)),
         Candidate("eager", eager, "one operation after the other"),
     ]
 
@@ -263,7 +268,7 @@ def _triton_rotation(setting: Setting) -> Rotation:
     if missing is not None:
         raise Unavailable(f"it needs {missing}")
     rotate: Rotation = load("megatron.core.backends.triton.rope", "Triton").rotate
-    return tried(rotate, partial(_try_rotation, setting), setting.can_try)
+    return rotate
 
 
 def _try_rotation(setting: Setting, rotate: Rotation) -> None:
@@ -286,9 +291,13 @@ def _quantising(setting: Setting, path: str, trial: Callable[[T, TrialSizes, Any
             raise Unavailable(obstacle)
         module, name = path.split(".")
         kernel: T = getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)()
-        return tried(kernel, lambda one: trial(one, setting.sizes, setting.device, setting.weight), setting.can_try)
+        return kernel
 
-    return Candidate("triton", triton, "compiled, and quantises", setting.on_gpu and setting.has_delayed_scales)
+    def try_at_sizes(kernel: T) -> None:
+        trial(kernel, setting.sizes, setting.device, setting.weight)
+
+    is_automatic = setting.on_gpu and setting.has_delayed_scales
+    return Candidate("triton", triton, "compiled, and quantises", is_automatic, setting.trial(try_at_sizes))
 
 
 def compiler_obstacle(setting: Setting) -> str | None:
