@@ -39,6 +39,7 @@ from benchmarks.step_timing import Clock, Times, spread, take_turns
 from megatron.config.command_line import preset_of
 from megatron.config.model import ModelConfig
 from megatron.core.device import device_name
+from megatron.core.kernels.selection import Kernels
 from megatron.errors import ConfigError, UserError
 from megatron.ranges import require_at_least
 from megatron.training.flops import achieved_tflops, mfu, resolve_peak
@@ -109,20 +110,27 @@ class BenchmarkConfig:
         return whole / self.slice.tensor_model_parallel_size
 
 
-def build_contenders(config: BenchmarkConfig, device: torch.device) -> list[Contender]:
-    """Ours first, with documents also ours without them, then the bounds."""
+def build_contenders(config: BenchmarkConfig, device: torch.device) -> tuple[list[Contender], Kernels]:
+    """Ours first, with documents also ours without them, then the bounds; and the kernels of ours.
+
+    Kernels are chosen once, because their trials take a third of a row on a GPU.
+    """
     slice_, samples = config.slice, Samples.random(config.slice, device)
-    contenders = [our_slice(slice_, samples, device, config.with_optimizer)]
+    kernels = kernels_of_whole = slice_.choose_kernels(slice_.topology(device))
     if slice_.documents is not None:
         whole = replace(slice_, documents=None)
-        contenders.append(our_slice(whole, samples, device, config.with_optimizer, "without documents"))
-    contenders += [bound(slice_, device, kind) for kind in ("our", "torch")]
+        kernels_of_whole = whole.choose_kernels(whole.topology(device))
+    contenders = [our_slice(slice_, samples, device, config.with_optimizer, kernels)]
+    if slice_.documents is not None:
+        without = our_slice(whole, samples, device, config.with_optimizer, kernels_of_whole, "without documents")
+        contenders.append(without)
+    contenders += [bound(slice_, device, kind, kernels_of_whole) for kind in ("our", "torch")]
     if slice_.precision.fp8_format is not None:
-        contenders.append(bound(slice_, device, "FP8"))
+        contenders.append(bound(slice_, device, "FP8", kernels_of_whole))
     if config.compare == "transformers":
         for is_compiled in (False, True) if config.compile else (False,):
             contenders.append(transformers_slice(slice_, samples, device, config.with_optimizer, is_compiled))
-    return contenders
+    return contenders, kernels
 
 
 def measured_row(
@@ -172,8 +180,8 @@ def find_peak(config: BenchmarkConfig, device: torch.device, precision: str) -> 
     return resolve_peak(device_name(device), precision, config.peak_tflops)
 
 
-def measure(config: BenchmarkConfig) -> dict[str, Any]:
-    """All figures."""
+def measure(config: BenchmarkConfig, deadline: float = float("inf")) -> dict[str, Any]:
+    """All figures, of fewer turns if the moment ``deadline`` of :func:`time.monotonic` comes first."""
     process = Process.from_environment(os.environ)
     prepare_cpu(process)
     device = choose_device(config.device, process)
@@ -182,8 +190,9 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
     torch.manual_seed(1234)
     precision = config.slice.run_config().precision.name
     peak, source = find_peak(config, device, precision)
-    contenders = build_contenders(config, device)
-    times = take_turns(contenders, config.warmup, config.repeats, Clock(device, config.cpu_time))
+    contenders, kernels = build_contenders(config, device)
+    clock = Clock(device, config.cpu_time)
+    times = take_turns(contenders, config.warmup, config.repeats, clock, deadline=deadline)
     our_steps = [sum(spans) for spans in zip(*times[contenders[0].name].values())]
     bytes_per_s = copy_rate(device)
     return {
@@ -194,7 +203,7 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
         "peak": source,
         "product_tflops": product_rates(device),
         "copy_bytes_per_s": bytes_per_s,
-        "kernels": [asdict(choice) for choice in config.slice.choose_kernels(config.slice.topology(device)).choices],
+        "kernels": [asdict(choice) for choice in kernels.choices],
         "flags": asdict(config),
         "flops_per_token": config.flops_per_token,
         "rows": {

@@ -1,7 +1,7 @@
 """Whose steps are measured: this codebase's, Hugging Face's, and the bounds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.rank_slice import SliceConfig
 from benchmarks.step_bound import BareAttention, BareFp8Products, BareProducts, linear_shapes
+from megatron.core.kernels.selection import Kernels
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.matmul import linear
@@ -118,11 +119,15 @@ class ModelPasses:
 
 
 def our_slice(
-    config: SliceConfig, samples: Samples, device: torch.device, with_optimizer: bool, name: str = "megatron-llama"
+    config: SliceConfig,
+    samples: Samples,
+    device: torch.device,
+    with_optimizer: bool,
+    kernels: Kernels,
+    name: str = "megatron-llama",
 ) -> Contender:
-    """The slice as :func:`megatron.training.loop.step.train_step` runs it."""
+    """The slice as :func:`megatron.training.loop.step.train_step` runs it, with the ``kernels`` of ``config``."""
     run, topology = config.run_config(), config.topology(device)
-    kernels = config.choose_kernels(topology)
     model = config.build(topology, kernels)
     data_parallel = config.data_parallel(topology, model)
     memory, fp8 = data_parallel.memory(), model.context.fp8
@@ -180,11 +185,13 @@ class BarePasses:
         self._products.backward()
 
 
-def bound(config: SliceConfig, device: torch.device, kind: Literal["our", "torch", "FP8"]) -> Contender:
+def bound(
+    config: SliceConfig, device: torch.device, kind: Literal["our", "torch", "FP8"], kernels: Kernels
+) -> Contender:
     """The slice's GEMMs and attention over whole sequences alone: by torch's functions, by the operators of our layers,
-    or by these with FP8 GEMMs of operands that are quantised already (without the head's)."""
+    or by these with FP8 GEMMs of operands that are quantised already (without the head's). ``kernels`` are those for
+    whole sequences."""
     model, size = config.architecture, config.tensor_model_parallel_size
-    kernels = replace(config, documents=None).choose_kernels(config.topology(device))
     attention = BareAttention(
         model,
         config.micro_batch_size,
@@ -209,7 +216,9 @@ def transformers_slice(
     config: SliceConfig, samples: Samples, device: torch.device, with_optimizer: bool, is_compiled: bool = False
 ) -> Contender:
     """Hugging Face's Llama of the slice's shape, eager or compiled, with torch's AdamW in the model's format."""
-    model = _transformers_model(config).to(device, config.dtype)
+    # Built on the device: on the host, initial weights of 8B's layers take 10 seconds.
+    with device:
+        model = _transformers_model(config).to(config.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.01, fused=True)
     passes = _transformers_passes(config, samples, model, is_compiled)
 

@@ -46,7 +46,13 @@ def shrunk(flags: str) -> str:
         if word not in dropped and (place == 0 or words[place - 1] not in dropped)
     ]
     # Only kernels that a CPU has; a rehearsal compiles nothing.
-    kept = " ".join(rest).replace("cudnn", "cpu").replace("attention=flash", "attention=reference")
+    kept = " ".join(rest)
+    for on_gpu, on_cpu in (
+        ("cudnn", "cpu"),
+        ("attention=flash", "attention=reference"),
+        ("gradient=triton", "gradient=separate"),
+    ):
+        kept = kept.replace(on_gpu, on_cpu)
     documents = " --documents 8" if "--documents" in words else ""
     return f"{TINY} {kept.replace(' --compile', '')}{documents}"
 

@@ -43,11 +43,19 @@ Times = dict[str, list[float]]
 
 
 def take_turns(
-    contenders: Sequence[Contender], warmup: int, repeats: int, clock: Clock, shows_turns: bool = True
+    contenders: Sequence[Contender],
+    warmup: int,
+    repeats: int,
+    clock: Clock,
+    shows_turns: bool = True,
+    deadline: float = float("inf"),
 ) -> dict[str, Times]:
-    """Times of every contender by name: one step of each contender in every turn."""
+    """Times of every contender by name: one step of each contender in every turn. No turn begins after the moment
+    ``deadline`` of :func:`time.monotonic`, if one has been timed."""
     times: dict[str, Times] = {one.name: {phase: [] for phase in one.phases} for one in contenders}
     for turn in range(warmup + repeats):
+        if turn > warmup and time.monotonic() > deadline:
+            break
         for contender in contenders:
             clock.mark()
             for action in contender.actions:

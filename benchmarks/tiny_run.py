@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """A training run of seconds in every precision, whose losses on a CPU are stored in the repository.
 
-A GPU must reproduce them: benchmarks/gpu_day.py compares. The run trains 20 steps of a Llama with two layers through
-pretrain_llama.py, on --mock-data, whose samples are a pure function of seed and index. Write the losses again with
+A GPU must reproduce them: benchmarks/first_contact.py and gpu_day.py compare. The run trains 20 steps of a Llama with
+two layers through pretrain_llama.py, on --mock-data, whose samples are a pure function of seed and index. Write the
+losses again with
 
     OMP_NUM_THREADS=1 python benchmarks/tiny_run.py
 """
@@ -15,11 +16,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.gpu_lines.line import complete_records
 from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
 
@@ -74,9 +77,8 @@ def flags_of(variant: str, device: str, *more: object) -> list[str]:
 
 
 def losses_of(metrics: Path) -> list[float]:
-    """The loss of every step that a metrics file has."""
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return [record["lm_loss"] for record in records if "lm_loss" in record]
+    """The loss of every step that a metrics file has; the run may be writing it, or not have begun to."""
+    return [record["lm_loss"] for record in complete_records(metrics) if "lm_loss" in record]
 
 
 def train(variant: str, device: str, *more: object) -> list[float]:
@@ -87,11 +89,27 @@ def train(variant: str, device: str, *more: object) -> list[float]:
         return losses_of(metrics)
 
 
+class Echo(io.StringIO):
+    """Keeps what is written, and writes it to ``stream`` at once, so that the output of a run that hangs is not
+    lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        return super().write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
 def call(flags: Sequence[str]) -> str:
     """Run pretrain_llama.py in this process; what it has printed. Raises :class:`RuntimeError` unless it completes."""
     # Functions that were compiled for another precision count for torch's limit of recompilations.
     torch.compiler.reset()
-    printed, errors = io.StringIO(), io.StringIO()
+    printed, errors = Echo(sys.stdout), Echo(sys.stderr)
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         exit_code = pretrain_llama.main(flags)
     if exit_code != ExitCode.COMPLETE:

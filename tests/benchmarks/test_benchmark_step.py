@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import benchmark_step
-from benchmarks.benchmark_step import parse
+from benchmarks.benchmark_step import measure, parse
 from benchmarks.product_rates import copy_rate, product_rates
 from benchmarks.rank_slice import SilentCommunicator, SliceConfig
 from benchmarks.step_bound import linear_shapes
@@ -24,9 +24,11 @@ from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Gemm, Fp8Role, Fp8Scaling
 from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
+from megatron.core.kernels.selection import Kernels
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.parameter import info_of
+from megatron.core.topology import Topology
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 
@@ -39,6 +41,11 @@ def slice_of(*flags: str) -> SliceConfig:
     config = parse([*TINY, *flags]).slice
     config.check()
     return config
+
+
+def cpu_slice(config: SliceConfig, with_optimizer: bool = False) -> Contender:
+    kernels = config.choose_kernels(config.topology(CPU))
+    return our_slice(config, Samples.random(config, CPU), CPU, with_optimizer, kernels)
 
 
 # What is built
@@ -109,7 +116,7 @@ def slices_model(config: SliceConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[
         return models[-1]
 
     monkeypatch.setattr(SliceConfig, "build", recorded)
-    return our_slice(config, Samples.random(config, CPU), CPU, with_optimizer=True), models[0]
+    return cpu_slice(config, with_optimizer=True), models[0]
 
 
 def test_after_a_step_all_fp8_layers_have_scales_and_weights_are_quantised_anew(
@@ -189,7 +196,7 @@ def test_documents_restrict_attention() -> None:
 
 def test_stand_ins_for_collectives_are_counted() -> None:
     config = slice_of("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    contender = our_slice(config, Samples.random(config, CPU), CPU, with_optimizer=False)
+    contender = cpu_slice(config)
     contender.step()
     # At least: before each of two column-parallel layers 16 tokens of 128 numbers are gathered from 8, and after each
     # of two row-parallel layers a part is copied; the same for gradients.
@@ -198,7 +205,7 @@ def test_stand_ins_for_collectives_are_counted() -> None:
     assert moved % (2 * 128 * 4) == 0
     assert moved >= 2 * 2 * (gathered + reduced)
     assert contender.moved_by_stand_ins() == 0
-    alone = our_slice(slice_of(), Samples.random(config, CPU), CPU, with_optimizer=False)
+    alone = cpu_slice(slice_of())
     alone.step()
     assert alone.moved_by_stand_ins() == 0
 
@@ -216,10 +223,27 @@ def test_times_of_actions_add_up_to_their_phase() -> None:
             self._marks.append(self._seconds)
 
     config = slice_of("--microbatches", "2")
-    contender = our_slice(config, Samples.random(config, CPU), CPU, with_optimizer=True)
+    contender = cpu_slice(config, with_optimizer=True)
     times = take_turns([contender], warmup=1, repeats=3, clock=Counter(), shows_turns=False)
     # Start and two forward passes, two backward passes and end, update.
     assert times == {"megatron-llama": {"forward": [3.0] * 3, "backward": [3.0] * 3, "optimizer": [1.0] * 3}}
+
+
+@pytest.mark.parametrize(("flags", "choices"), [((), 1), (("--documents", "4"), 2)])
+def test_kernels_are_chosen_once_and_once_more_without_documents(
+    flags: tuple[str, ...], choices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the trials of a choice take a third of a row."""
+    chosen: list[SliceConfig] = []
+    choose = SliceConfig.choose_kernels
+
+    def recorded(config: SliceConfig, topology: Topology) -> Kernels:
+        chosen.append(config)
+        return choose(config, topology)
+
+    monkeypatch.setattr(SliceConfig, "choose_kernels", recorded)
+    measure(parse([*TINY, *flags, "--warmup", "0", "--repeats", "1", "--peak-tflops", "1"]))
+    assert len(chosen) == choices
 
 
 def test_a_product_that_does_not_run_leaves_its_reason() -> None:
@@ -240,7 +264,8 @@ def test_the_fp8_bound_has_the_products_of_the_layers(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(selection, "gemm_for", lambda device: recorded)
     flags = ("--bf16", "--fp8-format", "hybrid", "--with-head", "--microbatches", "2")
-    bound(slice_of(*flags), CPU, "FP8").step()
+    config = slice_of(*flags)
+    bound(config, CPU, "FP8", config.choose_kernels(config.topology(CPU))).step()
     assert len(calls) == 2 * 3 * 8
     widths = linear_shapes(slice_of().architecture, with_head=False)
     assert {(a, b) for a, b, dtype in calls if dtype == torch.float32} == {((n, 16), (k, 16)) for k, n in widths}

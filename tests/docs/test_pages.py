@@ -102,6 +102,8 @@ def pretrain_flags() -> frozenset[str]:
     return frozenset(spellings(accepted_flags().values()))
 
 
+SHARED = {"SessionConfig": "benchmarks/gpu_lines/session.py"}
+"""The file of a class whose fields are flags of several benchmarks."""
 TAKEN_OVER = {group.__name__: group for group in (GenerationConfig, LoadedModelConfig)}
 
 
@@ -116,6 +118,7 @@ def flags_of_script(path: Path) -> frozenset[str]:
             found |= {flag for one in fields for flag in flags_of_field(one)}
             for base in map(ast.unparse, definition.bases):
                 found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
+                found |= flags_of_script(REPOSITORY / SHARED[base]) if base in SHARED else set()
     if path == PROGRAMS["overfit_check"]:
         found |= pretrain_flags()
     if path == PROGRAMS["evaluate"]:

@@ -51,14 +51,17 @@ REFUSED = [
     ("evaluate_tasks", "--json", ["--load", "a", "--tasks", "b"]),
     ("evaluate_tasks", "--load-hf", ["--tasks", "b"]),
     ("evaluate_tasks", "--tokenizer-model", ["--load", "a", "--tasks", "b"]),
+    ("first_contact", "--archive", ["--out", "a"]),
+    ("first_contact", "--out", []),
+    ("first_contact_report", "--out", []),
+    ("first_contact_report", "--page", ["--out", "a"]),
     ("flag_reference", "--docs", []),
     ("generate_text", "--load-hf", ["--prompt", "b"]),
     ("generate_text", "--output", ["--load", "a", "--prompts", "b"]),
     ("generate_text", "--prompts", ["--load", "a"]),
     ("generate_text", "--tokenizer-model", ["--load", "a", "--prompt", "b"]),
+    ("gpu_day", "--archive", ["--out", "a"]),
     ("gpu_day", "--out", []),
-    ("gpu_day_report", "--out", []),
-    ("gpu_day_report", "--page", ["--out", "a"]),
     ("inspect_dataset", "--plot", ["a"]),
     ("merge_datasets", "--output-prefix", ["--input", "a"]),
     ("mup_transfer", "--json", []),
@@ -88,6 +91,8 @@ REFUSED = [
     ("scaling", "--picture", []),
     ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
 ]
+SHARED_FLAGS = ("megatron.config.", "benchmarks.gpu_lines.")
+"""Where the flags are that several scripts share."""
 TAKES_A_URL = {
     "average_checkpoints": {"load"},
     "convert_checkpoint": {"load"},
@@ -169,7 +174,7 @@ def places(script: Path) -> set[str]:
 
 
 def _classes_of_bases(tree: ast.Module, parsed: set[str]) -> list[ast.stmt]:
-    """The definitions in megatron/config that classes of the script take over; their names join ``parsed``."""
+    """The definitions elsewhere that classes of the script take over; their names join ``parsed``."""
     bases = {
         base.id
         for one in tree.body
@@ -179,7 +184,7 @@ def _classes_of_bases(tree: ast.Module, parsed: set[str]) -> list[ast.stmt]:
     }
     found: list[ast.stmt] = []
     for one in tree.body:
-        if isinstance(one, ast.ImportFrom) and one.module and one.module.startswith("megatron.config."):
+        if isinstance(one, ast.ImportFrom) and one.module and one.module.startswith(SHARED_FLAGS):
             taken_over = {alias.name for alias in one.names} & bases
             source = REPOSITORY.joinpath(*one.module.split(".")).with_suffix(".py")
             found += ast.parse(source.read_text()).body if taken_over else []

@@ -1,0 +1,103 @@
+"""The step of one rank of a recipe by benchmark_step.py, and the parts of an FP8 linear layer."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.benchmark_step import BenchmarkConfig, measure, parse
+from benchmarks.gpu_lines.line import Figures
+from benchmarks.gpu_lines.line_run import LineRun
+from benchmarks.step_sweep import LENGTH, shrunk
+from benchmarks.step_timing import seconds_of
+from megatron.core.communication import Communicator
+from megatron.core.fp8 import Fp8Scaling
+from megatron.core.ops.quantized import Layout, QuantizedTensor
+
+STEPS = "steps.jsonl"
+"""All figures of benchmark_step.py, a line for each step."""
+MARGIN = 8.0
+"""Seconds before the line's end after which no turn begins: profiles and rates follow."""
+TINY = "--warmup 1 --repeats 1 --peak-tflops 1"
+"""Flags of a rehearsal, after the others."""
+
+
+def run(run: LineRun, *flags: str) -> None:
+    with run.result() as figures:
+        words = f"{shrunk(' '.join(flags))} {TINY}".split() if run.is_tiny else flags
+        config: BenchmarkConfig = parse([*words, "--device", run.device.type])
+        config.check()
+        measured = measure(config, run.deadline - MARGIN)
+        with (run.out / STEPS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"line": run.line.name} | measured) + "\n")
+        figures |= summary(measured)
+
+
+def summary(measured: dict[str, Any]) -> Figures:
+    """The figures of a step that a table shows."""
+    ours = measured["rows"]["megatron-llama"]
+    names = ("mfu", "ms_per_layer", "tokens_per_s", "tflops", "spread", "stand_in_ms", "step_bytes", "held_bytes")
+    others = {name: row["our_speed_relative_to_it"] for name, row in measured["rows"].items() if row is not ours}
+    bounds = {f"speed / {name}": ratio for name, ratio in others.items()}
+    kernels = {choice["operation"]: choice["implementation"] for choice in measured["kernels"]}
+    return {name: ours[name] for name in names} | {
+        **bounds,
+        "step_ms": ours["ms"]["step"],
+        "product_tflops": measured["product_tflops"],
+        "kernel_ms": {group: seconds * 1e3 for group, seconds in ours["kernel_seconds"].items()},
+        "kernels": kernels,
+    }
+
+
+def parts(run: LineRun, inputs: str, outputs: str, *flags: str) -> None:
+    """The parts of an FP8 linear layer of these widths, each alone, by the kernels of a run with ``flags``."""
+    widths = (64, 128, 32) if run.is_tiny else (int(inputs), int(outputs), 8192)
+    with run.result() as figures:
+        figures |= measure_parts(run, *widths, " ".join(flags))
+
+
+def measure_parts(run: LineRun, inputs: int, outputs: int, tokens: int, flags: str) -> Figures:
+    words = f"{flags} {LENGTH} --bf16 --fp8-format hybrid"
+    slice_ = parse((shrunk(words) if run.is_tiny else words).split()).slice
+    kernels = slice_.choose_kernels(slice_.topology(run.device)).fp8
+    alone = Communicator((0,), 0)
+    scaling = Fp8Scaling(slice_.precision, alone, run.device, kernels=kernels)
+    gemm = scaling.gemm("linear", torch.bfloat16, alone, ())
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=run.device)
+
+    x, dy, weight = random(tokens, 1, inputs), random(tokens, 1, outputs), random(outputs, inputs)
+    buffer = torch.zeros(outputs, inputs, device=run.device)
+
+    def quantized() -> tuple[QuantizedTensor, QuantizedTensor]:
+        return gemm.quantize_input(x, Layout.BOTH), gemm.quantize_gradient(dy, Layout.BOTH)
+
+    # The first step has no scales yet.
+    for _ in range(2):
+        scaling.start_step()
+        a, b = quantized()
+        gemm.output(a, weight)
+        scaling.finish_step()
+    scaling.start_step()
+    gemm.output(a, weight)
+    product = gemm.weight_gradient(b, a)
+    figures: Figures = {}
+    # Bytes: read once in bf16, written once or twice in FP8. FLOPs: a multiplication and an addition.
+    flops = 2.0 * tokens * inputs * outputs
+    parts: dict[str, tuple[Callable[[], object], float, str]] = {
+        "quantise rows": (partial(gemm.quantize_input, x, Layout.ROWS), 3.0 * x.numel(), "GB/s"),
+        "quantise both layouts": (partial(gemm.quantize_input, x, Layout.BOTH), 4.0 * x.numel(), "GB/s"),
+        "transpose": (partial(kernels.quantization.transpose, a.data.flatten(0, -2)), 2.0 * x.numel(), "GB/s"),
+        "output": (partial(gemm.output, a, weight), flops, "TFLOP/s"),
+        "input gradient": (partial(gemm.input_gradient, b, weight), flops, "TFLOP/s"),
+        "weight gradient": (partial(product.write_to, buffer, False), flops, "TFLOP/s"),
+        "weight gradient, added": (partial(product.write_to, buffer, True), flops, "TFLOP/s"),
+    }
+    for part, (action, work, unit) in parts.items():
+        seconds = seconds_of(action, run.device)
+        figures[f"{part}, ms"] = seconds * 1e3
+        figures[f"{part}, {unit}"] = work / seconds / (1e9 if unit == "GB/s" else 1e12)
+    return figures
