@@ -128,7 +128,7 @@ def append(out: Path, result: Result) -> None:
 
 def read_results(out: Path) -> dict[str, list[Result]]:
     """The results of the latest run of every line, in the order in which lines first ran. Of a line that resumes, also
-    those of earlier runs which the latest has not replaced. A torn last line is left out."""
+    what was right in earlier runs. A torn last line is left out."""
     lines: dict[str, dict[str, Result]] = {}
     for record in complete_records(out / RESULTS):
         result = Result(**(record | {"verdict": Verdict(record["verdict"])}))
@@ -136,10 +136,10 @@ def read_results(out: Path) -> dict[str, list[Result]]:
         if result.name != STARTED:
             found.pop(result.name, None)
             found[result.name] = result
-        elif not result.figures.get("resumes"):
-            found.clear()
         else:
-            found.pop(WHOLE, None)
+            resumes = result.figures["resumes"]
+            right = {name: one for name, one in found.items() if one.verdict == Verdict.RIGHT and name != WHOLE}
+            lines[result.line] = right if resumes else {}
     return {name: list(results.values()) for name, results in lines.items()}
 
 
