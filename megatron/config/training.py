@@ -49,6 +49,11 @@ class TrainingConfig:
     """Add this times the squared log-sum-exp of a token's logits to its loss, so that the log-sum-exp stays near zero
     (PaLM: 1e-4; OLMo 2: 1e-5). The reported loss is the cross entropy alone; the metric lm_z_loss is the mean of the
     square, without the multiplier."""
+    freeze_parameters: tuple[str, ...] = ()
+    """Patterns of names of parameters that are not trained, such as 'embedding.*' or 'layers.[0-3].*' (in quotes; as in
+    a shell, but * also fits dots). Names are those of checkpoints. Frozen parameters have no gradient, no optimizer
+    state and no part in the gradient norm; checkpoints hold their weights. To train parameters that were frozen in the
+    loaded checkpoint, add --no-load-optim."""
     deterministic_mode: bool = False
     """Use only torch's deterministic algorithms, and fail where there is none. CPU runs are always deterministic. On
     GPUs it costs time, and CUBLAS_WORKSPACE_CONFIG is set to :4096:8 unless the environment sets it."""

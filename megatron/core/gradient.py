@@ -1,8 +1,10 @@
 """Main gradients: weight gradients accumulate in the gradient buffer, in its precision, without a ``.grad``.
 
-Every operation with a parameter calls :func:`accumulate_main_grad`. The first microbatch overwrites the buffer, so that
-it needs no zeroing. A parameter without a :class:`MainGrad` returns its gradient to autograd. :class:`WeightGradStore`
-defers the weight-gradient GEMMs of linear layers for zero-bubble schedules.
+The operations of this project with a parameter call :func:`accumulate_main_grad`. What plain torch operations
+contribute, autograd puts into ``.grad``, from where a hook moves it to the main gradient at once. The first microbatch
+overwrites the buffer, so that it needs no zeroing. A parameter without a :class:`MainGrad` returns its gradient to
+autograd, and a frozen one has none. :class:`WeightGradStore` defers the weight-gradient GEMMs of linear layers for
+zero-bubble schedules.
 """
 
 from collections.abc import Callable, Iterator
@@ -116,8 +118,18 @@ def _sum_by_row(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attach_main_grad(parameter: nn.Parameter, main_grad: MainGrad) -> None:
-    """Accumulate the gradients of ``parameter`` in ``main_grad``."""
+    """Accumulate the gradients of ``parameter`` in ``main_grad``: those of our operations, and those of autograd."""
     setattr(parameter, _ATTRIBUTE, main_grad)
+    parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+
+def _move_to_main_grad(parameter: Tensor) -> None:
+    main_grad, gradient = main_grad_of(parameter), parameter.grad
+    if gradient is None:
+        return  # our operations return none to autograd, which calls the hook all the same
+    assert main_grad is not None
+    parameter.grad = None
+    main_grad.add(gradient)
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:
@@ -128,7 +140,9 @@ def main_grad_of(parameter: Tensor) -> MainGrad | None:
 
 def accumulate_main_grad(parameter: Tensor, gradient: Gradient) -> Tensor | None:
     """Accumulate a gradient, whose dtype may be wider than the parameter's; returns what the autograd function must
-    return for ``parameter``."""
+    return for ``parameter``. Of a frozen parameter nothing is computed."""
+    if not parameter.requires_grad:
+        return None
     main_grad = main_grad_of(parameter)
     if main_grad is None:
         whole = gradient if isinstance(gradient, Tensor) else gradient.value()

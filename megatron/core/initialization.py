@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parameter import ParameterInfo, flat_range_boxes, info_of
+from megatron.core.parameter import Box, InitialValues, ParameterInfo, flat_range_boxes, info_of
 
 _CHUNK = 1 << 20
 
@@ -48,28 +48,49 @@ def normal_numbers(key: int, index: Tensor) -> Tensor:
 
 @torch.no_grad()
 def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int) -> None:
-    """Fill ``flat`` ``[n]``, elements ``[start, start + n)`` of a rank's flattened local tensor: normal with
-    ``info.init_std``, zeros or ones; padding is zero."""
-    if info.init_std is None:
-        flat.fill_(1.0)
-        return
+    """Fill ``flat`` ``[n]``, elements ``[start, start + n)`` of a rank's flattened local tensor: with the values of
+    ``info.initial``, or normal with ``info.init_std``, zeros or ones; padding is zero."""
+    values = info.initial
+    if values is None:
+        std = info.init_std
+        if std is None:
+            flat.fill_(1.0)
+            return
+        if std == 0.0:
+            flat.zero_()
+            return
+        values = normal(std)
     flat.zero_()
-    if info.init_std == 0.0:
-        return
     key = parameter_key(seed, info.name)
-    width = info.global_shape[-1] if len(info.global_shape) > 1 else 1
     for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
         target = flat[begin - start : end - start].view(box.shape)
         rows_at_a_time = max(1, _CHUNK // max(1, target[0].numel()))
-        columns = torch.arange(math.prod(box.shape[1:]), device=flat.device)
-        if len(box.global_offset) > 1:
-            columns = columns + box.global_offset[1]
+        inner = _global_index(info, box, flat.device)  # of the elements of row 0 of the global tensor
+        width = math.prod(info.global_shape[1:])
         for first in range(0, box.shape[0], rows_at_a_time):
             last = min(first + rows_at_a_time, box.shape[0])
             rows = torch.arange(first, last, device=flat.device) + box.global_offset[0]
             part = target[first:last]
-            index = rows.unsqueeze(1) * width + columns  # [rows, columns], in the flattened global tensor
-            part.copy_((normal_numbers(key, index) * info.init_std).view(part.shape))
+            index = rows.unsqueeze(1) * width + inner  # [rows, columns], in the flattened global tensor
+            part.copy_(values(key, index).view(part.shape))
+
+
+def _global_index(info: ParameterInfo, box: Box, device: torch.device) -> Tensor:
+    """Where the elements of a row of ``box`` lie in a row of the global tensor, both flattened: ``[columns]``."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, offset, length in zip(info.global_shape[1:], box.global_offset[1:], box.shape[1:]):
+        index = index.unsqueeze(-1) * size + torch.arange(offset, offset + length, device=device)
+    return index.flatten()
+
+
+def normal(std: float) -> InitialValues:
+    """Normal values of mean 0."""
+    return lambda key, index: normal_numbers(key, index) * std
+
+
+def constant(value: float) -> InitialValues:
+    """The same value everywhere."""
+    return lambda key, index: torch.full(index.shape, value, dtype=torch.float64, device=index.device)
 
 
 def initialize_parameters(parameters: Iterable[nn.Parameter], seed: int) -> None:

@@ -1,7 +1,7 @@
 """The facts of a parameter: gradient norm, weight decay, initialisation, gradient synchronisation and checkpoints read
 them from the parameter, so there are no lists of names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -27,6 +27,10 @@ class Box:
         return local[tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape))]
 
 
+InitialValues = Callable[[int, Tensor], Tensor]
+"""The initial values of a parameter, in fp64, from the key of its random numbers (of seed and name) and the indices of
+elements in the flattened global tensor, int64: equal in every layout (:mod:`megatron.core.initialization`)."""
+
 Division = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
 """Global shape, local shape, and the boxes of the local tensor."""
 
@@ -43,7 +47,7 @@ class ParameterInfo:
     """The boxes of the local tensor, in their order along its dim 0. Rows after the last box are padding, which is
     always zero and in no checkpoint."""
     init_std: float | None
-    """Standard deviation of the initial weights; None means ones (a norm's gain), 0 zeros."""
+    """Standard deviation of the initial weights; None means ones (a norm's gain), 0 zeros. ``initial`` overrides it."""
     weight_decay: bool
     tensor_parallel_sharded: bool
     """False: every tensor-parallel rank has the whole parameter, and only the first counts it in norms. An expert's
@@ -52,7 +56,8 @@ class ParameterInfo:
     """True: each tensor-parallel rank computes the gradient of its part of the sequence (sequence parallelism) or of
     its heads, so the gradients must be summed over the tensor-parallel group."""
     uses: int = 1
-    """How many gradients the backward pass of a microbatch accumulates."""
+    """How many gradients the backward pass of a microbatch accumulates. Of a parameter that plain torch operations use:
+    1, however often they use it; if recomputed segments share it, one for each of them."""
     is_vocabulary: bool = False
     """Whether its rows are ids of the vocabulary: the embedding and the output layer."""
     tied_end: TiedEnd | None = None
@@ -66,6 +71,8 @@ class ParameterInfo:
     and for the output layer, whose logits have a multiplier instead."""
     fan_out_mult: float = 1.0
     """The same of the fan-out; of a vector, its size."""
+    initial: InitialValues | None = None
+    """Other initial values than ones, zeros or normal ones."""
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
@@ -132,24 +139,33 @@ def flat_range_boxes(info: ParameterInfo, start: int, stop: int) -> Iterator[tup
     width = prod(info.local_shape[1:])
     for box in info.boxes:
         first = box.local_offset[0] * width
-        last = first + prod(box.shape)
-        begin, end = max(start, first), min(stop, last)
-        while begin < end:
-            row, column = divmod(begin, width)
-            # Whole rows in one box; a partial first or last row each in a box of its own.
-            rows = (end - begin) // width if column == 0 else 0
-            length = rows * width if rows else min(end, (row + 1) * width) - begin
-            yield _row_box(info, box, row, column, rows, length), begin, begin + length
-            begin += length
+        begin, end = max(start, first), min(stop, first + prod(box.shape))
+        for offset, shape in _cut(info.local_shape, begin, end):
+            size = prod(shape)
+            places = zip(box.global_offset, offset, box.local_offset)
+            yield Box(tuple(there + own - zero for there, own, zero in places), offset, shape), begin, begin + size
+            begin += size
 
 
-def _row_box(info: ParameterInfo, box: Box, row: int, column: int, rows: int, length: int) -> Box:
-    global_row = box.global_offset[0] + row - box.local_offset[0]
-    if len(info.local_shape) == 1:
-        return Box((global_row,), (row,), (rows,))
-    assert len(info.local_shape) == 2, info.local_shape
-    shape = (rows, info.local_shape[1]) if rows else (1, length)
-    return Box((global_row, box.global_offset[1] + column), (row, column), shape)
+def _cut(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and shape of the boxes of elements ``[begin, end)`` of a flattened tensor of ``shape``, in their order:
+    whole rows in one box, a partial first and last row each cut in the same way."""
+    if len(shape) == 1:
+        if begin < end:
+            yield (begin,), (end - begin,)
+        return
+    width = prod(shape[1:])
+    while begin < end:
+        row, column = divmod(begin, width)
+        rows = (end - begin) // width if column == 0 else 0
+        if rows:
+            yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            begin += rows * width
+            continue
+        stop = min(end, (row + 1) * width)
+        for offset, part in _cut(shape[1:], column, stop - row * width):
+            yield (row, *offset), (1, *part)
+        begin = stop
 
 
 def empty_parameter(info: ParameterInfo, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

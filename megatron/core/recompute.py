@@ -28,9 +28,9 @@ class SkippableLinear(Protocol):
 class Recomputed(nn.Module):
     """Runs ``segment``, saves its first argument alone, and runs it again in the backward pass.
 
-    If a segment ends with a linear layer, this is ``segment.last_linear``, which does not multiply in the second run,
-    since nothing reads its output. ``shards`` are ranks with the same input; each saves an equal part, gathered in
-    backward.
+    In the second run nothing reads the output of the segment. A class whose ``forward`` ends with a linear layer, or
+    with its sum with something else, names that layer in ``last_linear``, which then does not multiply. ``shards`` are
+    ranks with the same input; each saves an equal part, gathered in backward.
     """
 
     def __init__(self, segment: nn.Module, shards: Communicator | None = None) -> None:
@@ -39,7 +39,7 @@ class Recomputed(nn.Module):
 
     @property
     def last_linear(self) -> SkippableLinear | None:
-        return cast(SkippableLinear | None, self.segment.last_linear)
+        return last_linear_of(self.segment)
 
     def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
         """The output of the segment; only ``inputs`` has a gradient."""
@@ -48,6 +48,19 @@ class Recomputed(nn.Module):
         assert inputs.requires_grad, "without a gradient of the input, autograd does not reach the segment"
         output: Tensor = _Recompute.apply(inputs, self, arguments)
         return output
+
+
+def last_linear_of(segment: nn.Module) -> SkippableLinear | None:
+    """The linear layer whose output ``segment`` adds or returns, if its class says so.
+
+    A class that overrides ``forward`` without ``last_linear`` has not said it: it may multiply the output, whose values
+    are then needed.
+    """
+    for kind in type(segment).__mro__:
+        if "last_linear" in vars(kind) or "forward" in vars(kind):
+            break
+    says_so = "last_linear" in vars(kind) or "last_linear" in segment._modules
+    return cast(SkippableLinear | None, segment.last_linear) if says_so else None
 
 
 @contextmanager
@@ -96,9 +109,9 @@ class Recomputable(Protocol):
 
 
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:
-    """Wrap the segments of the parts of ``layer`` that ``modules`` names."""
+    """Wrap the segments of the parts of ``layer`` (:class:`Recomputable`) that ``modules`` names."""
     for name, part in list(layer.named_children()):
-        segments = cast(Recomputable, part).segments
+        segments: Mapping[str, str] = getattr(part, "segments", {})
         paths = {segments[module] for module in modules if module in segments}
         for path in {""} if "" in paths else paths:
             whole = f"{name}.{path}" if path else name
@@ -114,7 +127,7 @@ class LayerGroup(nn.Module):
 
     @property
     def last_linear(self) -> SkippableLinear | None:
-        return cast(SkippableLinear | None, self.layers[-1].last_linear)
+        return last_linear_of(self.layers[-1])
 
     def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
         for layer in self.layers:

@@ -30,8 +30,8 @@ from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.models.layer import BuildContext, LocalProvider
-from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
+from megatron.core.models.layer import BuildContext, LocalProvider, TransformerLayer
+from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.moe.layer import Router
 from megatron.core.moe.routing import Routing
@@ -151,6 +151,9 @@ class Task:
     """Quantise as these flags say; the products of quantised numbers are computed in fp64, too."""
     moe: MoEConfig = NO_BALANCE
     z_loss_multiplier: float | None = None
+    build_layer: Callable[[int, TransformerConfig, BuildContext], nn.Module] = TransformerLayer
+    frozen: tuple[str, ...] = ()
+    """``--freeze-parameters``."""
 
     @property
     def marks_documents(self) -> bool:
@@ -333,9 +336,10 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather),
     )
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
-    built_in = replace(built_in, experts=build_experts(task.model, moe, topology))
+    built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
     with mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext():
         model = build_model(task.model, built_in, SEED, mine, layout.activations)
+    freeze(model, task.frozen, topology)
     fp8 = model.context.fp8
     if fp8 is not None:
         start_scales(fp8)

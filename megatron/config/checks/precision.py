@@ -47,6 +47,11 @@ def check_fp8(run: "RunConfig", world_size: int) -> None:
 
 
 def _check_fp8_param_gather(run: "RunConfig") -> None:
+    if run.training.freeze_parameters:
+        raise ConfigError(
+            "--fp8-param-gather and --freeze-parameters exclude each other: weights that are gathered in FP8 exist in "
+            "full precision in the optimizer alone, which frozen weights do not have: remove one of them."
+        )
     strategy = run.parallel.sharding_strategy
     if strategy not in ("optim", "optim_grads"):
         raise ConfigError(

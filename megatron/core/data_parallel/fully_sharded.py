@@ -63,13 +63,16 @@ class RowPart:
 
 
 class _Unit:
-    """A module whose weights are gathered at once; ``infos``, of one kind, are by the weights' names in the chunk."""
+    """A module whose weights are gathered at once; ``infos``, of one kind, are by the weights' names in the chunk.
+    Weights that are trained have main gradients."""
 
     def __init__(self, chunk: nn.Module, module: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
         self._chunk, self._names = chunk, list(infos)
         self.fsdp = cast(FSDPModule, module)
         self.infos = list(infos.values())
-        self.main_grads = [MainGrad() for _ in infos]
+        self.is_trained = [parameter.requires_grad for parameter in self.parameters]
+        self.trained = [info for info, is_trained in zip(self.infos, self.is_trained) if is_trained]
+        self.main_grads = [MainGrad() for _ in self.trained]
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -79,8 +82,11 @@ class _Unit:
     def attach_main_grads(self) -> None:
         """Attach main gradients to the whole parameters, which FSDP2 makes in its first all-gather and keeps."""
         self.fsdp.unshard()
-        for info, main_grad, parameter in zip(self.infos, self.main_grads, self.parameters):
-            attach_main_grad(attach_info(parameter, info), main_grad)
+        main_grads = iter(self.main_grads)
+        for info, is_trained, parameter in zip(self.infos, self.is_trained, self.parameters):
+            attach_info(parameter, info)
+            if is_trained:
+                attach_main_grad(parameter, next(main_grads))
         self.fsdp.reshard()
 
     def local_weights(self) -> Iterator[Tensor]:
@@ -117,30 +123,38 @@ class FullyShardedDataParallel(DataParallel):
             [RowPart.of(info, group.shards.rank, group.shards.size) for info in unit.infos]
             for unit, group in zip(self._units, groups)
         ]
-        sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in parts]
+        trained = [
+            [part for part, is_trained in zip(own, unit.is_trained) if is_trained]
+            for unit, own in zip(self._units, parts)
+        ]
+        sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in trained]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         param_shards: list[ParamShard] = []
+        stored: list[tuple[ParameterInfo, int, Tensor]] = []
         buckets: list[RowShardedGradientBucket] = []
-        for unit, group, unit_parts, gradients in zip(self._units, groups, parts, self._gradients.split(sizes)):
+        for number, (unit, group, gradients) in enumerate(zip(self._units, groups, self._gradients.split(sizes))):
             unit.attach_main_grads()
-            param_shards += _param_shards(unit, unit_parts, gradients)
-            part_sizes = [part.padded_size for part in unit_parts]
+            weights = [
+                (part.info, part.first * part.width, weight)
+                for part, weight in zip(parts[number], unit.local_weights())
+            ]
+            stored += [one for one in weights if one[2].numel()]
+            own = [weight for (_, _, weight), is_trained in zip(weights, unit.is_trained) if is_trained]
+            param_shards += _param_shards(trained[number], own, gradients)
+            if not unit.trained:
+                continue
+            part_sizes = [part.padded_size for part in trained[number]]
             view = _gradient_view(unit, part_sizes, gradients, group.shards.size)
             reduction = GradientReduction(group.shards, group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
         # The backward pass runs the last unit first.
-        splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.infos]
-        super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits)
+        splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.trained]
+        parameters = [pair for unit in self._units for pair in zip(unit.infos, unit.parameters)]
+        super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits, parameters)
         self.local_params = [
-            LocalParam(
-                shard.info,
-                shard.start,
-                shard.weight,
-                sharing.holders(shard.info, of_shard=True),
-                self.row_division(shard.info),
-            )
-            for shard in param_shards
+            LocalParam(info, start, weight, sharing.holders(info, of_shard=True), self.row_division(info))
+            for info, start, weight in stored
         ]
 
     def start_param_all_gather(self) -> None:
@@ -294,10 +308,11 @@ def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
     return ParameterSplit(info, ShardRanges(prod(info.local_shape), 0, first.padded_size, shards))
 
 
-def _param_shards(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> Iterator[ParamShard]:
-    """This rank's shards of a unit, with gradients in ``gradients``, one padded part after another."""
+def _param_shards(parts: Sequence[RowPart], weights: Sequence[Tensor], gradients: Tensor) -> Iterator[ParamShard]:
+    """This rank's shards of a unit's trained parameters, with gradients in ``gradients``, one padded part after
+    another."""
     start = 0
-    for part, weight in zip(parts, unit.local_weights()):
+    for part, weight in zip(parts, weights):
         first, size = part.first * part.width, part.rows * part.width
         assert weight.numel() == size, (part, weight.shape)
         if size:
@@ -308,4 +323,4 @@ def _param_shards(unit: _Unit, parts: Sequence[RowPart], gradients: Tensor) -> I
 def _gradient_view(unit: _Unit, part_sizes: Sequence[int], shard: Tensor, shards: int) -> GradientView:
     """A unit's bucket: its parameters, each padded so that all ranks have equal parts."""
     starts = accumulate((size * shards for size in part_sizes), initial=0)
-    return GradientView(sum(part_sizes) * shards, None, shard, list(zip(unit.infos, unit.main_grads, starts)))
+    return GradientView(sum(part_sizes) * shards, None, shard, list(zip(unit.trained, unit.main_grads, starts)))

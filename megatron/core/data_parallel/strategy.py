@@ -33,6 +33,7 @@ from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, RowDivision, info_of
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
+from megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class DataParallel(ABC):
     splits: Sequence[ParameterSplit]
     """How its shard group divides every local parameter."""
     local_params: Sequence[LocalParam]
-    """The weights that this rank stores, in the precision that checkpoints need."""
+    """The weights that this rank stores, in the precision that checkpoints need; frozen ones, too."""
     sharing: ModelSharing
 
     def __init__(
@@ -78,7 +79,10 @@ class DataParallel(ABC):
         param_shards: Sequence[ParamShard],
         buckets: Sequence[GradientBucket],
         splits: Sequence[ParameterSplit],
+        parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
     ) -> None:
+        """``parameters`` are all of the rank; those that are frozen (``requires_grad`` is False) stay so."""
+        self._parameters = [(info.name, parameter, parameter.requires_grad) for info, parameter in parameters]
         self.formats, self.param_shards = formats, param_shards
         self.sharing, self.splits = sharing, splits
         self._topology, self._buckets = topology, buckets
@@ -117,17 +121,27 @@ class DataParallel(ABC):
 
     def initialize(self, seed: int) -> None:
         """Initialise the weights; each rank computes its own shards."""
-        for shard in self.param_shards:
+        own = [(shard.info, shard.start, shard.weight) for shard in self.param_shards]
+        names = {name for name, _, is_trained in self._parameters if not is_trained}
+        frozen = [(one.info, one.start, one.tensor) for one in self.local_params if one.info.name in names]
+        for info, start, weight in own + frozen:
             # In the model's dtype, so that wider weights start from the same values.
-            initial = torch.empty(shard.weight.shape, dtype=self.formats.weight, device=shard.weight.device)
-            initialize_range(initial, shard.info, shard.start, seed)
-            shard.weight.copy_(initial)
+            initial = torch.empty(weight.shape, dtype=self.formats.weight, device=weight.device)
+            initialize_range(initial, info, start, seed)
+            weight.copy_(initial)
         self.start_param_all_gather()
         # A checkpoint may be loaded into the same memory next.
         self.finish_param_all_gather()
 
     def start_grad_accumulation(self, num_microbatches: int) -> None:
-        """Begin a step of ``num_microbatches``."""
+        """Begin a step of ``num_microbatches``. Raises :class:`ConfigError` if a parameter was frozen, or unfrozen,
+        after its buffers had been made."""
+        for name, parameter, is_trained in self._parameters:
+            if parameter.requires_grad != is_trained:
+                raise ConfigError(
+                    f"requires_grad of {name} was set to {not is_trained} after the run had been built, when its "
+                    "gradient buffer and optimizer state were made: name frozen parameters with --freeze-parameters."
+                )
         for bucket in self._buckets:
             bucket.expect(num_microbatches)
 
@@ -173,9 +187,10 @@ class BufferedDataParallel(DataParallel):
     ) -> None:
         sharing = ModelSharing.of(config, topology, has_experts)
         sharing.open()
-        self._parameters, self._fp8 = parameters, fp8
-        places = {info_of(parameter).name: place for place, parameter in enumerate(parameters)}
-        num_elements = sum(parameter.numel() for parameter in parameters)
+        self._fp8 = fp8
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        places = {info_of(parameter).name: place for place, parameter in enumerate(trained)}
+        num_elements = sum(parameter.numel() for parameter in trained)
         self._buffers: list[ParameterBuffer] = []
         gathered: dict[int, WeightBucket] = {}
         """By the place of the bucket's first parameter in the forward pass."""
@@ -183,7 +198,7 @@ class BufferedDataParallel(DataParallel):
         buckets: list[GradientBucket] = []
         param_shards: list[ParamShard] = []
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        for group in _by_kind_and_dtype(parameters):
+        for group in _by_kind_and_dtype(trained):
             kind = sharing.of_parameter(info_of(group[0]))
             shards, reduction = kind.shards, GradientReduction(kind.shards, kind.replicas)
             shard_gradients = config.sharding_strategy == "optim_grads" and shards.size > 1
@@ -209,7 +224,8 @@ class BufferedDataParallel(DataParallel):
                 self._fp8_shards[shard.info.name.removesuffix(".weight")] = master, shard.weight
                 param_shards[number] = replace(shard, weight=master)
         splits = [split for buffer in self._buffers for split in buffer.splits()]
-        super().__init__(formats, topology, sharing, param_shards, buckets, splits)
+        infos = [(info_of(parameter), parameter) for parameter in parameters]
+        super().__init__(formats, topology, sharing, param_shards, buckets, splits, infos)
         self.local_params = whole_params((parameter for parameter in parameters if parameter.itemsize > 1), sharing)
         self.local_params += [
             LocalParam(shard.info, shard.start, shard.weight, sharing.holders(shard.info, of_shard=True))
@@ -227,7 +243,7 @@ class BufferedDataParallel(DataParallel):
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._parameters)
+        return sum(parameter.numel() for _, parameter, _ in self._parameters)
 
     def start_param_all_gather(self) -> None:
         if self._fp8 is not None:
@@ -244,7 +260,8 @@ class BufferedDataParallel(DataParallel):
 
     def memory(self) -> dict[str, int]:
         return {
-            "weights": sum(buffer.weights.untyped_storage().nbytes() for buffer in self._buffers),
+            "weights": sum(buffer.weights.untyped_storage().nbytes() for buffer in self._buffers)
+            + sum(parameter.nbytes for _, parameter, is_trained in self._parameters if not is_trained),
             "gradients": sum(buffer.gradients.untyped_storage().nbytes() for buffer in self._buffers),
         }
 

@@ -5,7 +5,7 @@ Shapes: ``s`` sequence length, ``b`` sequences, ``h`` hidden size, ``n`` query h
 without it read ``s/(cp tp)`` as ``s/cp``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, cast
 
@@ -27,6 +27,7 @@ from megatron.core.ops.quantized import QuantizedActivation
 from megatron.core.ops.query_scale import scale_queries
 from megatron.core.ops.rope import apply_rotary
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
+from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
@@ -63,6 +64,11 @@ class BuildContext(LayerContext):
     """What mixture-of-experts layers share; None for a model without them."""
     cache: KeyValueCache | None = field(default=None, kw_only=True)
     """Keys and values of earlier tokens, for generation; None: every pass has whole sequences."""
+
+    build_layer: "Callable[[int, TransformerConfig, BuildContext], nn.Module]" = field(
+        default_factory=lambda: TransformerLayer, kw_only=True
+    )
+    """Makes layer number ``n``, which is called as a :class:`TransformerLayer`."""
 
     def attention(self, layer: int, has_chunks: bool) -> Attention:
         """The attention of layer number ``layer``, with chunks or without."""
@@ -138,11 +144,16 @@ class NormLinear(nn.Module):
 
     def __init__(self, norm: RMSNorm, linear: nn.Module) -> None:
         super().__init__()
-        self.norm, self.last_linear = norm, linear
+        self.norm, self.linear = norm, linear
+
+    @property
+    def last_linear(self) -> nn.Module:
+        """See :class:`~megatron.core.recompute.Recomputed`."""
+        return self.linear
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
-        quantization = cast(QuantizingLinear, self.last_linear).input_quantization
-        output: Tensor = self.last_linear(self.norm(x, quantization))  # [s/cp, b, out/tp]
+        quantization = cast(QuantizingLinear, self.linear).input_quantization
+        output: Tensor = self.linear(self.norm(x, quantization))  # [s/cp, b, out/tp]
         return output
 
 
@@ -248,11 +259,16 @@ class AttentionProjection(nn.Module):
 
     def __init__(self, shape: AttentionShape, attention: Attention, linear_proj: nn.Module) -> None:
         super().__init__()
-        self.shape, self.attention, self.last_linear = shape, attention, linear_proj
+        self.shape, self.attention, self.linear = shape, attention, linear_proj
+
+    @property
+    def last_linear(self) -> nn.Module:
+        """See :class:`~megatron.core.recompute.Recomputed`."""
+        return self.linear
 
     def forward(self, qkv: Tensor, spans: AttentionSpans | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
         attended = fused_attention(qkv, self.shape, self.attention, spans)  # [s/cp, b, n d / tp]
-        output: Tensor = self.last_linear(attended)  # [s/(cp tp), b, h]
+        output: Tensor = self.linear(attended)  # [s/(cp tp), b, h]
         return output
 
 
@@ -271,8 +287,8 @@ class MLP(nn.Module):
         self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
 
     @property
-    def last_linear(self) -> nn.Module:
-        return self.swiglu_fc2.last_linear
+    def last_linear(self) -> SkippableLinear | None:
+        return last_linear_of(self.swiglu_fc2)
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
         gate_up = self.norm_fc1(x)  # [s/cp, b, 2 f / tp]
@@ -285,12 +301,17 @@ class SwiGLULinear(nn.Module):
 
     def __init__(self, kernel: SwiGLUKernel, linear: nn.Module) -> None:
         super().__init__()
-        self.kernel, self.last_linear = kernel, linear
+        self.kernel, self.linear = kernel, linear
+
+    @property
+    def last_linear(self) -> nn.Module:
+        """See :class:`~megatron.core.recompute.Recomputed`."""
+        return self.linear
 
     def forward(self, gate_up: Tensor) -> Tensor:  # [s/cp, b, 2 f / tp]
-        quantization = cast(QuantizingLinear, self.last_linear).input_quantization
+        quantization = cast(QuantizingLinear, self.linear).input_quantization
         activated = linear_input_swiglu(gate_up, self.kernel, quantization)  # [s/cp, b, f / tp]
-        output: Tensor = self.last_linear(activated)  # [s/(cp tp), b, h]
+        output: Tensor = self.linear(activated)  # [s/(cp tp), b, h]
         return output
 
 
@@ -309,8 +330,8 @@ class SharedExperts(nn.Module):
         self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
 
     @property
-    def last_linear(self) -> nn.Module:
-        return self.swiglu_fc2.last_linear
+    def last_linear(self) -> SkippableLinear | None:
+        return last_linear_of(self.swiglu_fc2)
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
         output: Tensor = self.swiglu_fc2(self.linear_fc1(x))  # [s/(cp tp), b, h]
@@ -341,8 +362,8 @@ class TransformerLayer(nn.Module):
         self.mlp = moe_layer(number, config, context) if is_moe else MLP(number, config, context)
 
     @property
-    def last_linear(self) -> nn.Module | None:
-        return self.mlp.last_linear
+    def last_linear(self) -> SkippableLinear | None:
+        return last_linear_of(self.mlp)
 
     def forward(self, x: Tensor, positions: SequencePositions) -> Tensor:  # [s/(cp tp), b, h]
         x = x + self.self_attention(x, positions)

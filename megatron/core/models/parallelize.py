@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.moe.routing import RoutingRule
 from megatron.core.offload import HostCopies, offload
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
+from megatron.core.parameter import info_of
 from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
@@ -52,6 +54,7 @@ class ParallelModel:
 def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> ParallelModel:
     """Build this rank's part of the model and apply everything that the flags ask for, in this order. Collective."""
     model = build_parallel_model(config, topology, vocab_size, kernels)
+    freeze(model, config.training.freeze_parameters, topology)
     documents = None
     if config.data.marks_documents:
         data = config.data
@@ -251,6 +254,30 @@ def apply_loss_chunks(model: TransformerModel, activations: ActivationConfig) ->
     """Compute the loss for some tokens at a time, with ``--loss-chunk-size``."""
     if model.output_layer is not None:
         model.output_layer.loss_chunk_size = activations.loss_chunk_size
+
+
+def freeze(model: TransformerModel, patterns: Sequence[str], topology: Topology) -> None:
+    """Freeze the parameters whose global name fits one of ``patterns`` (those of a shell): they have no gradient, no
+    optimizer state and no part in the norm. Collective; raises :class:`ConfigError` on all ranks if a pattern fits no
+    parameter of the model, or if nothing is left to train."""
+    if not patterns:
+        return
+    used: set[str] = set()
+    for parameter in model.parameters():
+        fitting = {pattern for pattern in patterns if fnmatchcase(info_of(parameter).name, pattern)}
+        parameter.requires_grad_(parameter.requires_grad and not fitting)
+        used |= fitting
+    if not topology.has_memory:
+        return  # one simulated rank does not know the layers of others
+    found = topology.control.all_gather_object((used, any(one.requires_grad for one in model.parameters())))
+    unused = set(patterns).difference(*(patterns_of_rank for patterns_of_rank, _ in found))
+    if unused:
+        raise ConfigError(
+            f"--freeze-parameters {' '.join(sorted(unused))} fits no parameter of the model: names are those of "
+            "checkpoints, such as layers.0.mlp.linear_fc1.weight (tools/inspect_checkpoint.py lists them)."
+        )
+    if not any(is_trained for _, is_trained in found):
+        raise ConfigError("--freeze-parameters leaves no parameter to train: use fewer patterns.")
 
 
 def pipeline_schedule(config: RunConfig, num_layers: int, num_stages: int) -> Callable[[int], Schedule]:

@@ -12,7 +12,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
 from megatron.core.models.frequencies import frequencies_of
-from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
+from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
@@ -150,7 +150,7 @@ class TransformerChunk(nn.Module):
 
     def __init__(
         self,
-        layers: Sequence[TransformerLayer],
+        layers: Sequence[nn.Module],
         positions: PositionTables,
         context: BuildContext,
         embedding: VocabParallelEmbedding | None,
@@ -178,6 +178,9 @@ class TransformerChunk(nn.Module):
             else:
                 rows, length = inputs.shape
                 hidden = self.embedding(inputs)
+                if torch.is_grad_enabled() and not hidden.requires_grad:
+                    # The embedding is frozen. Recomputed segments and pipelines need a gradient of their input.
+                    hidden = hidden.requires_grad_()
             positions = self.positions(length, rows, documents)
             for layer in self.layers:
                 hidden = layer(hidden, positions)
@@ -214,7 +217,7 @@ class TransformerModel(nn.Module):
         self.chunks = nn.ModuleList(
             TransformerChunk(
                 [
-                    TransformerLayer(number, config, context.of_layer(number, config.num_layers))
+                    context.build_layer(number, config, context.of_layer(number, config.num_layers))
                     for number in virtual_stage.layers
                 ],
                 positions,

@@ -5,6 +5,7 @@ rows. Shapes: ``m`` rows on this rank, ``E_l`` local experts, ``h`` hidden size,
 parallelism divides ``f`` by ``etp``.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,7 @@ from megatron.core.ops.grouped import GroupedGemm, RowCounts
 from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
+from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import LayerContext
 
 
@@ -114,8 +116,8 @@ class _GroupedLinear(Function):
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.counts, ctx.op = weight, counts, op
         if op.skip_output:
-            # Recompute: nothing reads the output, so it has a shape and no memory.
-            return inputs.new_zeros(()).expand(inputs.shape[0], weight.shape[0] // len(counts.host))
+            # Recompute: nothing reads the output, so it has a shape and no memory. NaN, so that a wrong reader is seen.
+            return inputs.new_full((), math.nan).expand(inputs.shape[0], weight.shape[0] // len(counts.host))
         return op.gemm.output(inputs.detach(), weight.detach(), counts)
 
     @staticmethod
@@ -126,6 +128,8 @@ class _GroupedLinear(Function):
         # A sum over rows has a gradient without strides, which grouped kernels do not read.
         dy = gradients[0].contiguous()
         dx = op.gemm.input_gradient(dy, weight.detach(), counts)
+        if not weight.requires_grad:
+            return dx, None, None, None
         if op.weight_gradients.is_deferring:
             product = partial(op.gemm.weight_gradient, dy, counts=counts)
             op.weight_gradients.put(
@@ -161,10 +165,15 @@ class GroupedSwiGLULinear(nn.Module):
 
     def __init__(self, kernel: SwiGLUKernel, linear: GroupedLinear) -> None:
         super().__init__()
-        self.kernel, self.last_linear = kernel, linear
+        self.kernel, self.linear = kernel, linear
+
+    @property
+    def last_linear(self) -> GroupedLinear:
+        """See :class:`~megatron.core.recompute.Recomputed`."""
+        return self.linear
 
     def forward(self, gate_up: Tensor, counts: RowCounts) -> Tensor:  # [m, 2 f / etp]
-        output: Tensor = self.last_linear(swiglu(gate_up, self.kernel), counts)  # [m, h]
+        output: Tensor = self.linear(swiglu(gate_up, self.kernel), counts)  # [m, h]
         return output
 
 
@@ -192,8 +201,8 @@ class Experts(nn.Module):
         self.swiglu_fc2 = GroupedSwiGLULinear(kernels.swiglu, linear_fc2)
 
     @property
-    def last_linear(self) -> GroupedLinear:
-        return self.swiglu_fc2.last_linear
+    def last_linear(self) -> SkippableLinear | None:
+        return last_linear_of(self.swiglu_fc2)
 
     def forward(self, rows: Tensor, counts: RowCounts, overlap: BackwardOverlap | None = None) -> Tensor:
         """``[m, h]``, sorted by local expert, to the same shape. The weight gradient of fc1 is computed during the

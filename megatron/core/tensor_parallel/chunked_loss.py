@@ -61,7 +61,8 @@ class _ChunkedGradients:
         self.write_to(buffer, accumulate=False)
         return buffer
 
-    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+    def write_to(self, buffer: Tensor | None, accumulate: bool) -> None:
+        """With ``buffer`` None, for a frozen weight, only the gradient of the hidden states."""
         for rows in self.output_layer.chunks(self.hidden.shape[0]):
             chunk = self.hidden[rows]  # [m, h]
             logits = linear(chunk, self.weight)  # [m, v/tp]
@@ -69,7 +70,8 @@ class _ChunkedGradients:
                 logits, self.log_sum_exp[rows], self.labels[rows], self.gradients[rows]
             )
             self.grad_hidden[rows] = linear(logits, self.weight.t())
-            self.output_layer.weight_gradient.write(buffer, logits, chunk, accumulate)
+            if buffer is not None:
+                self.output_layer.weight_gradient.write(buffer, logits, chunk, accumulate)
             del logits  # before the next chunk's are allocated
             accumulate = True
 
@@ -108,7 +110,11 @@ class _ChunkedLoss(Function):
             TokenGradients.of(*gradients),
             grad_hidden,
         )
-        grad_weight = accumulate_main_grad(ctx.weight, product)
+        grad_weight = None
+        if ctx.weight.requires_grad:
+            grad_weight = accumulate_main_grad(ctx.weight, product)
+        else:
+            product.write_to(None, accumulate=False)
         grad_tokens = grad_hidden.view(-1, *hidden.shape[1:])  # [s/cp, b, h], to be summed over the ranks
         return output_layer.parallel.reduce_output(grad_tokens).wait(), grad_weight, None, None
 

@@ -4,6 +4,7 @@ Backward starts the collective of the input gradient before it computes the weig
 the main gradient or deferred (:mod:`megatron.core.gradient`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
 from megatron.core.ops.quantized import Layout, QuantizedActivation, QuantizedTensor
 from megatron.core.parameter import (
     Division,
+    InitialValues,
     ParameterInfo,
     TiedEnd,
     columns_box,
@@ -78,10 +80,10 @@ class LinearFunction(Function):
         ctx.save_for_backward(*x.kept_tensors)
         ctx.scaling, ctx.weight, ctx.op = x.scaling, weight, op
         if skip_output:
-            # Recompute: nothing reads the output, so it has a shape and no memory.
+            # Recompute: nothing reads the output, so it has a shape and no memory. NaN, so that a wrong reader is seen.
             rows, parts = inputs.shape[0], op.parallel.sequence_parts
             rows = rows * parts if op.is_column else rows // parts
-            return inputs.new_zeros(()).expand(rows, *inputs.shape[1:-1], weight.shape[0])
+            return inputs.new_full((), math.nan).expand(rows, *inputs.shape[1:-1], weight.shape[0])
         matrix = weight.t() if op.gemm.is_plain else None  # [in, out], of this rank
         gemm = partial(op.gemm.output, weight=weight)
         if op.is_column:
@@ -97,6 +99,10 @@ class LinearFunction(Function):
         dy = op.gemm.quantize_gradient(gradients[0], Layout.ROWS if op.gathers_gradient else Layout.BOTH)
         dgrad = partial(op.gemm.input_gradient, weight=weight)
         matrix = weight if op.gemm.is_plain else None  # [out, in], of this rank
+        if not weight.requires_grad:
+            if op.is_column:
+                return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None, None
+            return parallel.overlap.gather_gemm(dy, dgrad, matrix)[0], None, None, None, None
         if op.is_column:
             if op.weight_gradients.is_deferring:
                 op.weight_gradients.put(weight, lambda: parallel.gather_input(x), partial(wgrad, dy.kept))
@@ -166,6 +172,40 @@ class LayerContext:
         """The uninitialised weight of a linear layer, in FP8 if it is gathered in FP8."""
         gathers_fp8 = self.fp8 is not None and self.fp8.config.fp8_param_gather
         return empty_parameter(info, E4M3 if gathers_fp8 else self.dtype, self.weights_device or self.device)
+
+    def parameter(
+        self,
+        name: str,
+        shape: Sequence[int],
+        initial: InitialValues,
+        *,
+        is_divided: bool = False,
+        in_parallel_region: bool = False,
+        weight_decay: bool = False,
+        uses: int = 1,
+    ) -> nn.Parameter:
+        """A parameter for plain torch operations, of the global name ``name`` and the global ``shape``.
+
+        With ``is_divided`` each tensor-parallel rank has its part of dim 0; otherwise every rank has the whole, and
+        ``in_parallel_region`` says that it is used between a column-parallel and a row-parallel layer, where a rank has
+        some of the heads or of the MLP's width. Elsewhere a rank has its part of the sequence, under sequence
+        parallelism, or all of it. ``initial`` are its values, such as
+        :func:`~megatron.core.initialization.constant` and :func:`~megatron.core.initialization.normal`.
+        """
+        assert len(shape) > 0, f"{name}: a single number has the shape (1,)"
+        rank, size = (self.parallel.rank, self.parallel.size) if is_divided else (0, 1)
+        is_partial = self.parallel.size > 1 if in_parallel_region else self.parallel.sequence_parallel
+        info = ParameterInfo(
+            name,
+            *sharded_boxes(shape[:1], shape[1:], rank, size),
+            init_std=None,
+            weight_decay=weight_decay,
+            tensor_parallel_sharded=is_divided,
+            gradient_is_partial=is_partial and not is_divided,
+            uses=uses,
+            initial=initial,
+        )
+        return self.empty_parameter(info)
 
     def linear_op(self, name: str, is_column: bool) -> LinearOp:
         """The GEMMs and collectives of the linear layer ``name``."""

@@ -1,5 +1,6 @@
 """The state of a run, saved to and loaded from checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -210,7 +211,7 @@ class RunState:
         weights = model_tensors(self.module.data_parallel.local_params)
         if self.context.config.validation.skip_train and self.context.config.validation.eval_ema:
             self._require_average(saved)
-            return renamed(weights, MODEL, EMA)
+            return _preferring(saved, EMA, weights)
         if not with_optimizer:
             return weights
         states = self._continued_states(saved)
@@ -228,7 +229,7 @@ class RunState:
             )
         # If only one of the two runs has master weights, the model's weights of the other are as precise.
         if saved.state.has_master_weights and not self.module.optimizer.has_master_weights:
-            weights = renamed(weights, MODEL, MASTER)
+            weights = _preferring(saved, MASTER, weights)
         if saved.state.has_master_weights and self.module.optimizer.has_master_weights:
             # Weights that are gathered in FP8 exist as master weights alone.
             data_parallel = self.module.data_parallel
@@ -236,4 +237,19 @@ class RunState:
             weights = model_tensors(local for local in data_parallel.local_params if local.tensor.dtype == dtype)
         if not saved.state.has_master_weights:
             states = {name: tensor for name, tensor in states.items() if not name.startswith(MASTER)}
+        unknown = sorted({name.split("/", 2)[2] for name in states.keys() - saved.shapes.keys()})
+        if unknown:
+            more = f" and of {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise CheckpointError(
+                f"The checkpoint under {saved.root} has no optimizer state of {unknown[0]}{more}, which was not "
+                "trained there: add --no-load-optim to initialize the state of all parameters, or freeze it again "
+                "(--freeze-parameters)."
+            )
         return weights | states
+
+
+def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` under the names of ``kind``, apart from those that were frozen, of which the checkpoint has the
+    weights alone."""
+    others = renamed(weights, MODEL, kind)
+    return {other if other in saved.shapes else name: tensor for (name, tensor), other in zip(weights.items(), others)}

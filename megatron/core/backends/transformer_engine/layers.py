@@ -40,17 +40,17 @@ class _OwnGraph(Function):
         weight, gain, end = ctx.weight, ctx.gain, ctx.end
         ctx.end = None
         if not ctx.layer.fuses_weight_gradient:
-            wanted = [ctx.begin, weight] if gain is None else [ctx.begin, weight, gain]
-            grad_inputs, whole, *grad_gain = torch.autograd.grad(end, wanted, gradients[0])
-            grad_weight = accumulate_main_grad(weight, whole)
-            return grad_inputs, None, grad_weight, accumulate_main_grad(gain, *grad_gain) if gain is not None else None
+            trained = [one for one in (weight, gain) if one is not None and one.requires_grad]
+            grad_inputs, *grads = torch.autograd.grad(end, [ctx.begin, *trained], gradients[0])
+            found = {id(one): accumulate_main_grad(one, grad) for one, grad in zip(trained, grads)}
+            return grad_inputs, None, found.get(id(weight)), found.get(id(gain))
         main_grad = main_grad_of(weight) or MainGrad(torch.empty_like(weight))
         with main_grad.accumulating() as weight.main_grad:
-            wanted = [ctx.begin] if gain is None else [ctx.begin, gain]
+            wanted = [ctx.begin] if gain is None or not gain.requires_grad else [ctx.begin, gain]
             grad_inputs, *grad_gain = torch.autograd.grad(end, wanted, gradients[0])
         del weight.main_grad  # the buffer may be temporary
         grad_weight = main_grad.buffer if main_grad_of(weight) is None else None
-        return grad_inputs, None, grad_weight, accumulate_main_grad(gain, *grad_gain) if gain is not None else None
+        return grad_inputs, None, grad_weight, accumulate_main_grad(gain, *grad_gain) if grad_gain else None
 
 
 class _Linear(nn.Module):
