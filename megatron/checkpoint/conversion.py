@@ -182,7 +182,9 @@ class HuggingFaceExport:
         computes = section.is_gain_minus_one or factor != 1.0
         block = torch.empty(shape, dtype=torch.float64 if computes else dtype)
         for copy in copies_of_section(section, offset, shape):
-            self._saved.read_into(copy.across(block[copy.place]), self.source + copy.source, copy.source_place)
+            self._saved.read_into(
+                copy.across(block[copy.place]), self._name(self.source, copy.source), copy.source_place
+            )
         if computes:
             block = ((block + (1.0 if section.is_gain_minus_one else 0.0)) * factor).to(dtype)
         check_range(block, self._stored(self.source, section), section.name)
@@ -194,18 +196,22 @@ class HuggingFaceExport:
         stored in a wider dtype."""
         return self._sections[EMBEDDING] if section.is_gain_minus_one else section
 
+    def _name(self, source: str, name: str) -> str:
+        """Under which name the checkpoint has the weights ``name``: of frozen parameters it has the weights alone."""
+        return source + name if source + name in self._saved.manifest.tensors else MODEL + name
+
     def _stored(self, source: str, section: Section) -> torch.dtype:
-        return self._saved.manifest.tensors[source + section.ours].dtype
+        return self._saved.manifest.tensors[self._name(source, section.ours)].dtype
 
     def _choose_source(self, dtype: torch.dtype | None) -> str:
         sections = self._sections.values()
         if dtype is None or all(self._stored(MODEL, section) == dtype for section in sections):
             return MODEL
-        has_masters = all(MASTER + section.ours in self._saved.manifest.tensors for section in sections)
+        has_masters = any(MASTER + section.ours in self._saved.manifest.tensors for section in sections)
         return MASTER if has_masters else MODEL
 
     def _average(self) -> str:
-        if any(EMA + section.ours not in self._saved.manifest.tensors for section in self._sections.values()):
+        if not any(EMA + section.ours in self._saved.manifest.tensors for section in self._sections.values()):
             raise CheckpointError(
                 "The checkpoint has no moving average of the weights: remove --ema, or convert a checkpoint of a run "
                 "with --ema-decay."

@@ -36,10 +36,9 @@ class UpcycledModel:
         self.tensors: dict[str, TensorStorageMetadata] = {}
         """The chunks of each global tensor."""
         stored = saved.manifest.tensors
-        prefix = MASTER if any(name.startswith(MASTER) for name in stored) else MODEL
-        for name in stored:
-            if name.startswith(prefix):
-                self._add(name.removeprefix(prefix), name)
+        for name in (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)):
+            # Frozen parameters have no master weights.
+            self._add(name, MASTER + name if MASTER + name in stored else MODEL + name)
 
     @property
     def nbytes(self) -> int:
