@@ -156,12 +156,33 @@ def test_a_gradient_goes_to_the_slot_or_else_to_autograd() -> None:
     assert torch.equal(main_grad.buffer, gradient)
 
 
+def test_what_autograd_computes_goes_to_the_slot_at_once_and_nothing_of_a_frozen_parameter_is_computed() -> None:
+    parameter = nn.Parameter(torch.full((3,), 2.0))
+    main_grad = MainGrad(torch.zeros(3, dtype=torch.float64))
+    attach_main_grad(parameter, main_grad)
+    for _ in range(2):
+        (parameter * parameter).sum().backward()
+        assert parameter.grad is None
+    assert main_grad.buffer.tolist() == [8.0] * 3
+    parameter.requires_grad_(False)
+
+    class NeverComputed:
+        def value(self) -> Tensor:
+            raise AssertionError
+
+        def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+            raise AssertionError
+
+    assert accumulate_main_grad(parameter, NeverComputed()) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_weight_gradient_sums_over_all_tokens(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     grad_output = torch.randn(5, 2, 3, generator=generator, dtype=dtype)
     inputs = torch.randn(5, 2, 4, generator=generator, dtype=dtype)
-    found = accumulate_main_grad(torch.zeros(3, 4, dtype=dtype), weight_gradient(grad_output, inputs))
+    weight = torch.zeros(3, 4, dtype=dtype, requires_grad=True)
+    found = accumulate_main_grad(weight, weight_gradient(grad_output, inputs))
     assert found is not None
     torch.testing.assert_close(found, torch.einsum("sbo,sbi->oi", grad_output, inputs))
 

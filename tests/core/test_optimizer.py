@@ -400,6 +400,7 @@ def test_a_rank_that_owns_nothing_steps_too(config: OptimizerConfig) -> None:
             (),
             (),
             (),
+            (),
         ),
         single_process(),
     )

@@ -16,6 +16,7 @@ from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.initialization import constant, initialize_range, normal, parameter_key, random_bits
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
 from megatron.core.models.parallelize import build_model, freeze
+from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
 from tests.parallel.layout_run import (
@@ -69,7 +70,7 @@ class HeadScaleLayer(TransformerLayer):
         shape = attention.shape
         scales = context.parameter(f"{name}.head_scales", (heads, 1), constant(0.8), is_divided=True)
         shift = context.parameter(f"{name}.shift", (shape.head_size,), normal(0.1), in_parallel_region=True)
-        attention.qk_norm = HeadScales(shape.query_heads, shape.head_size, scales, shift)
+        attention.add_module("qk_norm", HeadScales(shape.query_heads, shape.head_size, scales, shift))
 
 
 class HeadScales(nn.Module):
@@ -189,7 +190,7 @@ def test_one_process_has_the_gradients_of_autograd(task: Task) -> None:
     freeze(model, task.frozen, single_process())
     loss = mean_loss(model)
     loss().backward()
-    grads = {info.name: one.grad for one in model.parameters() for info in [one.parameter_info]}  # type: ignore[attr-defined]
+    grads = {info_of(one).name: one.grad for one in model.parameters()}
     assert {name for name, grad in grads.items() if grad is not None} == found.keys()
     for name, grad in grads.items():
         if grad is None:
@@ -197,7 +198,7 @@ def test_one_process_has_the_gradients_of_autograd(task: Task) -> None:
         rows = found[name].shape[0]  # without the vocabulary's padding
         assert (grad[:rows] - found[name]).abs().max() < 1e-12 * grad.abs().max(), name
     for parameter in model.parameters():
-        info = parameter.parameter_info  # type: ignore[attr-defined]
+        info = info_of(parameter)
         if parameter.grad is None or info.name.split(".")[-1] == "weight":
             continue
         with torch.no_grad():
@@ -273,7 +274,8 @@ def test_a_pattern_that_fits_nothing_or_all_is_refused(patterns: tuple[str, ...]
 
 def test_initial_values_are_functions_of_the_global_index() -> None:
     model = build_model(MODEL, replace(context(single_process(), Layout()), build_layer=GatedLayer), SEED)
-    layer = model.chunks[0].layers[1]  # type: ignore[index, union-attr]
+    layer = model.transformer_chunks[0].layers[1]
+    assert isinstance(layer, GatedLayer)
     assert torch.equal(layer.gate, torch.full((32,), 0.7, dtype=torch.float64))
     index = torch.arange(2 * 3 * 32)
     wanted = normal(0.3)(parameter_key(SEED, "layers.1.mix"), index).view(2, 3, 32)
