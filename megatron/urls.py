@@ -18,6 +18,13 @@ def is_url(place: str) -> bool:
     return _URL.match(place) is not None
 
 
+def same_place(one: str, other: str) -> bool:
+    """Whether two directories or URLs are the same, however they are written."""
+    if is_url(one) or is_url(other):
+        return one.rstrip("/") == other.rstrip("/")
+    return Path(one).resolve() == Path(other).resolve()
+
+
 def refuse_urls(places: Mapping[str, str | Path | None], remedy: str) -> None:
     """Raise :class:`ConfigError` for the first flag with a URL, where only a local path is possible."""
     for flag, place in places.items():

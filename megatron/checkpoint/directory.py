@@ -52,6 +52,12 @@ def iteration_directory(root: PathT, iteration: int) -> PathT:
     return cast(PathT, root / f"iter_{iteration:07d}")
 
 
+def iteration_of(directory: AnyPath) -> int | None:
+    """The iteration in the name of a checkpoint's directory; None for another name."""
+    match = _COMPLETE.fullmatch(directory.name)
+    return None if match is None else int(match[1])
+
+
 def locate_checkpoint(root: PathT, iteration: int) -> PathT:
     """Present directory of the checkpoint of ``iteration``; after a crash possibly its ``replaced`` name."""
     directory = iteration_directory(root, iteration)

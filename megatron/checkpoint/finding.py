@@ -4,20 +4,27 @@ import json
 import logging
 import math
 from collections.abc import Collection
+from contextlib import suppress
+from itertools import islice
 
 from megatron.checkpoint.directory import (
     MANIFEST,
     SOURCE_SAVED_AT,
     TRACKER,
     exists,
+    iteration_of,
     locate_checkpoint,
     saved_iterations,
 )
+from megatron.checkpoint.files import explained
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)
+
+_MOST_LOOKED_INTO = 100
+"""Directories below a wrong one in which its checkpoints are looked for."""
 
 
 def list_checkpoints(root: AnyPath) -> list[int]:
@@ -46,6 +53,8 @@ def find_checkpoint(
     """
     iterations = saved_iterations(root)
     if step is not None:
+        if not iterations and (meant := _what_was_meant(root)) is not None:
+            raise CheckpointError(f"{root} {meant}.")
         if step not in iterations:
             there = ", ".join(map(str, list_checkpoints(root))) or "none"
             raise CheckpointError(f"{root} has no checkpoint of iteration {step}; it has: {there}.")
@@ -69,6 +78,34 @@ def find_checkpoint(
             f"{root} was saved to but has no readable checkpoint: restore one there, or choose another "
             "directory to start from the beginning."
         )
+    return None
+
+
+def missing_checkpoint(root: AnyPath, flag: str = "--load", remedy: str = "check the path") -> CheckpointError:
+    """The error of a ``root`` without checkpoints."""
+    return CheckpointError(f"{flag} {root} {_what_was_meant(root, flag) or f'has no checkpoint: {remedy}'}.")
+
+
+def _what_was_meant(root: AnyPath, flag: str = "--load") -> str | None:
+    """A clause that names the directory of checkpoints beside ``root``, if there is one."""
+    if (iteration := iteration_of(root)) is not None:
+        step = f" --ckpt-step {iteration}" if flag == "--load" else ""
+        return f"is the directory of one checkpoint: use {flag} {root.parent}{step} instead"
+    if (below := directory_below(root)) is not None:
+        return f"has no checkpoint, but {below} has: use {flag} {below} instead"
+    return None
+
+
+def directory_below(root: AnyPath) -> AnyPath | None:
+    """The first directory directly below ``root`` that has checkpoints."""
+    if not exists(root):
+        return None
+    with explained("read", root):
+        children = sorted(islice(root.iterdir(), _MOST_LOOKED_INTO), key=str)
+    for child in children:
+        with suppress(CheckpointError):  # a directory that cannot be read
+            if (isinstance(child, RemotePath) or child.is_dir()) and saved_iterations(child):
+                return child
     return None
 
 

@@ -243,15 +243,21 @@ def _clear_drafts(path: Path) -> None:
                     draft.unlink(missing_ok=True)
 
 
-def _remove(path: Path, stale: _Sighting) -> None:
-    """Remove a stale lock unless it has changed."""
+def _remove(path: Path, stale: _Sighting) -> bool:
+    """Remove a stale lock; False if it has changed or is gone."""
     taken = path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
-    with suppress(FileNotFoundError):
+    try:
         os.rename(path, taken)
-        if _look(taken) != stale:
+    except FileNotFoundError:
+        return False
+    with suppress(FileNotFoundError):
+        is_stale = _look(taken) == stale
+        if not is_stale:
             with suppress(FileExistsError):
                 os.link(taken, path)
         taken.unlink()
+        return is_stale
+    return False
 
 
 def check_token(root: Path, token: str) -> None:
@@ -304,17 +310,28 @@ class RunLock:
         if found is not None:
             try:
                 with _draft(self._path, self._owner) as draft:
-                    os.replace(draft, self._path)
+                    now = self._clock()
+                    if now - self._renewed_at <= LEASE:
+                        os.replace(draft, self._path)
+                    elif _remove(self._path, found):
+                        # Another run may take the lock at the same time; only one link succeeds.
+                        os.link(draft, self._path)
+                    else:
+                        return  # it was taken since it was read
+            except FileExistsError:
+                return
             except OSError:
                 # A full disk has no space for a draft. A new modification time is a change, too.
+                now = self._clock()
                 os.utime(self._path)
-        elif self._clock() - self._renewed_at > LEASE:
+        elif (now := self._clock()) - self._renewed_at > LEASE:
             # Another run may have taken the lock, saved, and released it.
             self._is_lost = True
             return
         elif not _create(self._path, self._owner):
             return
-        self._renewed_at = self._clock()
+        # The time before the change: waiting runs may see it before this run continues.
+        self._renewed_at = now
 
     def check(self) -> None:
         """Raise :class:`LockLostError` if another run has taken over the lock; call it before every save. An unreadable

@@ -48,6 +48,10 @@ class RemotePath:
     def name(self) -> str:
         return self.url.rstrip("/").rpartition("/")[2]
 
+    @property
+    def parent(self) -> "RemotePath":
+        return RemotePath(self.url.rstrip("/").rpartition("/")[0])
+
     def exists(self) -> bool:
         """Whether there is a file here, or any file below."""
         with self._explained("read") as (system, path):

@@ -23,7 +23,7 @@ from megatron.config.evaluate import EvaluateConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
-from megatron.errors import CheckpointError, ConfigError, ExitCode
+from megatron.errors import ConfigError, ExitCode
 from megatron.flags import changed_flags, values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.environment import prepare_environment
@@ -79,9 +79,7 @@ def run_config(
         config,
         training=replace(config.training, micro_batch_size=size),
         validation=replace(config.validation, skip_train=True),
-        checkpoint=replace(
-            config.checkpoint, use_checkpoint_args=from_checkpoint, exit_on_missing_checkpoint=from_checkpoint
-        ),
+        checkpoint=replace(config.checkpoint, use_checkpoint_args=from_checkpoint),
         data=replace(config.data, valid_data_path=evaluate.input),
     )
 
@@ -110,11 +108,13 @@ def defaults_of(saved: "SavedState", given: RunConfig) -> RunConfig:
 
 def read_saved_state(config: RunConfig) -> "SavedState":
     """The state of the checkpoint of ``--load``."""
+    from megatron.checkpoint.finding import missing_checkpoint
+    from megatron.checkpoint.remote_path import path_of
     from megatron.training.checkpoints.saved_run import look_up_saved_run
 
     saved = look_up_saved_run(config.checkpoint)
     if saved is None:
-        raise CheckpointError(f"--load {config.checkpoint.load} has no checkpoint: check the path.")
+        raise missing_checkpoint(path_of(str(config.checkpoint.load)))
     return saved.state
 
 

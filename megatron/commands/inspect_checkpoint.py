@@ -48,14 +48,14 @@ class InspectConfig:
 def inspect(config: InspectConfig) -> dict[str, Any]:
     """All that the tool tells."""
     from megatron.checkpoint.directory import locate_checkpoint
-    from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
+    from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, missing_checkpoint
     from megatron.checkpoint.manifest import read_manifest
     from megatron.checkpoint.remote_path import path_of
 
     root = path_of(config.load)
     iteration = find_checkpoint(root, config.ckpt_step)
     if iteration is None:
-        raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
+        raise missing_checkpoint(root)
     directory = locate_checkpoint(root, iteration)
     manifest = read_manifest(directory)
     files = sorted(manifest.files().values(), key=lambda file: file.name)

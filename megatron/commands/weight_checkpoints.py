@@ -106,13 +106,13 @@ def tokenizer_size(flags: TokenizerConfig) -> int | None:
 def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
     """The checkpoint of ``--load``, compared with its digests; raises :class:`CheckpointError`."""
     from megatron.checkpoint.checkpointing import verify_share
-    from megatron.checkpoint.finding import find_checkpoint
+    from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.streaming import SavedTensors
 
     root = path_of(load)
     iteration = find_checkpoint(root, ckpt_step)
     if iteration is None:
-        raise CheckpointError(f"--load {root} holds no checkpoint: check the path.")
+        raise missing_checkpoint(root)
     verify_share(root, iteration, rank=0, size=1)
     return SavedTensors(root, iteration)

@@ -6,7 +6,7 @@ from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag, values_of
 from megatron.intervals import IntervalSchedule
 from megatron.ranges import require_at_least
-from megatron.urls import check_place, refuse_urls
+from megatron.urls import check_place, refuse_urls, same_place
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,24 @@ class CheckpointConfig:
     save_retain_interval: int | None = None
     """Keep only checkpoints at multiples of this many iterations, the latest one and the last --save-retain-last."""
     load: str | None = None
-    """Directory or URL (s3://bucket/run) to resume from; without a checkpoint there the run starts at iteration 0."""
+    """Directory or URL (s3://bucket/run) with the checkpoints to resume from. It is an error if it has none, unless the
+    run saves there (--save, --redundant-save): then the run starts at iteration 0, and the same command resumes it."""
     load_hf: str | None = None
-    """Directory of a Hugging Face model (docs/checkpoints.md) to start from if --load has no checkpoint; each rank
+    """Directory of a Hugging Face model (docs/checkpoints.md) to start from if --load has no checkpoint yet; each rank
     reads only its shards. Architecture and tokenizer come from the directory too: their flags are optional, and an
     error if they differ."""
     load_hf_text_only: bool = False
     """Accept a multimodal model in --load-hf, and load only its text model."""
     pretrained_checkpoint: str | None = None
     """Directory or URL with the checkpoints of another run: start at iteration 0 from its latest weights if --load has
-    no checkpoint."""
+    no checkpoint yet."""
     ckpt_step: int | None = None
     """Load this iteration instead of the latest."""
     checkpoint_fallback: bool = True
     """If the latest checkpoint is damaged, print the damaged file and load the newest undamaged checkpoint;
     --no-checkpoint-fallback fails instead. Damaged checkpoints are never deleted."""
     exit_on_missing_checkpoint: bool = False
-    """Fail if --load has no checkpoint, instead of starting at iteration 0."""
+    """Fail if --load has no checkpoint, also if the run saves there."""
     save_optim: bool = True
     """Save the optimizer state; --no-save-optim saves only weights."""
     save_rng: bool = True
@@ -61,10 +62,10 @@ class CheckpointConfig:
     load_rng: bool = True
     """Load the random-number state."""
     finetune: bool = False
-    """Load only the weights and start at iteration 0."""
+    """Load only the weights of --load and start at iteration 0."""
     use_checkpoint_args: bool = False
     """Read the architecture from the checkpoint of --load. An architecture flag is optional, and an error if it differs
-    from the checkpoint. Without a checkpoint the architecture flags are required, unless there is --load-hf."""
+    from the checkpoint. The first start of a run that saves to --load needs the architecture flags or --load-hf."""
 
     @property
     def save_schedule(self) -> IntervalSchedule | None:
@@ -76,7 +77,14 @@ class CheckpointConfig:
         """Directories and URLs to search for a checkpoint, in order of preference."""
         if self.load is None:
             return ()
-        return (self.load, *self.redundant_save) if self.load == self.save else (self.load,)
+        resumes = self.save is not None and same_place(self.load, self.save)
+        return (self.load, *self.redundant_save) if resumes else (self.load,)
+
+    @property
+    def saves_to_load(self) -> bool:
+        """Whether the run saves to --load, where its first start finds no checkpoint."""
+        places = self.redundant_save if self.save is None else (self.save, *self.redundant_save)
+        return self.load is not None and any(same_place(self.load, place) for place in places)
 
     @property
     def deletes(self) -> bool:

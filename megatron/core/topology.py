@@ -61,6 +61,11 @@ class RankGrid:
         """Ranks with the same part of the experts."""
         return self.stage_size // (self.etp * self.ep)
 
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ``edp`` has its two parts. Without sharding ``dp_replicas`` is ``dp``, which may exceed ``edp``."""
+        return self.edp % self.dp_replicas == 0
+
     def _dense_dimensions(self) -> list[tuple[str, int]]:
         """(axis, size) of a stage's ranks from the fastest-varying axis to the slowest."""
         dimensions = []
@@ -76,7 +81,7 @@ class RankGrid:
         folded = [("etp", self.etp), ("ep", self.ep)]
         if not in_parts:
             return [*folded, ("edp", self.edp)]
-        assert self.edp % self.dp_replicas == 0, (self.edp, self.dp_replicas)
+        assert self.divides_experts, (self.edp, self.dp_replicas)
         return [*folded, ("edp_shard", self.edp // self.dp_replicas), ("edp_replicate", self.dp_replicas)]
 
     @cached_property

@@ -12,7 +12,7 @@ import torch
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint, read_run_state
 from megatron.checkpoint.conversion import fill_from_hugging_face
-from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
 from megatron.checkpoint.hugging_face_model import HuggingFaceModel
 from megatron.checkpoint.remote_path import path_of
 from megatron.config.data import TokenizerConfig
@@ -111,7 +111,7 @@ def load_model(
     root = path_of(load)
     iteration = run_on_rank0(topology.control, lambda: find_checkpoint(root, ckpt_step))
     if iteration is None:
-        raise CheckpointError(f"--load {load} holds no checkpoint: check the path.")
+        raise run_on_rank0(topology.control, lambda: missing_checkpoint(root))
     state = read_run_state(root, iteration)
     flags = state.flag_group("tokenizer", TokenizerConfig)
     if tokenizer_model:

@@ -150,8 +150,10 @@ class HolderGroups:
     @cached_property
     def first_holders(self) -> Tensor:
         """The first holder of what each rank holds, ``[ranks, classes]``."""
-        first = torch.empty((self._grid.world_size, len(HOLDERS)), dtype=torch.int64)
+        first = torch.arange(self._grid.world_size).unsqueeze(1).repeat(1, len(HOLDERS))
         for column, axes in enumerate(HOLDERS):
+            if axes == ("edp_replicate",) and not self._grid.divides_experts:
+                continue  # Without shards of experts, no tensor is in this class.
             for group in self._grid.groups(axes):
                 first[list(group), column] = group[0]
         return first

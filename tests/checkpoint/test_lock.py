@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
@@ -388,6 +389,88 @@ def test_an_owner_that_was_suspended_for_a_lease_does_not_put_its_lock_back(tmp_
     wait_until(is_lost, 30)
     assert not (tmp_path / LOCK).exists()
     lock.release()
+
+
+def held_elsewhere(root: Path, clock: Clock) -> RunLock:
+    """A lock of this process, of which other runs cannot know whether it is alive."""
+    owner = replace(lock_module.Owner.this_process(), host="elsewhere", process="another boot/12345")
+    (root / LOCK).write_text(json.dumps(asdict(owner)))
+    return RunLock(root / LOCK, owner, clock)
+
+
+def stall_a_renewal(monkeypatch: pytest.MonkeyPatch, during: Callable[[], None]) -> None:
+    """Run ``during`` in the next renewal, after it has read the lock and before it replaces it."""
+    draft, stalls = lock_module._draft, [during]
+
+    @contextmanager
+    def stalled(path: Path, owner: lock_module.Owner) -> Iterator[Path]:
+        if stalls:
+            stalls.pop()()
+        with draft(path, owner) as written:
+            yield written
+
+    monkeypatch.setattr(lock_module, "_draft", stalled)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_renewal_that_stalls_for_a_lease_leaves_the_lock_to_its_new_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, taken = Clock(), list[RunLock | None]()
+    lock = held_elsewhere(tmp_path, clock)
+
+    def take_over() -> None:
+        attempt = LockAttempt(tmp_path, clock)
+        assert attempt.poll() is None
+        clock.now += LEASE + RENEWAL + 1
+        taken.append(attempt.poll())
+
+    stall_a_renewal(monkeypatch, take_over)
+    wait_until(lambda: not lock._renewing.is_alive(), 30)
+    (other,) = taken
+    assert other is not None and content(tmp_path)["token"] == other.token
+    with pytest.raises(LockLostError, match=f"taken over by process {os.getpid()}"):
+        lock.check()
+    other.check()
+    lock.release()
+    other.release()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_renewal_that_stalls_does_not_put_back_a_lock_that_was_taken_and_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    lock = held_elsewhere(tmp_path, clock)
+
+    def take_and_release() -> None:
+        clock.now += LEASE + RENEWAL + 1
+        (tmp_path / LOCK).unlink()
+
+    stall_a_renewal(monkeypatch, take_and_release)
+    wait_until(lambda: not lock._renewing.is_alive(), 30)
+    with pytest.raises(LockLostError):
+        lock.check()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_lock_that_nobody_took_during_a_stall_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    lock = held_elsewhere(tmp_path, clock)
+
+    def stall() -> None:
+        clock.now += 10 * LEASE
+
+    stall_a_renewal(monkeypatch, stall)
+    wait_until(lambda: clock.now > 1000.0 + LEASE, 30)
+    renewals = content(tmp_path)["renewals"]
+    wait_until(lambda: content(tmp_path)["renewals"] > renewals + 1, 30)
+    lock.check()
+    assert content(tmp_path)["token"] == lock.token
+    lock.release()
+    assert os.listdir(tmp_path) == []
 
 
 def renew_on_a_full_disk(place: Path, pipe: Connection) -> None:

@@ -186,6 +186,26 @@ def test_the_gradient_norm_is_that_before_clipping() -> None:
         assert Run(config).step(0, factor=-0.25).grad_norm == pytest.approx(0.25 * expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "size", [2**23 + 5, pytest.param(2**28, marks=pytest.mark.slow(reason="1 GiB of memory"))], ids=["8M", "268M"]
+)
+def test_the_norm_of_a_large_shard_is_exact_to_rounding_and_equals_that_of_its_parts(size: int) -> None:
+    """A sum in fp32, one element after the other, is short by percents at the size of an embedding."""
+    part = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    shard = part.repeat(-(-size // part.numel()))[:size]
+    whole, rest = divmod(size, part.numel())
+    expected = whole * float(part.double().square().sum()) + float(part[:rest].double().square().sum())
+    assert float(torch_squared_norm([shard])) == pytest.approx(expected, rel=1e-7)
+    assert float(torch_squared_norm(list(shard.chunk(8)))) == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_squared_norm_counts_every_element_of_tensors_of_any_size(dtype: torch.dtype) -> None:
+    """Sizes around that from which the host adds in rows."""
+    tensors = [torch.ones(size, dtype=dtype) for size in (0, 1, 65535, 65536, 65537, 17 * 4096 - 1)]
+    assert float(torch_squared_norm(tensors)) == pytest.approx(sum(tensor.numel() for tensor in tensors), rel=1e-7)
+
+
 def test_the_weight_norm_is_that_of_all_weights() -> None:
     expected = math.sqrt(sum(float(value.square().sum()) for value in start_values()))
     assert Run(ADAM).optimizer.weight_norm() == pytest.approx(expected, rel=1e-12)

@@ -217,8 +217,8 @@ def test_without_a_checkpoint_the_architecture_is_that_of_the_flags(corpus: Corp
 
 
 def test_without_a_checkpoint_missing_flags_are_asked_for(corpus: Corpus, tmp_path: Path) -> None:
-    outcome = call_training(going_on(corpus, tmp_path / "nothing", num_layers=2))
-    assert_refused(outcome, str(tmp_path / "nothing"), "--use-checkpoint-args")
+    outcome = call_training(going_on(corpus, tmp_path, save=tmp_path, num_layers=2))
+    assert_refused(outcome, str(tmp_path), "--use-checkpoint-args")
     assert "--hidden-size is missing" in outcome.stderr and "--model llama3-8b" in outcome.stderr
 
 

@@ -529,7 +529,7 @@ def test_inspection_tells_the_layout_and_names_what_is_damaged(tmp_path: Path, c
     assert "rank_00000.safetensors has 5 bytes" in printed
     with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path / "nowhere")]):
         assert inspect_checkpoint.main() == 1
-    assert "holds no checkpoint" in capsys.readouterr().err
+    assert "has no checkpoint" in capsys.readouterr().err
 
 
 # --- straight into a run -------------------------------------------------------------------------------------

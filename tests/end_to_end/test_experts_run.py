@@ -34,6 +34,8 @@ EXPERTS: dict[str, FlagValue] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 
+ARCHITECTURE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
@@ -58,6 +60,21 @@ def test_a_run_goes_from_layout_to_layout_and_equals_one_process(corpus: Corpus,
     names = ("load_balancing_loss", "z_loss", "expert_load_max", "moe/expert_load_max_layer_1")
     for found, wanted in zip(iterations(relay), iterations(alone), strict=True):
         assert_close([found[name] for name in names], [wanted[name] for name in names], TOLERANCE)
+
+
+def test_experts_without_an_optimizer_flag_are_saved_and_resumed(corpus: Corpus, tmp_path: Path) -> None:
+    """Two expert-parallel ranks without shards: replicas divide the dense parameters, not the experts."""
+    alone, divided, save = tmp_path / "alone.jsonl", tmp_path / "divided.jsonl", tmp_path / "checkpoints"
+    model: dict[str, FlagValue] = {"model": "tiny-moe", **dict.fromkeys(ARCHITECTURE)}
+    common = flags_of(corpus, **model, fp64=True, micro_batch_size=1, global_batch_size=2, train_iters=4)
+    call_training([*common, "--metrics-jsonl", str(alone)]).succeeded()
+    run = [*common, "--expert-model-parallel-size", "2", "--save", str(save), "--load", str(save)]
+    run += ["--metrics-jsonl", str(divided), "--exit-interval"]
+    fork_training([*run, "2"], processes=2).succeeded()
+    assert latest_iteration(save) == 2
+    assert "continuing after iteration 2" in fork_training([*run, "4"], processes=2).succeeded().stdout
+    assert_close(losses(divided), losses(alone), TOLERANCE)
+    assert_close(grad_norms(divided), grad_norms(alone), TOLERANCE)
 
 
 def test_forced_balance_is_exact_and_said(corpus: Corpus, tmp_path: Path) -> None:

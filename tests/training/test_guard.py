@@ -10,11 +10,11 @@ import torch
 
 from megatron.config.training import TrainingConfig
 from megatron.core.control import ControlGroup
-from megatron.core.topology import single_process
+from megatron.core.topology import RankGrid, single_process
 from megatron.errors import NotFiniteError, SilentCorruptionError
 from megatron.intervals import IntervalSchedule
 from megatron.operation.known_product import KnownProduct
-from megatron.operation.replicas import HOLDERS, TensorKey
+from megatron.operation.replicas import HOLDERS, HolderGroups, TensorKey
 from megatron.training.build.guard import why_not_replayed
 from megatron.training.context import RunContext
 from megatron.training.guard.known_answer import KnownAnswer
@@ -113,6 +113,15 @@ def test_the_state_is_checked_at_the_interval_and_at_saves(
             progress = SimpleNamespace(iteration=iteration)
             check.before_update(cast(Trainer, SimpleNamespace(state=SimpleNamespace(progress=progress))))
     assert checked == due
+
+
+def test_replicas_of_experts_are_compared_without_sharding() -> None:
+    """Two data-parallel ranks of each expert, four of the dense parameters: no class has four replicas of experts."""
+    groups = HolderGroups(RankGrid(dp=4, ep=2, dp_replicas=4))
+    folds = torch.zeros((4, len(HOLDERS), 2), dtype=torch.int64)
+    assert groups.disagreeing(folds) == []
+    folds[2, HOLDERS.index(("edp",))] += 1
+    assert groups.disagreeing(folds) == [(("edp",), (0, 2))]
 
 
 WEIGHT, MOMENT = TensorKey("weight", "layers.0.w", 0), TensorKey("exp_avg", "layers.0.w", 0)

@@ -8,7 +8,7 @@ from megatron.config.run import RunConfig
 from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.comparison import check_architecture, given_architecture
-from megatron.training.checkpoints.saved_run import look_up_saved_run
+from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run
 from megatron.training.context import RunContext
 
 FlagsOver = Callable[[ModelConfig], RunConfig]
@@ -32,6 +32,7 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     config, world_size, log_rank0 = context.config, context.control.size, context.log_rank0
     saved = look_up_saved_run(config.checkpoint)
     if saved is None:
+        check_may_begin(config.checkpoint)
         try:
             config.check_architecture(world_size)
         except ConfigError as error:

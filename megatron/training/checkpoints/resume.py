@@ -4,16 +4,17 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.directory import exists, saved_iterations
+from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.finding import directory_below, missing_checkpoint
+from megatron.checkpoint.remote_path import path_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.console import print_warning
 from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import CheckpointError
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, find_saved_run
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, check_may_begin, find_saved_run
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import LogRank0, RunContext
-from megatron.urls import is_url
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,15 @@ class Start:
 def find_start(config: CheckpointConfig, control: ControlGroup) -> Start:
     """The checkpoint of ``--load``, else of ``--pretrained-checkpoint``."""
     saved, base = find_saved_run(config, control), config.pretrained_checkpoint
-    if saved is not None or base is None:
-        return Start(saved, is_resumed=saved is not None and not config.finetune)
+    if saved is not None:
+        return Start(saved, is_resumed=not config.finetune)
+    if config.load is not None:
+        run_on_rank0(control, lambda: check_may_begin(config))
+    if base is None:
+        return Start(None, is_resumed=False)
     saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), control)
     if saved is None:
-        raise CheckpointError(f"--pretrained-checkpoint {base} has no checkpoint: check the path.")
+        raise run_on_rank0(control, lambda: missing_checkpoint(path_of(base), "--pretrained-checkpoint"))
     return Start(saved, is_resumed=False)
 
 
@@ -62,18 +67,11 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
 
 
 def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: LogRank0) -> None:
-    """Log that there is no checkpoint, with a warning if the directory of ``--load`` does not exist.
-
-    If ``--load`` equals ``--save``, as in a command that starts and resumes, the directory exists by now.
-    """
+    """Log that there is no checkpoint where the run saves, with a warning if there are checkpoints one level below."""
     assert config.load is not None
-    if is_url(config.load) or exists(Path(config.load)):
-        log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
-        return
-    print_warning(
-        f"--load {config.load} does not exist: starting from {origin}. Check the path, or add "
-        "--exit-on-missing-checkpoint to fail instead."
-    )
+    log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
+    if (below := directory_below(path_of(config.load))) is not None:
+        print_warning(f"{below} has checkpoints: to resume from them, stop this run and use --load {below}.")
 
 
 def check_nothing_is_abandoned(config: CheckpointConfig, start: Start) -> None:

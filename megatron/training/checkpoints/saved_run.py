@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import verify_share
-from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.directory import iteration_of
+from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
@@ -101,9 +102,6 @@ def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyP
     if found is None:
         if errors:
             raise errors[0]
-        if config.exit_on_missing_checkpoint:
-            where = " and ".join(config.load_roots)
-            raise CheckpointError(f"--load {where} has no checkpoint: check the path, or remove --load.")
         return None
     for defect in errors:
         if not config.checkpoint_fallback:
@@ -113,6 +111,28 @@ def look_up_saved_run(config: CheckpointConfig, known_bad: Collection[tuple[AnyP
     manifest = read_checkpoint(root, iteration)
     shapes = {name: tensor.shape for name, tensor in manifest.tensors.items()}
     return SavedRun(root, iteration, shapes, upgrade(manifest.state, manifest.format_version))
+
+
+def check_may_begin(config: CheckpointConfig) -> None:
+    """Raise :class:`CheckpointError` where ``--load`` has no checkpoint and a run must not begin. It runs on one rank.
+
+    A run begins where it saves: there, the same command resumes it later.
+    """
+    assert config.load is not None
+    root = path_of(config.load)
+    if iteration_of(root) is not None:
+        raise missing_checkpoint(root)
+    if config.finetune and config.load_hf is None and config.pretrained_checkpoint is None:
+        raise missing_checkpoint(root, remedy="set it to the weights from which --finetune starts")
+    if not config.saves_to_load:
+        remedy = "check the path"
+        if config.save is not None:
+            remedy += f", or use --load {config.save}, the directory of --save, where a run also begins"
+        elif not config.use_checkpoint_args:
+            remedy += ", or remove --load to start from the beginning"
+        raise missing_checkpoint(root, remedy=remedy)
+    if config.exit_on_missing_checkpoint:
+        raise missing_checkpoint(root, remedy="check the path, or remove --exit-on-missing-checkpoint")
 
 
 def state_of_weights(
