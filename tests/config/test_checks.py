@@ -722,6 +722,11 @@ BAD: list[Row] = [
     # FP8.
     (f"{GOOD} --bf16 --fp8-param-gather", 1, "--fp8-param-gather, --fp8-format"),
     (f"{FP8} --fp8-param-gather", 1, "--fp8-param-gather, no_shard, --use-distributed-optimizer"),
+    (
+        f"{FP8} --fp8-param-gather --use-distributed-optimizer --freeze-parameters layers.0.*",
+        1,
+        "--fp8-param-gather, --freeze-parameters",
+    ),
     (f"{FP8} --fp8-param-gather --use-torch-fsdp2", 1, "--fp8-param-gather, optim_grads_params, optim_grads"),
     (
         f"{FP8} --fp8-param-gather --use-distributed-optimizer --transformer-impl transformer_engine",

@@ -25,6 +25,7 @@ TAKES_A_URL = {
     "test_data_path",
 }
 NAMES_NO_PLACE = {
+    "freeze_parameters",
     "inject_fault",
     "pipeline_model_parallel_layout",
     "moe_layer_freq",
