@@ -58,7 +58,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     if any(word.partition("=")[0].replace("_", "-") == "--explain-flags" for word in arguments):
         from megatron.commands.explain_flags import explain_files
 
-        return explain_files(arguments) if rank == 0 else ExitCode.COMPLETE
+        return explain_files(arguments, os.environ) if rank == 0 else ExitCode.COMPLETE
     config = parse_command_line(arguments, print_messages=rank == 0, world_size=world_size)
     if config.checkpoint.load_hf is not None:
         arguments = with_hugging_face(arguments, config)

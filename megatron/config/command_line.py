@@ -108,6 +108,8 @@ def _parsed(given: Given) -> tuple[str, Any]:
     """The field and the value of a flag; raises :class:`ConfigError` for an unknown flag and for an invalid value."""
     if not given.flag:
         raise ConfigError(*map(surplus, given.values))
+    if " " in given.flag:
+        raise ConfigError(f"{given.flag!r} is one word with a blank: write two words, or take the quotes away.")
     known = fields_by_flag(RunConfig)
     positive = f"--{given.flag.removeprefix('--no-')}"
     field = known.get(given.flag)
