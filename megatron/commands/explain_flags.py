@@ -37,6 +37,8 @@ class Explained:
     no_effect: tuple[str, ...]
     corrections: tuple[str, ...]
     """A sentence for everything that keeps the run from starting."""
+    inferred: tuple[str, ...]
+    """Flags that follow from others, with the reason."""
     unstated: tuple[str, ...]
     """Flags of ``OTHER_DEFAULTS`` that are not given."""
 
@@ -60,7 +62,7 @@ def explain(words: Sequence[str], world_size: int) -> Explained:
     kept = [one.as_typed for one in given if not subjects & {one.flag, *flags_in(one.flag)} and one.flag not in idle]
     stated = {one.flag for one in given}
     unstated = [flag for flag in OTHER_DEFAULTS if flag not in stated and "--model" not in stated]
-    return Explained(tuple(kept), line.no_effect, tuple(corrections), tuple(unstated))
+    return Explained(tuple(kept), line.no_effect, tuple(corrections), line.inferred, tuple(unstated))
 
 
 def explain_files(arguments: Sequence[str], environment: Mapping[str, str]) -> ExitCode:
@@ -116,6 +118,7 @@ def _one(name: str, explained: Explained, ranks: _Ranks, remarks: Sequence[str])
     parts = [
         (f"{len(explained.kept)} kept", explained.kept),
         (f"{len(idle)} without effect here", idle),
+        (f"{len(explained.inferred)} added", explained.inferred),
         (f"{len(explained.corrections)} to correct", explained.corrections),
         (
             f"{len(explained.unstated)} not stated, with other defaults than in Megatron-LM",

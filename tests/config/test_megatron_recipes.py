@@ -35,7 +35,7 @@ def test_95_per_cent_of_the_recipes_without_experts_start_after_one_edit() -> No
     experts = [words for name, words in ALL.items() if name not in DENSE]
     assert all(starts(edited(words)) for words in experts)
     unedited = [name for name, words in DENSE.items() if starts(words)]
-    assert len(unedited) < 10, "the others name tokenizers and architectures that are not there"
+    assert 0.88 * len(DENSE) < len(unedited) < len(starting), "the others name architectures that are not there"
 
 
 def test_the_edit_takes_out_architectures_and_files_alone() -> None:
