@@ -1044,7 +1044,7 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py, test_megatron_recipes.py and
     # test_bash_scripts.py of files;
     # tests/inference of the flags of tools that use a model.
-    others = ("faults.py", "run_yaml.py", "recipes.py", "generation.py", "loaded_model.py")
+    others: tuple[str, ...] = ("faults.py", "run_yaml.py", "recipes.py", "generation.py", "loaded_model.py")
     others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}

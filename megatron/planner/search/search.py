@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.planner.search.accuracy import Level
+from megatron.planner.search.accuracy import Level, basis_warnings, level_of
 from megatron.planner.search.cost import scale_point
 from megatron.planner.search.enumeration import enumerate_layouts
 from megatron.planner.search.job import Job
@@ -40,7 +40,7 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
     Raises :class:`ConfigError` if no layout satisfies the flags, or none fits.
     """
     started = time.monotonic()
-    level = level or Level()
+    level = level or level_of(job.cluster)
     found = find_layouts(job, level, report=report)
     ranked = rehearse_best(job, found.planned, num_rehearsed, report)
     if not ranked:
@@ -56,7 +56,11 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
         len(ranked),
         time.monotonic() - started,
         scaling,
-        (*accuracy_warnings(job, ranked[0].layout, level), *disagreements(ranked)),
+        (
+            *basis_warnings(job.cluster, [point.num_gpus for point in scaling], level),
+            *accuracy_warnings(job, ranked[0].layout, level),
+            *disagreements(ranked),
+        ),
     )
 
 
