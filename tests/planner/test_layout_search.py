@@ -36,7 +36,7 @@ from megatron.planner.search.ranking import TIE, first_of_families, num_dimensio
 from megatron.planner.search.rehearsals import Rehearsal
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
-from megatron.planner.search.search import find_layouts
+from megatron.planner.search.search import find_layouts, node_warnings
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
@@ -251,10 +251,35 @@ def test_what_the_times_rest_on_is_said_until_a_run_is_measured() -> None:
 
 
 def test_a_search_that_finds_nothing_says_what_to_change() -> None:
-    with pytest.raises(ConfigError, match="No layout on --num-gpus 8 satisfies the flags: "):
+    with pytest.raises(
+        ConfigError, match=r"No layout on --num-gpus 8 satisfies the flags: .*, or use [\d ,or]+ GPUs\."
+    ):
         find_layouts(job((*TINY, "--tensor-model-parallel-size", "3"), 8), Level())
     with pytest.raises(ConfigError, match=r"None of \d+ layouts fits 4\.5 GiB, the smallest needs .* --num-gpus 8"):
         find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "4.5", "--tensor-model-parallel-size", "8"), 8), Level())
+
+
+def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours() -> None:
+    """17 GPUs: no flag is to blame."""
+    with pytest.raises(ConfigError) as refused:
+        find_layouts(job(num_gpus=17), Level())
+    assert str(refused.value) == (
+        "--num-gpus 17 has no layout: the tensor-parallel size must divide the 64 attention heads, the pipeline size "
+        "the 80 layers, and the data-parallel size --global-batch-size 128: use 16 or 20 GPUs."
+    )
+    for count in (16, 20):
+        assert find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "1e6"), count), Level()).num_enumerated
+    for count in (18, 19):
+        with pytest.raises(ConfigError, match="has no layout"):
+            find_layouts(job(num_gpus=count), Level())
+
+
+@pytest.mark.parametrize(("num_gpus", "idle"), [(4, None), (8, None), (64, None), (12, 4), (65, 7)])
+def test_gpus_that_do_not_fill_a_node_are_remarked(num_gpus: int, idle: int | None) -> None:
+    found = node_warnings(job(num_gpus=num_gpus))
+    assert [f"{num_gpus} GPUs leave {idle} of the 8 GPUs of the last node idle" in one for one in found] == (
+        [] if idle is None else [True]
+    )
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[
     if not level.source and not cluster.constants:
         found.append(
             f"The prices are those of {len(_measured_runs())} runs of other software: no run of this code on GPUs has "
-            f"been measured, so times are at best +-{OWN_ERROR:.0%}. A run of yours corrects them (--measured, or "
-            "--plan-measured of pretrain_llama.py)."
+            f"been measured, so times are at best +-{OWN_ERROR:.0%}. A measured run of yours corrects "
+            "them (--measured)."
         )
     if max(gpus) > largest_measured():
         found.append(
