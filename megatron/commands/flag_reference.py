@@ -1,12 +1,14 @@
 """Write docs/flags.md, and the table of Megatron-LM's flags in docs/coming_from_megatron.md, from the code.
 
-The dataclasses under megatron/config say which flags there are, megatron/config/megatron_flags.py which flags of
-Megatron-LM are refused, and tools/megatron_lm_flags.csv which flags Megatron-LM has.
+The dataclasses under megatron/config say which flags there are, megatron/config/megatron_flags.py and
+megatron_families.py which flags of Megatron-LM are refused, and tools/megatron_lm_flags.csv which flags of Megatron-LM
+a Llama recipe may use.
 """
 
 import csv
 import re
 import sys
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +18,7 @@ import tyro
 
 from megatron.config.compatibility import REFUSALS
 from megatron.config.flag_docs import Flag, docstrings, flags_of
+from megatron.config.megatron_families import FAMILIES
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, UserError
@@ -125,10 +128,23 @@ def megatron_table() -> str:
     for group, members in groupby(there, key=lambda flag: flag.group):
         rows = "\n".join(f"| `{m.flag}` | {in_cell(m.default)} | {answer(m, accepted)} |" for m in members)
         parts.append(f"### {group}\n\n| flag | default there | here |\n| --- | --- | --- |\n{rows}\n")
+    parts.append(_other_flags({flag.flag for flag in there}))
     known = {flag.flag for flag in there} | {ours(flag.flag) for flag in there}
     own = ", ".join(f"`{name}`" for name in accepted if name not in known)
     parts.append(f"### Not in Megatron-LM\n\n{own}.\n")
     return f"{BEGIN}\n" + "\n".join(parts) + f"\n{END}"
+
+
+def _other_flags(listed: Container[str]) -> str:
+    """The table of all further flags of Megatron-LM, by what becomes of them."""
+    idle: dict[str, list[str]] = {}
+    for flag, found in NO_EFFECT.items():
+        if flag not in listed:
+            idle.setdefault(found.reason, []).append(flag)
+    rows = [(flags, f"no effect: {in_cell(reason)}") for reason, flags in idle.items()]
+    rows += [(patterns.split(), f"refused: {in_cell(remedy)}") for remedy, patterns in FAMILIES.items()]
+    lines = [f"| {', '.join(f'`{flag}`' for flag in flags)} | {answer} |" for flags, answer in rows]
+    return "\n".join(["### Other models, other purposes, machinery\n", "| flags | here |", "| --- | --- |", *lines, ""])
 
 
 def pages(docs: Path) -> dict[Path, str]:

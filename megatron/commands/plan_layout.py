@@ -13,31 +13,28 @@ docs/planner.md describes the model of the step time and its errors.
 
 import json
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
-from megatron.commands.pages.plan_report import plan_page
 from megatron.commands.report_run import write
+from megatron.config.command_line import parse_command_line
 from megatron.config.plan import PlanConfig
 from megatron.config.run import RunConfig
 from megatron.errors import UserError
 from megatron.flags import values_of
-from megatron.planner.search.job import Job, Operation
-from megatron.planner.search.measured import measured_level
-from megatron.planner.search.rehearsals import Report, no_report
-from megatron.planner.search.report import as_json, print_result
-from megatron.planner.search.result import SearchResult
-from megatron.planner.search.search import search
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
+
+# What needs torch is imported once the flags are known to be right.
+if TYPE_CHECKING:
+    from megatron.planner.search.job import Job
+    from megatron.planner.search.result import SearchResult
 
 WIDTH = 170
 """Columns of the tables in a narrow terminal or a file."""
@@ -96,23 +93,43 @@ class PlanLayoutConfig:
         return words + (["--fp8-format", "hybrid"] if self.precision == "fp8" else [])
 
 
-def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, Job]:
-    """The flags of this tool, and the job of all flags. Raises :class:`UserError`."""
+def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, list[str]]:
+    """The flags of this tool, and the words of the job for pretrain_llama.py. Raises :class:`UserError`."""
     config, constraints = tyro.cli(PlanLayoutConfig, args=arguments, description=__doc__, return_unknown_args=True)
     config.check()
+    read_cluster(config.cluster)
+    # The precision is a flag of this tool, so a flag of the same meaning is not repeated.
+    of_precision = {"bf16", "fp8_format"} if config.precision == "fp8" else {"bf16"}
+    words = [*config.words, *without_flags(constraints, of_precision)]
+    parse_command_line(words)
+    return config, words
+
+
+def job_of(config: PlanLayoutConfig, words: Sequence[str]) -> "Job":
+    """The job of all flags. Raises :class:`UserError`."""
+    from megatron.planner.search.job import Job, Operation
+
     operation = Operation(config.tokens, config.price_per_gpu_hour, config.save_s, config.restart_s)
-    cluster = read_cluster(config.cluster)
-    # --bf16 is among the words of the job.
-    words = [*config.words, *without_flags(constraints, {"bf16"})]
-    return config, Job.of(words, cluster, config.num_gpus, operation)
+    return Job.of(words, read_cluster(config.cluster), config.num_gpus, operation)
 
 
 @contextmanager
-def progress_bar() -> Iterator[Report]:
-    """Shows on a terminal what is being done; nothing elsewhere."""
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows what is being done: a bar on a terminal, elsewhere a line for each part but the first, which is quick."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield no_report
+        shown = ["", "enumerate layouts"]
+
+        def print_line(what: str, done: int, total: int) -> None:
+            line = f"{what}: {done} of {total}" if total > 1 else what
+            if line not in shown:
+                print(f"> {line} ...", file=sys.stderr, flush=True)
+                shown.append(line)
+
+        yield print_line
         return
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
     with Progress(*columns, console=console, transient=True) as progress:
@@ -120,8 +137,11 @@ def progress_bar() -> Iterator[Report]:
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
-def plan(config: PlanLayoutConfig, job: Job) -> None:
+def plan(config: PlanLayoutConfig, job: "Job") -> None:
     """Search, print, and write the files. Raises :class:`UserError`."""
+    from megatron.planner.search.measured import measured_level
+    from megatron.planner.search.search import search
+
     level = None if config.measured is None else measured_level(Path(config.measured), job)
     with progress_bar() as report:
         result = search(job, config.rehearse, level, report)
@@ -130,6 +150,10 @@ def plan(config: PlanLayoutConfig, job: Job) -> None:
 
 def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
     """As ``pretrain_llama.py --plan`` with these words."""
+    from megatron.planner.search.job import Job, Operation
+    from megatron.planner.search.measured import measured_level
+    from megatron.planner.search.search import search
+
     assert config.dry_run.num_gpus is not None
     of_run = without_flags(arguments, {"num_gpus", *(flag.name for flag in fields(PlanConfig))})
     operation = Operation(config.plan.plan_tokens, config.plan.plan_price_per_gpu_hour)
@@ -141,12 +165,18 @@ def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
     show(result, _TOP, {"--plan-json": config.plan.plan_json, "--plan-html": config.plan.plan_html})
 
 
-def show(result: SearchResult, top: int, files: Mapping[str, str | None]) -> None:
+def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> None:
     """Print the result, and write it to the files, by flag: JSON, then HTML."""
-    print_result(result, Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH)), top)
+    from rich.console import Console
+
+    from megatron.commands.pages.plan_report import plan_page
+    from megatron.planner.search import report
+
+    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
+    report.print_result(result, console, top)
     (json_flag, json_file), (html_flag, html_file) = files.items()
     if json_file is not None:
-        write(json_flag, json_file, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+        write(json_flag, json_file, json.dumps(report.as_json(result), indent=1, allow_nan=False) + "\n")
     if html_file is not None:
         write(html_flag, html_file, plan_page(result))
 
@@ -165,7 +195,8 @@ def without_flags(arguments: Sequence[str], names: Container[str]) -> list[str]:
 def main() -> int:
     """Plan; the exit code."""
     try:
-        plan(*parse(sys.argv[1:]))
+        config, words = parse(sys.argv[1:])
+        plan(config, job_of(config, words))
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code

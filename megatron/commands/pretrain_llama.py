@@ -58,7 +58,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     if any(word.partition("=")[0].replace("_", "-") == "--explain-flags" for word in arguments):
         from megatron.commands.explain_flags import explain_files
 
-        return explain_files(arguments) if rank == 0 else ExitCode.COMPLETE
+        return explain_files(arguments, os.environ) if rank == 0 else ExitCode.COMPLETE
     config = parse_command_line(arguments, print_messages=rank == 0, world_size=world_size)
     if config.checkpoint.load_hf is not None:
         arguments = with_hugging_face(arguments, config)
@@ -101,10 +101,13 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
 
 def name_flags_without_effect(arguments: Sequence[str]) -> None:
-    """Print the flags of Megatron-LM that change nothing (docs/coming_from_megatron.md), if there are any."""
-    flags = parse_line(arguments).no_effect
-    if flags:
-        print(f"> no effect here: {', '.join(flags)}", flush=True)
+    """Print the flags of Megatron-LM that change nothing (docs/coming_from_megatron.md), and those that follow from
+    others, if there are any."""
+    line = parse_line(arguments)
+    if line.no_effect:
+        print(f"> no effect here: {', '.join(line.no_effect)}", flush=True)
+    for flag in line.inferred:
+        print(f"> {flag}", flush=True)
 
 
 def count_spares(config: RunConfig, rank: int, world_size: int) -> int:

@@ -16,6 +16,7 @@ from megatron.config.flag_docs import docstrings
 from megatron.config.flag_files import FlagFileConfig
 from megatron.config.flag_names import fields_by_flag, is_switch, suggestion
 from megatron.config.help_text import help_text
+from megatron.config.megatron_families import remedy_of_family
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
@@ -35,6 +36,8 @@ class ParsedLine:
     """What is wrong with the words."""
     no_effect: tuple[str, ...]
     """Flags that change nothing, as they were typed."""
+    inferred: tuple[str, ...] = ()
+    """Flags that follow from others, with the reason."""
 
 
 def parse_command_line(
@@ -93,8 +96,12 @@ def parse_line(
         for name, group in groups.items()
     }
     config = RunConfig(**changed)
+    inferred = []
+    if config.has_two_tokenizer_files_alone:
+        config = replace(config, tokenizer=replace(config.tokenizer, tokenizer_type="GPT2BPETokenizer"))
+        inferred.append("--tokenizer-type GPT2BPETokenizer: --vocab-file and --merge-file are its files")
     no_effect += [*_without_experts(config), *config.tokenizer.without_effect]
-    return ParsedLine(config, tuple(mistakes), tuple(dict.fromkeys(no_effect)))
+    return ParsedLine(config, tuple(mistakes), tuple(dict.fromkeys(no_effect)), tuple(inferred))
 
 
 def _without_experts(config: RunConfig) -> list[str]:
@@ -108,6 +115,8 @@ def _parsed(given: Given) -> tuple[str, Any]:
     """The field and the value of a flag; raises :class:`ConfigError` for an unknown flag and for an invalid value."""
     if not given.flag:
         raise ConfigError(*map(surplus, given.values))
+    if " " in given.flag:
+        raise ConfigError(f"{given.flag!r} is one word with a blank: write two words, or take the quotes away.")
     known = fields_by_flag(RunConfig)
     positive = f"--{given.flag.removeprefix('--no-')}"
     field = known.get(given.flag)
@@ -132,8 +141,9 @@ def _refuse_values(given: Given) -> None:
 
 
 def _unknown_flag_message(flag: str) -> str:
-    if flag in NOT_SUPPORTED:
-        return f"{flag} of Megatron-LM is not supported: {NOT_SUPPORTED[flag]}"
+    remedy = NOT_SUPPORTED.get(flag) or remedy_of_family(flag)
+    if remedy is not None:
+        return f"{flag} of Megatron-LM is not supported: {remedy}"
     return f"{flag} is not a flag of pretrain_llama.py: {suggestion(flag)}"
 
 

@@ -12,11 +12,18 @@ from megatron.urls import check_place, refuse_urls
 TokenizerType = Literal[
     "SentencePieceTokenizer",
     "Llama2Tokenizer",
+    "GPTSentencePieceTokenizer",
     "TikTokenizer",
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
     "NullTokenizer",
 ]
+
+TOKENIZER_ALIASES: dict[str, TokenizerType] = {
+    "Llama2Tokenizer": "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+}
+"""Other names of a tokenizer."""
 
 _STAGE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -28,9 +35,9 @@ class TokenizerConfig:
     """Tokenizer of the corpus."""
 
     tokenizer_type: TokenizerType | None = None
-    """Tokenizer: SentencePieceTokenizer (alias Llama2Tokenizer), TikTokenizer (Llama 3's tokenizer.model),
-    HuggingFaceTokenizer (a tokenizer.json or its directory), GPT2BPETokenizer (--vocab-file and --merge-file) or
-    NullTokenizer (text is ids separated by spaces)."""
+    """Tokenizer: SentencePieceTokenizer (aliases Llama2Tokenizer, GPTSentencePieceTokenizer), TikTokenizer (Llama 3's
+    tokenizer.model), HuggingFaceTokenizer (a tokenizer.json or its directory), GPT2BPETokenizer (--vocab-file and
+    --merge-file; the default for a corpus with these two flags) or NullTokenizer (text is ids separated by spaces)."""
     tokenizer_model: str | None = None
     """Tokenizer file (or directory, for HuggingFaceTokenizer)."""
     vocab_file: str | None = None
@@ -50,6 +57,11 @@ class TokenizerConfig:
     pattern."""
     trust_remote_code: bool = False
     """Refused: no code from a tokenizer's directory is ever executed."""
+
+    @property
+    def canonical_type(self) -> TokenizerType | None:
+        """The type under its first name."""
+        return None if self.tokenizer_type is None else TOKENIZER_ALIASES.get(self.tokenizer_type, self.tokenizer_type)
 
     @property
     def without_effect(self) -> list[str]:

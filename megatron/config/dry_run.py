@@ -19,7 +19,7 @@ class DryRunConfig:
     """Do not train: simulate one step of every pipeline stage of a run on --num-gpus ranks with fake tensors, and
     report layout, memory, communication, pipeline bubble and FLOPs."""
     num_gpus: int | None = None
-    """Dry run: number of ranks of the run."""
+    """Dry run, --plan and --explain-flags: number of ranks of the run."""
     dry_run_rank: int | None = None
     """Dry run: simulate this rank only (default: one rank of every pipeline stage)."""
     dry_run_whole: bool = False

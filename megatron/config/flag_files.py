@@ -16,11 +16,21 @@ class FlagFileConfig:
     explain_flags: str | None = None
     """Recipe of Megatron-LM: a model_config.yaml of its functional tests, a directory of them, a shell script, or a
     file of flags. Print for each flag whether it is kept, has no effect here, or must be corrected, and exit with code
-    0 if the run would start, otherwise 2. Other flags of the command line are added to the recipe."""
+    0 if the run would start, otherwise 2. Other flags of the command line are added to the recipe; --num-gpus is the
+    number of ranks (default: torchrun's in the script, or the fewest that the layout needs). A script is read as bash
+    without arguments would in this environment; no command of it runs, and what cannot be decided without running it is
+    named."""
     explain_edit: bool = False
     """Before --explain-flags, take out the flags of architectures that are not in the registry, and replace corpus and
     tokenizer by mock data (megatron/config/recipes.py has the list)."""
 
+    explain_run_script: bool = False
+    """Run the script of --explain-flags with bash, and explain what the programs receive that it starts. Only torchrun,
+    python, srun, sbatch, mpirun, nsys, ft_launcher and uv are replaced by programs that record their words and do
+    nothing else. Every other command of the script is executed, so use this for a script that you would also start."""
+
     def check(self) -> None:
         refuse_urls(values_of(self, "config", "explain_flags"), "copy the file to a local path")
-        require_flag("--explain-flags", self.explain_flags is not None, changed_flags(self, "explain_edit"))
+        require_flag(
+            "--explain-flags", self.explain_flags is not None, changed_flags(self, "explain_edit", "explain_run_script")
+        )

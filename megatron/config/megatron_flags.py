@@ -1,8 +1,8 @@
 """Flags of Megatron-LM that are no flags here: those without effect, which are accepted, and those that are refused.
 
 A flag has no effect if the run is the same with and without it: the same numbers, order of data, checkpoints and log.
-Other flags are refused with a remedy. Megatron-LM's flags that state what this code always does are fields of
-:class:`~megatron.config.compatibility.CompatibilityConfig`.
+Other flags are refused with a remedy; ``megatron_families.py`` has those of other models and purposes. Megatron-LM's
+flags that state what this code always does are fields of :class:`~megatron.config.compatibility.CompatibilityConfig`.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,10 @@ _BY_REMEDY = {
         "--fim-data --fim-rate --fim-spm-rate --fim-fragment-rate --fim-no-prefix"
     ),
     "no model is trained from another one's outputs: remove it.": (
-        "--export-kd-cfg --export-kd-teacher-load --export-kd-teacher-ckpt-format --export-te-mcore-model"
+        "--export-kd-cfg --export-kd-teacher-load --export-kd-teacher-ckpt-format"
+    ),
+    "it names the layers of a checkpoint for ModelOpt: export with tools/convert_checkpoint.py to-hf, and remove it.": (
+        "--export-te-mcore-model"
     ),
     "checkpoints have one format, and load in every layout: remove it.": "--ckpt-convert-format",
     "every checkpoint is written to --save, and in the background with --async-save: use --save-interval instead.": (
@@ -91,7 +94,9 @@ _NO_EFFECT_BY_REASON = {
         "--cross-entropy-fusion-impl= --muon-use-syrk --moe-router-padding-for-quantization "
         "--moe-router-padding-for-fp8 --moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor "
         "--moe-use-legacy-grouped-gemm --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size= "
-        "--use-grouped-gemm-for-shared-expert"
+        "--use-grouped-gemm-for-shared-expert --use-grouped-gemm-for-dense-mlp --no-bias-gelu-fusion "
+        "--use-te-activation-func --fused-residual-rmsnorm --use-transformer-engine-op-fuser "
+        "--use-fused-weighted-squared-relu --disable-jit-fuser --flash-attention-version="
     ),
     "the attention kernel computes its scores in fp32, where this scaling cancels": "--apply-query-key-layer-scaling",
     "FP8 scales are updated in every step": "--fp8-interval=",
@@ -99,7 +104,15 @@ _NO_EFFECT_BY_REASON = {
         "--ddp-average-in-collective --no-async-tensor-model-parallel-allreduce --tp-comm-overlap-cfg= "
         "--overlap-param-gather-with-optimizer-step --overlap-p2p-communication-warmup-flush --use-nccl-ub "
         "--no-align-param-gather --nccl-communicator-config-path= --high-priority-stream-groups=* "
-        "--no-tp-comm-split-ag --no-tp-comm-split-rs --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad"
+        "--no-tp-comm-split-ag --no-tp-comm-split-rs --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad "
+        "--disable-tp-comm-split-ag --disable-tp-comm-split-rs --disable-tp-comm-bulk-dgrad "
+        "--disable-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs "
+        "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs "
+        "--tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend= --pipeline-model-parallel-comm-backend= "
+        "--use-ring-exchange-p2p --high-priority-a2a-comm-stream --no-align-grad-reduce --disable-align-grad-reduce "
+        "--use-sharp --sharp-enabled-group= --ddp-pad-buckets-for-high-nccl-busbw --disable-symmetric-registration "
+        "--create-all-gather-group --no-gradient-reduce-div-fusion --no-use-layer-wise-param-layout "
+        "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --symmetric-ar-type="
     ),
     "--pipeline-schedule zb-h1 and zb-v delay the weight gradients": (
         "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit="
@@ -107,23 +120,58 @@ _NO_EFFECT_BY_REASON = {
     "--data-parallel-sharding-strategy optim_grads_params is PyTorch's FSDP2 on fp32 master weights": (
         "--megatron-fsdp-main-params-dtype=fp32|auto --megatron-fsdp-main-grads-dtype=fp32|auto "
         "--megatron-fsdp-grad-comm-dtype=fp32|auto --fsdp-double-buffer --fsdp-manual-registration "
-        "--init-model-with-meta-device --suggested-communication-unit-size="
+        "--init-model-with-meta-device --suggested-communication-unit-size= --megatron-fsdp-version= "
+        "--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer "
+        "--fsdp-db-use-persist-buf-on-alloc-fail --keep-fp8-transpose-cache"
     ),
-    "it is a setting of --optimizer-cpu-offload": "--optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d",
+    "it is a setting of --optimizer-cpu-offload": (
+        "--optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
+        "--no-pin-cpu-grads --no-pin-cpu-params"
+    ),
     "the exchange of tokens overlaps with --moe-shared-expert-overlap alone": (
         "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release"
     ),
     "--moe-token-dispatcher-type allgather and alltoall have no such settings": (
         "--moe-enable-deepep --moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-deepep-num-sms= "
-        "--moe-hybridep-num-sms= --moe-hybridep-pad-variable-tokens --moe-ncclep-zero-copy"
+        "--moe-hybridep-num-sms= --moe-hybridep-pad-variable-tokens --moe-ncclep-zero-copy "
+        "--moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs "
+        "--moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute= --moe-hybridep-num-sms-preprocessing="
     ),
     "the cached sample order is always memory-mapped": (
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap"
     ),
+    "every index file states its sequences": "--per-dataset-sequences-path=",
+    "a path may be a URL": "--enable-msc --disable-msc",
+    "no token is padding": "--allow-ambiguous-pad-tokens",
+    "tokenizer.json is read by one library, which adds no special ids to a text": (
+        "--tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens"
+    ),
+    "gigatoken is used where it is installed": "--use-gigatoken",
+    "the launcher's variables name the rank": "--local-rank= --lazy-mpu-init",
+    "the results do not depend on when the host waits for the GPU or collects garbage": (
+        "--train-sync-interval= --no-manual-gc-eval --disable-manual-gc-eval --no-barrier-with-level-1-timing"
+    ),
+    "a graceful stop is always on, and ends the loaders": (
+        "--exit-signal-handler-for-training --exit-signal-handler-for-dataloader"
+    ),
+    "experimental features are flags of their own": "--enable-experimental",
+    "--use-checkpoint-args overrides no flag": (
+        "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args"
+    ),
+    "TensorBoard's queue changes no value": "--tensorboard-queue-size=",
+    "there is no one-logger": (
+        "--no-one-logger --one-logger-project= --one-logger-run-name= --one-logger-async --app-tag-run-name= "
+        "--app-tag-run-version="
+    ),
     "checkpoints have one format, and load in every layout": (
         "--auto-detect-ckpt-format --ckpt-fully-parallel-load --ckpt-assume-constant-structure --dist-ckpt-strictness= "
         "--dist-ckpt-workers= --ckpt-fully-parallel-load-exchange-algo= "
-        "--dist-ckpt-save-pre-mcore-014 "
+        "--dist-ckpt-save-pre-mcore-014 --use-dist-ckpt --dist-ckpt-format= --ckpt-drop-redundant-extra-state "
+        "--ckpt-fully-parallel-load-per-rank-objects --ckpt-fully-parallel-save-process-group= "
+        "--ckpt-fully-parallel-load-process-group= --ckpt-pg-tensors-cache-path= --ckpt-pg-tensors-cache-create "
+        "--no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity "
+        "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load "
+        "--distrib-optim-fully-reshardable-mem-efficient"
     ),
     "--async-save has one writer process per rank": (
         "--use-persistent-ckpt-worker --async-strategy= --async-ckpt-use-cpu-shm "
@@ -136,7 +184,9 @@ _NO_EFFECT_BY_REASON = {
     "slow ranks are found and logged, see --straggler-threshold": (
         "--log-straggler --straggler-minmax-count= --straggler-ctrlr-port= --disable-straggler-on-startup"
     ),
-    "the launcher restarts a failed run (docs/slurm.md)": "--enable-ft-package --calc-ft-timeouts",
+    "the launcher restarts a failed run (docs/slurm.md)": (
+        "--enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters="
+    ),
     "tests run apart from training": "--test-mode",
 }
 

@@ -1,7 +1,7 @@
 """Flags for the parallel layout."""
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import Annotated, Literal
 
 import tyro
@@ -119,6 +119,12 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks of one model replica."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def least_world_size(self, has_experts: bool) -> int:
+        """The fewest ranks on which the layout is possible."""
+        expert_ranks = self.expert_tensor_size * self.expert_model_parallel_size if has_experts else 1
+        ranks = lcm(self.tensor_model_parallel_size * self.context_parallel_size, expert_ranks)
+        return ranks * self.pipeline_model_parallel_size * self.num_distributed_optimizer_instances
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of model replicas on ``world_size`` ranks; raises :class:`ConfigError` if it is not an integer."""

@@ -3,17 +3,30 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from math import ceil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.config.bash.evaluation import Started, evaluate
+from megatron.config.bash.expansion import shown, sources, without_unset
+from megatron.config.flag_names import all_spellings, fields_by_flag, is_switch
+from megatron.config.megatron_flags import NO_EFFECT
 from megatron.config.words import Given, split_words
 from megatron.errors import ConfigError
 
-_LAUNCHER_FLAGS = """--nproc-per-node --nnodes --node-rank --master-addr --master-port --rdzv-backend --rdzv-endpoint
---rdzv-id --max-restarts --log-dir --tee --redirects --standalone --monitor-interval --local-ranks-filter"""
-"""Flags of torchrun, which stand in the same scripts."""
+
+@dataclass(frozen=True)
+class Recipe:
+    """The flags of a run of Megatron-LM."""
+
+    words: list[str]
+    num_ranks: int | None = None
+    """Ranks that the launcher in its script starts, if it says so in numbers."""
+    remarks: tuple[str, ...] = ()
+    """What could not be decided without running its script."""
+
 
 ABSENT_ARCHITECTURES = {
     "GPT-NeoX's rotation of a part of a head, or of pairs": "--rotary-percent --rotary-interleaved",
@@ -52,40 +65,52 @@ def edited(words: list[str]) -> list[str]:
     return [word.replace("${REPEAT}", "1") for given in kept for word in (given.flag, *given.values) if word]
 
 
-def num_ranks(words: list[str], gpus_per_node: int = 8) -> int:
-    """The ranks of the smallest number of nodes that holds a model replica."""
-    sizes = {given.flag: given.values for given in split_words(words)}
-    ranks = 1
-    for axis in ("tensor-model", "pipeline-model", "context"):
-        value = sizes.get(f"--{axis}-parallel-size", ())
-        ranks *= int(value[0]) if value and value[0].isdigit() and int(value[0]) else 1
-    return ceil(ranks / gpus_per_node) * gpus_per_node if gpus_per_node % ranks else gpus_per_node
+class Recipes(NamedTuple):
+    """The recipes of a file or a directory."""
+
+    by_name: dict[str, Recipe]
+    skipped: list[str]
+    """A sentence for each file of a directory that is no recipe."""
 
 
-def read_recipes(path: Path) -> dict[str, list[str]]:
-    """The words of every recipe in ``path`` by its name: a file, a directory of functional tests of Megatron-LM
-    (``NAME/model_config.yaml``), or the JSON file with the flags of all of them in ``tests/config/recipes``.
+def read_recipes(path: Path, environment: Mapping[str, str]) -> Recipes:
+    """The recipes in ``path``: a file, a directory of functional tests of Megatron-LM (``NAME/model_config.yaml``), or
+    the JSON file with the flags of all of them in ``tests/config/recipes``. A script is read in ``environment``.
 
     Raises :class:`ConfigError` for a file that cannot be read.
     """
+    if not path.is_dir():
+        return Recipes(_read_file(path, environment), [])
+    found: dict[str, Recipe] = {}
+    skipped: list[str] = []
+    for file in sorted(path.glob("**/model_config.yaml")):
+        try:
+            found[file.parent.name] = _read_file(file, environment)[file.name]
+        except ConfigError as error:
+            skipped += error.sentences
+    if not found and not skipped:
+        raise ConfigError(f"{path} has no NAME/model_config.yaml: name a recipe, or a directory of them.")
+    return Recipes(found, skipped)
+
+
+def _read_file(path: Path, environment: Mapping[str, str]) -> dict[str, Recipe]:
     try:
-        if path.is_dir():
-            files = sorted(path.glob("**/model_config.yaml"))
-            if not files:
-                raise ConfigError(f"{path} has no NAME/model_config.yaml: name a recipe, or a directory of them.")
-            return {file.parent.name: _words_of_yaml(file) for file in files}
         if path.suffix == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
             return {
-                name: list(_words_of_mapping(dict(content["flags"][number] for number in numbers)))
+                name: Recipe(list(_words_of_mapping(dict(content["flags"][number] for number in numbers))))
                 for name, numbers in content["recipes"].items()
             }
         if path.suffix in (".yaml", ".yml"):
-            return {path.name: _words_of_yaml(path)}
-        return {path.name: words_of_script(path.read_text(encoding="utf-8"))}
+            recipe = Recipe(_words_of_yaml(path))
+        else:
+            recipe = script_recipe(path.read_text(encoding="utf-8"), environment)
+        if not recipe.words:
+            raise ValueError("it has no flags")
+        return {path.name: recipe}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name a recipe.") from None
-    except (ValueError, AttributeError, LookupError) as error:
+    except (ValueError, AttributeError, LookupError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no recipe ({error}): name a YAML file, a shell script or a file of flags."
         ) from None
@@ -98,7 +123,10 @@ def _words_of_yaml(path: Path) -> list[str]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    return list(_words_of_mapping(content.get("MODEL_ARGS", content)))
+    flags = content.get("MODEL_ARGS", content)
+    if flags is None:
+        raise ValueError("its MODEL_ARGS is empty")
+    return list(_words_of_mapping(flags))
 
 
 def _words_of_mapping(flags: Mapping[str, Any]) -> Iterator[str]:
@@ -119,47 +147,71 @@ def _words_of_mapping(flags: Mapping[str, Any]) -> Iterator[str]:
             yield text
 
 
-def words_of_script(text: str) -> list[str]:
-    """The flags of a shell script, or of a file with flags alone, with their values. Variables that the script sets
-    to a constant are replaced; flags of torchrun are left out."""
-    lines = re.sub(r"\\\n", " ", text).split("\n")
-    variables: dict[str, str] = {}
+def script_recipe(text: str, environment: Mapping[str, str]) -> Recipe:
+    """The flags that a shell script, started without arguments in ``environment``, gives to a Python file; or the flags
+    of a file with flags alone.
+
+    Raises :class:`ValueError` for text that is no script.
+    """
+    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
+    if first.lstrip().startswith("--"):
+        return Recipe(shlex.split(text, comments=True))
+    reading = evaluate(text, environment)
+    if reading.started:
+        return recipe_of(reading.started, tuple(reading.remarks))
     words: list[str] = []
-    for line in lines:
-        try:
-            found = shlex.split(line, comments=True)
-        except ValueError:
-            continue  # a quoted text of several lines
-        for word in found:
-            assigned = re.fullmatch(r"(?:export )?([A-Za-z_]\w*)=([^()]*)", word)
-            if assigned and not word.startswith("-"):
-                variables[assigned[1]] = _replaced(assigned[2], variables)
-            elif re.match(r"[A-Za-z_]\w*\+?=\($", word) or word in (")", ");", "("):
-                words.append("")  # the beginning or the end of an array
-            else:
-                words.append(_replaced(word, variables))
-        words.append("")
-    return list(_flags_among(words))
+    for name, value in reading.variables.values.items():
+        if isinstance(value, dict):
+            words += value.values()
+        elif value != environment.get(name) and value.lstrip().startswith("--"):
+            words += value.split()
+    remark = "The script starts no Python file: the flags of all its variables are read."
+    return _recipe(words, None, [*reading.remarks, remark])
 
 
-def _replaced(word: str, variables: Mapping[str, str]) -> str:
-    """``word`` with the values of variables; ``${X:-value}`` is the value unless X is set."""
+def recipe_of(started: Sequence[Started], remarks: Sequence[str] = ()) -> Recipe:
+    """The recipe of the training among the commands that a script starts: of the first Python file with pretrain, then
+    train, in its name, otherwise of the first one."""
 
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        return variables.get(name, match[0] if default is None else default)
+    def file_of(command: Started) -> int:
+        return next(place for place, word in enumerate(command.words) if word.endswith(".py"))
 
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, word)
+    def rank(command: Started) -> int:
+        name = command.words[file_of(command)].rpartition("/")[2]
+        return 2 - ("pretrain" in name) - ("train" in name)
+
+    chosen = min(started, key=rank)
+    others = [f"{shown(one.words[file_of(one)])} (line {one.line})" for one in started if one.words != chosen.words]
+    also = [f"Not explained, but started as well: {', '.join(others)}."] if others else []
+    place = file_of(chosen)
+    return _recipe(chosen.words[place + 1 :], _ranks_of_launcher(chosen.words[:place]), [*remarks, *also])
 
 
-def _flags_among(words: list[str]) -> Iterator[str]:
-    """The flags with their values among the words of a script; an empty word ends the values of a flag."""
-    is_value = False
-    for word in words:
-        flag = word.partition("=")[0].replace("_", "-")
-        if re.match(r"--[A-Za-z]", word):
-            is_value = flag not in _LAUNCHER_FLAGS.split()
-        elif word == "" or re.search(r"\[[@*]\]|\.py$", word) or word in ("|", "&&", ">", "2>&1", ";"):
-            is_value = False
-        if is_value:
-            yield word
+def _ranks_of_launcher(words: Sequence[str]) -> int | None:
+    """The ranks that torchrun starts with ``words``; None if they do not say so in numbers."""
+    given = {one.flag: one.values[0] for one in split_words(words) if one.values}
+    sizes = [given.get("--nproc-per-node", ""), given.get("--nnodes", "1")]
+    return int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else None
+
+
+def _recipe(words: Sequence[str], num_ranks: int | None, remarks: Sequence[str]) -> Recipe:
+    """A recipe, with a remark on what has no value in ``words``. A variable that is not set, after a flag that takes no
+    further value, is taken for empty."""
+    missing = list(dict.fromkeys(source for word in words for source in sources(word)))
+    kept: list[str] = []
+    for given in split_words(words):
+        values = list(given.values)
+        while len(values) > _most_values(given.flag) and not without_unset(values[-1]):
+            values.pop()
+        kept += [*([given.flag] if given.flag else []), *values]
+    notes = [f"{', '.join(missing)}: no value is known, so the text stands in the flags."] if missing else []
+    return Recipe([shown(word) for word in kept], num_ranks, (*remarks, *notes))
+
+
+def _most_values(flag: str) -> float:
+    """The number of values that a flag takes at most."""
+    field = fields_by_flag().get(flag)
+    if field is None:
+        is_known_switch = flag in NO_EFFECT and NO_EFFECT[flag].values is None
+        return 0 if is_known_switch or not flag or flag in all_spellings() else inf
+    return 0 if is_switch(field) else inf if "tuple" in str(field.type) else 1

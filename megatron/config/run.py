@@ -116,6 +116,13 @@ class RunConfig:
         """Vocabulary size under ``--mock-data`` without a tokenizer: ``--vocab-size``, otherwise of the preset."""
         return self.model.preset_vocab_size if self.tokenizer.vocab_size is None else self.tokenizer.vocab_size
 
+    @property
+    def has_two_tokenizer_files_alone(self) -> bool:
+        """Whether a corpus has the two files of GPT2BPETokenizer, and no tokenizer is named."""
+        tokenizer, is_named = self.tokenizer, self.tokenizer.tokenizer_type or self.tokenizer.tokenizer_model
+        has_files = tokenizer.vocab_file is not None and tokenizer.merge_file is not None
+        return has_files and not is_named and bool(self.data.sources) and not self.data.mock_data
+
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
 

@@ -112,7 +112,7 @@ def build_record(
         "reset_position_ids": data.reset_position_ids,
         "vocabulary_size": vocabulary_size,
         "end_of_document": end_of_document,
-        "tokenizer_type": tokenizer.tokenizer_type and tokenizer.tokenizer_type.replace("Llama2", "SentencePiece"),
+        "tokenizer_type": tokenizer.canonical_type,
         "tokenizer_digest": "+".join(map(file_digest, tokenizer_files(tokenizer))) or None,
     }
     if data.dataloader_type == "cyclic":

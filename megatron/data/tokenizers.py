@@ -344,8 +344,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         return NullTokenizer(config.vocab_size)
     path = config.tokenizer_model or ""
     tokenizer: Tokenizer
-    match config.tokenizer_type:
-        case "SentencePieceTokenizer" | "Llama2Tokenizer":
+    match config.canonical_type:
+        case "SentencePieceTokenizer":
             tokenizer = SentencePieceTokenizer(path)
         case "TikTokenizer":
             tokenizer = TikTokenizer(path, config.tiktoken_num_special_tokens)
@@ -383,10 +383,10 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
         "class": _MEGATRON_TOKENIZER_CLASS,
         "tokenizer_path": config.tokenizer_model,
     }
-    match config.tokenizer_type:
+    match config.canonical_type:
         case "NullTokenizer":
             description |= {"tokenizer_path": None, "vocab_size": str((config.vocab_size or 0) + 1)}
-        case "SentencePieceTokenizer" | "Llama2Tokenizer":
+        case "SentencePieceTokenizer":
             description |= {"legacy": "False", "special_tokens": "None"}
         case "TikTokenizer":
             specials = str(config.tiktoken_num_special_tokens)

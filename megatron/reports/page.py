@@ -140,6 +140,10 @@ def number(text: str, value: float | None) -> Cell:
     return Cell(text, value, is_number=True)
 
 
+_MOST_COLUMNS = 10
+"""Of a table that fits the column of the text. A wider one extends over the page's margins."""
+
+
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[Cell]], is_sortable: bool = True, links: Sequence[str] = ()
 ) -> str:
@@ -153,7 +157,8 @@ def table(
     names = [f' data-link="{escape(link)}"' for link in links] or [""] * len(rows)
     body = "".join(f"<tr{name}>{''.join(cell.html() for cell in row)}</tr>" for name, row in zip(names, rows))
     css = ' class="sortable"' if is_sortable and len(rows) > 1 else ""
-    return f'<div class="scroll"><table{css}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    scroll = "scroll wide" if len(headings) > _MOST_COLUMNS else "scroll"
+    return f'<div class="{scroll}"><table{css}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -953,6 +954,8 @@ BAD: list[Row] = [
     (f"--config {GOOD}", 1, "--config"),
     # Words that are no flags and no values.
     (f"{GOOD} --explain-edit", 1, "--explain-edit, --explain-flags"),
+    (f"{GOOD} '--lr 1e-3'", 1, "--lr 1e-3"),
+    (f"{GOOD} --explain-run-script", 1, "--explain-run-script, --explain-flags"),
     (f"{GOOD} --tokenizer-type GPT2BPETokenizer --merge-file m", 1, "--tokenizer-type GPT2BPETokenizer, --vocab-file"),
     (
         f"{GOOD} --tokenizer-type GPT2BPETokenizer --merge-file m --vocab-file v --tokenizer-model t",
@@ -989,7 +992,7 @@ BAD: list[Row] = [
 def refuse(arguments: str, world_size: int) -> ConfigError:
     """The refusal; the flag that comes last in ``arguments`` counts."""
     with pytest.raises(ConfigError) as raised:
-        parse_command_line(arguments.split()).check(world_size)
+        parse_command_line(shlex.split(arguments)).check(world_size)
     return raised.value
 
 
@@ -1043,9 +1046,11 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
         Path(package, name) for name in ("urls.py", "flags.py", "intervals.py", "ranges.py", "schedules/stages.py")
     ]
     modules += Path(package, "update_rules").glob("[!r]*.py")
-    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py and test_megatron_recipes.py of files;
+    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py, test_megatron_recipes.py and
+    # test_bash_scripts.py of files;
     # tests/inference of the flags of tools that use a model.
-    others = ("faults.py", "run_yaml.py", "recipes.py", "generation.py", "loaded_model.py")
+    others: tuple[str, ...] = ("faults.py", "run_yaml.py", "recipes.py", "generation.py", "loaded_model.py")
+    others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.

@@ -17,6 +17,7 @@ from megatron.commands.pretrain_llama import main, name_flags_without_effect
 from megatron.config.command_line import parse_command_line, parse_line
 from megatron.config.compatibility import DESCRIPTIVE
 from megatron.config.flag_names import SYNONYMS, all_spellings, flag_names
+from megatron.config.megatron_families import FAMILIES, remedy_of_family
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
@@ -169,12 +170,30 @@ def test_a_megatron_value_that_is_not_supported_says_so_and_what_to_do(flag: str
     assert refusal("--run-dir", value, flag, "other").startswith(f"{flag} 'other' is unknown: use ")
 
 
+@pytest.mark.parametrize("remedy", FAMILIES)
+def test_a_flag_of_another_model_or_purpose_says_so_and_what_to_do(remedy: str) -> None:
+    for pattern in FAMILIES[remedy].split():
+        flag = pattern.replace("*", "x")
+        assert refusal("--model", "tiny", flag, "7") == f"{flag} of Megatron-LM is not supported: {remedy}"
+
+
+PARSER = Path(__file__).parent / "recipes/megatron_lm_parser.txt"
+"""The names of all flags of Megatron-LM's parser at d98e8a6, August 2026."""
+
+
+def test_every_flag_of_the_parser_of_megatron_has_an_answer() -> None:
+    names = PARSER.read_text().split()
+    known = {*all_spellings(), *NO_EFFECT, *NOT_SUPPORTED, *(f"--{name}" for name in SYNONYMS), "--help", "-h"}
+    assert len(names) > 840
+    assert not [name for name in names if name not in known and remedy_of_family(name) is None]
+
+
 def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() -> None:
     known = {*flag_names(), *("--no-" + name[2:] for name in flag_names())}
     assert not known & (NOT_SUPPORTED.keys() | NO_EFFECT.keys())
     assert not NOT_SUPPORTED.keys() & NO_EFFECT.keys()
     reasons = {one.reason for one in NO_EFFECT.values()} - {"it is a setting of --optimizer-cpu-offload"}
-    for remedy in set(NOT_SUPPORTED.values()) | reasons:
+    for remedy in {*NOT_SUPPORTED.values(), *FAMILIES, *reasons}:
         assert set(re.findall(r"--[a-z][a-z0-9-]*", remedy)) <= known, remedy
 
 
@@ -295,6 +314,28 @@ def test_the_size_of_expert_shards_is_listed_without_experts() -> None:
     words = ["--expert-tensor-parallel-size", "4"]
     assert parse_line(words).no_effect == ("--expert-tensor-parallel-size",)
     assert not parse_line([*words, "--num-experts", "8"]).no_effect
+
+
+TWO_FILES = "--data-path corpus --vocab-file vocab.json --merge-file merges.txt"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (TWO_FILES, "GPT2BPETokenizer"),
+        (f"{TWO_FILES} --mock-data", None),
+        (f"{TWO_FILES} --tokenizer-model tokenizer.model", None),
+        (f"{TWO_FILES} --tokenizer-type NullTokenizer", "NullTokenizer"),
+        ("--data-path corpus --vocab-file vocab.json", None),
+    ],
+)
+def test_two_files_of_gpt2_name_their_tokenizer_and_the_log_says_so(
+    words: str, kind: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse_command_line(words.split()).tokenizer.tokenizer_type == kind
+    name_flags_without_effect(words.split())
+    said = "> --tokenizer-type GPT2BPETokenizer: --vocab-file and --merge-file are its files\n"
+    assert (said in capsys.readouterr().out) is (kind == "GPT2BPETokenizer")
 
 
 def test_the_line_is_printed_by_the_first_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,16 @@ def test_null_tokenizer() -> None:
         tokenizer.tokenize("def f")
 
 
-@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "HuggingFaceTokenizer"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "SentencePieceTokenizer",
+        "Llama2Tokenizer",
+        "GPTSentencePieceTokenizer",
+        "TikTokenizer",
+        "HuggingFaceTokenizer",
+    ],
+)
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -197,6 +206,7 @@ def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: s
         return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=model, **other))
 
     assert isinstance(build("Llama2Tokenizer", sentencepiece_model), Llama2Tokenizer)
+    assert isinstance(build("GPTSentencePieceTokenizer", sentencepiece_model), SentencePieceTokenizer)
     assert isinstance(build("SentencePieceTokenizer", sentencepiece_model, vocab_size=1000), SentencePieceTokenizer)
     assert build("TikTokenizer", byte_ranks, tiktoken_num_special_tokens=30).vocab_size == 289
     assert build("NullTokenizer", vocab_size=10).eod == 10

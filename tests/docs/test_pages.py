@@ -15,6 +15,8 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.flag_docs import Flag, flags_of
 from megatron.config.generation import GenerationConfig
 from megatron.config.loaded_model import LoadedModelConfig
+from megatron.config.megatron_families import FAMILIES
+from megatron.config.megatron_flags import NO_EFFECT
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -174,7 +176,7 @@ def test_every_flag_that_is_named_exists(text: Path) -> None:
     known = all_flags() | FOREIGN | NAMED_AS_REFUSED.get(text.name, set())
     known = known.union(*(flags for program, flags in commands(code_of(text)) if program in FOREIGN_PROGRAMS))
     if text.name == "coming_from_megatron.md":
-        known |= {flag.flag for flag in megatron_flags()}
+        known |= {flag.flag for flag in megatron_flags()} | {*NO_EFFECT} | flags_in(" ".join(FAMILIES.values()))
     unknown = flags_in(content) - known
     assert not unknown
 

@@ -75,6 +75,10 @@ def test_the_page_of_a_dry_run_works_in_a_browser(tmp_path: Path) -> None:
     text, _ = dry_run(f"{LAYOUT} --gpu-memory-gb 4", tmp_path)
     for width in WIDTHS:
         assert load(text, width)["tip"]
+    cut = """
+    return Math.max(...[...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth));
+    """
+    assert load(text, 1400, cut)["more"] <= 0
 
 
 def test_a_page_that_cannot_be_written_is_named() -> None:

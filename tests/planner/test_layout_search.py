@@ -14,7 +14,16 @@ import pytest
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
 from megatron.planner.search import rehearsals, search
-from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR, UNKNOWN_ERROR, Level
+from megatron.planner.search.accuracy import (
+    CORRECTED_ERROR,
+    KNOWN_ERROR,
+    OWN_ERROR,
+    SAME_MODEL_ERROR,
+    UNKNOWN_ERROR,
+    Level,
+    basis_warnings,
+    level_of,
+)
 from megatron.planner.search.advice import describe_limit, largest_overhead
 from megatron.planner.search.cost import scale_point
 from megatron.planner.search.enumeration import enumerate_layouts
@@ -27,11 +36,11 @@ from megatron.planner.search.ranking import TIE, first_of_families, num_dimensio
 from megatron.planner.search.rehearsals import Rehearsal
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
-from megatron.planner.search.search import find_layouts
+from megatron.planner.search.search import find_layouts, node_warnings
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.published import NEMO
+from megatron.planner.step_time.published import NEMO, read_published
 from megatron.planner.step_time.workload import Run, Workload
 
 LLAMA_70B = ("--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16")
@@ -219,13 +228,58 @@ def test_what_has_no_measurements_is_said() -> None:
     assert accuracy_warnings(other, LAYOUT, Level()) == [
         "There are no measurements of the GPU of h300: times are +-30%."
     ]
+    largest = max(one.run.gpus for one in read_published() if one.run is not None and one.seconds is not None)
+    large = job((*LLAMA_70B[:5], "2048", "--bf16"), 4 * largest)
+    layout = replace(LAYOUT, tp=8, pp=8, vp=5, cp=1, dp=128)
+    assert accuracy_warnings(large, layout, Level()) == [
+        f"There are no measurements of more than {largest:,} GPUs: times are +-30%."
+    ]
+
+
+def test_what_the_times_rest_on_is_said_until_a_run_is_measured() -> None:
+    cluster = job().cluster
+    (sentence,) = basis_warnings(cluster, [64, 256], level_of(cluster))
+    assert "no run of this code on GPUs has been measured, so times are at best +-20%" in sentence
+    assert level_of(cluster).error == OWN_ERROR
+    calibrated = replace(cluster, constants={"network": 0.85})
+    assert not basis_warnings(calibrated, [64, 256], level_of(calibrated))
+    assert level_of(calibrated).error == KNOWN_ERROR
+    measured = Level(1.1, SAME_MODEL_ERROR, source="The level is corrected by run.jsonl.")
+    assert not basis_warnings(cluster, [64, 2048], measured)
+    (sentence,) = basis_warnings(cluster, [4096, 16384], measured)
+    assert sentence == "No measured run has more than 2,048 GPUs: the times on 16,384 GPUs are extrapolated."
 
 
 def test_a_search_that_finds_nothing_says_what_to_change() -> None:
-    with pytest.raises(ConfigError, match="No layout on --num-gpus 8 satisfies the flags: "):
+    with pytest.raises(
+        ConfigError, match=r"No layout on --num-gpus 8 satisfies the flags: .*, or use [\d ,or]+ GPUs\."
+    ):
         find_layouts(job((*TINY, "--tensor-model-parallel-size", "3"), 8), Level())
     with pytest.raises(ConfigError, match=r"None of \d+ layouts fits 4\.5 GiB, the smallest needs .* --num-gpus 8"):
         find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "4.5", "--tensor-model-parallel-size", "8"), 8), Level())
+
+
+def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours() -> None:
+    """17 GPUs: no flag is to blame."""
+    with pytest.raises(ConfigError) as refused:
+        find_layouts(job(num_gpus=17), Level())
+    assert str(refused.value) == (
+        "--num-gpus 17 has no layout: the tensor-parallel size must divide the 64 attention heads, the pipeline size "
+        "the 80 layers, and the data-parallel size --global-batch-size 128: use 16 or 20 GPUs."
+    )
+    for count in (16, 20):
+        assert find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "1e6"), count), Level()).num_enumerated
+    for count in (18, 19):
+        with pytest.raises(ConfigError, match="has no layout"):
+            find_layouts(job(num_gpus=count), Level())
+
+
+@pytest.mark.parametrize(("num_gpus", "idle"), [(4, None), (8, None), (64, None), (12, 4), (65, 7)])
+def test_gpus_that_do_not_fill_a_node_are_remarked(num_gpus: int, idle: int | None) -> None:
+    found = node_warnings(job(num_gpus=num_gpus))
+    assert [f"{num_gpus} GPUs leave {idle} of the 8 GPUs of the last node idle" in one for one in found] == (
+        [] if idle is None else [True]
+    )
 
 
 @pytest.mark.parametrize(
@@ -252,7 +306,7 @@ def test_terms_add_up_and_the_level_scales_them() -> None:
         tokens_per_s = one.tokens_per_s_per_gpu * 4
         assert tokens_per_s == pytest.approx(16 * 256 / one.step_time_s)
         assert one.mfu == pytest.approx(tokens_per_s / 4 * of_run.architecture.flops_per_token(256) / 9.89e14)
-    assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in plain} <= {KNOWN_ERROR, UNKNOWN_ERROR}
+    assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in plain} <= {OWN_ERROR, UNKNOWN_ERROR}
     assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in scaled} <= {0.05, UNKNOWN_ERROR}
 
 
@@ -324,7 +378,7 @@ def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
     one = plain[len(plain) // 2]
     level = measured_level(log(tmp_path / "run.jsonl", of_run, one.layout, 1.7 * one.step_time_s), of_run)
     assert level.factor == pytest.approx(1.7)
-    assert level.error == SAME_MODEL_ERROR < CORRECTED_ERROR < KNOWN_ERROR
+    assert level.error == SAME_MODEL_ERROR < CORRECTED_ERROR < KNOWN_ERROR < OWN_ERROR < UNKNOWN_ERROR
     longer = job((*TINY[:5], "512", *TINY[6:]), num_gpus=4)
     assert measured_level(tmp_path / "run.jsonl", longer).error == CORRECTED_ERROR
     corrected = find_layouts(of_run, level).planned

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.planner.fit import Evaluation, Table, main
-from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, SAME_MODEL_ERROR
+from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, OWN_ERROR, SAME_MODEL_ERROR
 from megatron.planner.step_time.constants import CONSTANTS
 from megatron.planner.step_time.fit import FITTED, errors, fit, fitted_names, load_errors, load_fitted, predict
 from megatron.planner.step_time.published import TABLE, PublishedRun, fitted_and_held_back, read_published, sources
@@ -144,7 +144,8 @@ def test_the_intervals_of_the_search_are_the_percentiles_of_the_fit(evaluation: 
     assert found["same_software"] <= CORRECTED_ERROR < found["same_software"] + 0.012
     assert found["same_software_and_model"] <= SAME_MODEL_ERROR < found["same_software_and_model"] + 0.012
     page = (REPOSITORY / "docs/planner.md").read_text(encoding="utf-8")
-    assert f"is +-{KNOWN_ERROR:.0%}:".replace("%", " %") in page
+    assert f"is +-{OWN_ERROR:.0%}:".replace("%", " %") in page
+    assert f"These are {KNOWN_ERROR:.0%},".replace("%", " %") in page
     assert f"then +-{CORRECTED_ERROR:.0%}, and +-{SAME_MODEL_ERROR:.0%} if".replace("%", " %") in page
 
 

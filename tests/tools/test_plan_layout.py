@@ -1,6 +1,7 @@
 """The search of layouts from the command line: what it prints and writes, and what it refuses."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from megatron.commands import plan_layout, pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
-from megatron.planner.search.report import print_result
+from megatron.planner.search import report as search_report
 
 TINY = ["--model", "tiny", "--vocab-size", "1024", "--seq-length", "256", "--global-batch-size", "8"]
 FEW = ["--use-distributed-optimizer", "--no-grad-reduce-in-bf16", "--micro-batch-size", "1"]
@@ -32,7 +33,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     with pytest.MonkeyPatch.context() as patch:
         words = ["--cluster", "h100", "--num-gpus", "4", "--rehearse", "2", "--tokens", "1e9", *TINY, *FEW]
         printed: list[str] = []
-        patch.setattr(plan_layout, "print_result", _record_text(printed, print_result))
+        patch.setattr(search_report, "print_result", _record_text(printed, search_report.print_result))
         assert call(patch, *words, *files) == ExitCode.COMPLETE
     return json.loads((directory / "plan.json").read_text()), (directory / "plan.html").read_text(), "".join(printed)
 
@@ -148,8 +149,33 @@ def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_flag_of_the_job_is_not_repeated() -> None:
     words = ["--num-gpus", "4", *TINY, "--bf16", "--tensor-model-parallel-size", "2"]
-    _, job = plan_layout.parse(words)
-    assert job.arguments.count("--bf16") == 1 and "--tensor-model-parallel-size" in job.arguments
+    _, found = plan_layout.parse(words)
+    assert found.count("--bf16") == 1 and "--tensor-model-parallel-size" in found
+    assert found.count("--fp8-format") == 0
+    _, found = plan_layout.parse([*words, "--precision", "fp8", "--fp8-format", "hybrid"])
+    assert (found.count("--bf16"), found.count("--fp8-format")) == (1, 1)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("words", [["--help"], ["--num-gpus", "4"], ["--num-gpus", "4", *TINY, "--lr-typo", "1"]])
+def test_help_and_refusals_do_not_wait_for_torch(words: list[str]) -> None:
+    code = (
+        "import sys; from megatron.commands.plan_layout import main\n"
+        f"sys.argv = ['plan_layout', *{words}]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout.splitlines()[-1] == "False", ended.stderr
+
+
+def test_without_a_terminal_each_part_of_a_search_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with plan_layout.progress_bar() as report:
+        for what, done, total in (("enumerate layouts", 0, 1), ("price layouts", 0, 1), ("rehearse", 1, 5)):
+            report(what, done, total)
+            report(what, done, total)
+    assert capsys.readouterr().err == "> price layouts ...\n> rehearse: 1 of 5 ...\n"
 
 
 def test_flags_are_left_out_with_their_values() -> None:

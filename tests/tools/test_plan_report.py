@@ -268,3 +268,15 @@ def test_the_page_of_a_plan_works_in_a_browser(width: int, result: SearchResult)
     assert found["button"] in ("copied", "selected")
     assert found["wide"] <= 0
     assert load(plan_page(hostile(result)), width)["title"].endswith(f"({NASTY})")
+
+
+@needs_browser
+def test_no_column_is_cut_off_on_a_usual_screen(result: SearchResult) -> None:
+    more = """
+    const tables = [...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth);
+    return {cut: Math.max(...tables), page: document.documentElement.scrollWidth - window.innerWidth};
+    """
+    long = replace(result.best, limits="context-parallel messages: 12% of the step")
+    found = load(plan_page(replace(result, layouts=(long, *result.layouts[1:]))), 1400, more)["more"]
+    assert found["cut"] <= 0
+    assert found["page"] <= 0

@@ -236,7 +236,7 @@ def _row(rank: int, one: PlannedLayout) -> Sequence[Cell]:
         number(f"{one.mfu:.1%}", one.mfu),
         number(gib(one.memory_bytes), one.memory_bytes),
         number(f"{one.bubble_fraction:.1%}", one.bubble_fraction),
-        Cell(one.limits, is_line=True),
+        Cell(one.limits.removesuffix(" of the step"), is_line=True),
         number("" if rehearsed is None else seconds(rehearsed), rehearsed),
         number(f"{seconds(low)} to {seconds(high)}", low),
     ]

@@ -29,9 +29,7 @@ def check_data_source(run: "RunConfig", world_size: int) -> None:
         (first, *_) = run.data.sources
         raise ConfigError(f"{first} needs --train-data-path: add it with the corpora to train on.")
     if run.tokenizer.tokenizer_type is None and not run.data.mock_data:
-        two_files = run.tokenizer.vocab_file is not None and run.tokenizer.merge_file is not None
-        tokenizer = "GPT2BPETokenizer, if it is the tokenizer" if two_files else "the tokenizer"
-        raise ConfigError(f"--tokenizer-type is missing: set it to {tokenizer} of the corpus of --data-path.")
+        raise ConfigError("--tokenizer-type is missing: set it to the tokenizer of the corpus of --data-path.")
     if run.tokenizer.tokenizer_type is None and run.mock_vocab_size is None:
         raise ConfigError(
             "--mock-data without a tokenizer needs a vocabulary size: add --vocab-size, or a Llama 2 or 3 preset with "

@@ -1,9 +1,11 @@
 """How far a predicted step time may be off: the model's own error, or more where nothing like it was measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
+from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.fit import load_errors
 from megatron.planner.step_time.published import read_published
 from megatron.planner.step_time.workload import Run
@@ -23,6 +25,9 @@ CORRECTED_ERROR = _in_percent(_ERRORS["same_software"])
 """After one run of the same software: 90th percentile of all sources (docs/planner.md, after one run)."""
 SAME_MODEL_ERROR = _in_percent(_ERRORS["same_software_and_model"])
 """After one run of the same software, model and sequence length: the same."""
+OWN_ERROR = 0.2
+"""Of this code without a measured run: ``KNOWN_ERROR``, and the 90th percentile between two releases of one software
+(6 %, docs/planner.md, after one run), rounded up. No run of this code on GPUs has been measured."""
 UNKNOWN_ERROR = 0.3
 """Where the GPU or the regime has no measurements."""
 
@@ -43,15 +48,28 @@ def regimes(run: Run) -> Iterator[Regime]:
     yield Regime(("precision", generation, str(run.is_fp8)), f"{'FP8' if run.is_fp8 else 'bf16'} on {generation}")
     yield Regime(("sharding", software.sharding), f"the sharding {software.sharding}")
     yield Regime(("schedule", run.schedule), f"the schedule {run.schedule}")
+    if run.gpus > largest_measured():
+        yield Regime(("gpus",), f"more than {largest_measured():,} GPUs")
     if run.cp > 1:
         yield Regime(("cp", generation), f"context parallelism on {generation}")
     if run.num_experts:
         yield Regime(("experts",), "models with experts")
 
 
+@cache
+def _measured_runs() -> tuple[Run, ...]:
+    """The published runs that are measured."""
+    return tuple(one.run for one in read_published() if one.run is not None and one.seconds is not None)
+
+
+def largest_measured() -> int:
+    """The most GPUs of a published run."""
+    return max(run.gpus for run in _measured_runs())
+
+
 def measured_regimes() -> frozenset[tuple[str, ...]]:
     """The keys of the regimes of published runs."""
-    runs = [one.run for one in read_published() if one.run is not None and one.seconds is not None]
+    runs = _measured_runs()
     dense = [run for run in runs if not run.num_experts]
     return frozenset(regime.key for run in dense for regime in regimes(run))
 
@@ -70,8 +88,30 @@ class Level:
     """A correction of all step times by a measured run."""
 
     factor: float = 1.0
-    error: float = KNOWN_ERROR
+    error: float = OWN_ERROR
     regimes: frozenset[tuple[str, ...]] = frozenset()
     """Keys of what the measured run has measured."""
     source: str = ""
     """A sentence about the run; empty without one."""
+
+
+def level_of(cluster: Cluster) -> Level:
+    """The level without a measured run. A calibrated cluster has measured the kernels of this code."""
+    return Level(error=KNOWN_ERROR if cluster.constants else OWN_ERROR)
+
+
+def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[str]:
+    """Sentences on what the times of plans on these numbers of GPUs rest on."""
+    found = []
+    if not level.source and not cluster.constants:
+        found.append(
+            f"The prices are those of {len(_measured_runs())} runs of other software: no run of this code on GPUs has "
+            f"been measured, so times are at best +-{OWN_ERROR:.0%}. A measured run of yours corrects "
+            "them (--measured)."
+        )
+    if max(gpus) > largest_measured():
+        found.append(
+            f"No measured run has more than {largest_measured():,} GPUs: the times on {max(gpus):,} GPUs are "
+            "extrapolated."
+        )
+    return found

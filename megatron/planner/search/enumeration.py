@@ -23,6 +23,8 @@ LONGEST_MICROBATCH = 16384
 LARGEST_MICROBATCH = 8
 """Sequences."""
 _RECOMPUTE = ("layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
+_FARTHEST = 1024
+"""How far from a number of GPUs another one is searched."""
 _SHARDING = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "use_torch_fsdp2")
 _RECOMPUTE_FLAGS = (
     "recompute_granularity",
@@ -37,6 +39,21 @@ _CHUNK_FLAGS = (
     "pipeline_model_parallel_layout",
 )
 _GRADIENT_FLAGS = ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32", "main_grads_dtype")
+LAYOUT_FIELDS = frozenset(
+    (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_distributed_optimizer_instances",
+        "micro_batch_size",
+        "pipeline_schedule",
+        *_CHUNK_FLAGS,
+        *_SHARDING,
+    )
+)
+"""Fields whose flags fix a part of the layout."""
 
 
 def enumerate_layouts(
@@ -57,6 +74,20 @@ def enumerate_layouts(
     """
     space = _Space(config, architecture, num_gpus, node_size, frozenset(given))
     return [layout for sizes in space.grids() for layout in space.layouts(sizes)]
+
+
+def nearest_counts(
+    config: RunConfig, architecture: TransformerConfig, num_gpus: int, node_size: int, given: Collection[str] = ()
+) -> list[int]:
+    """The next lower and the next higher number of GPUs with a layout, as far as there is one."""
+
+    def has_layout(count: int) -> bool:
+        space = _Space(config, architecture, count, node_size, frozenset(given))
+        return any(True for sizes in space.grids() for _ in space.layouts(sizes))
+
+    lower = next(filter(has_layout, range(num_gpus - 1, max(num_gpus - _FARTHEST, 1) - 1, -1)), None)
+    higher = next(filter(has_layout, range(num_gpus + 1, num_gpus + _FARTHEST)), None)
+    return [count for count in (lower, higher) if count is not None]
 
 
 @dataclass(frozen=True)

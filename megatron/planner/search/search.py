@@ -13,9 +13,9 @@ from functools import partial
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.planner.search.accuracy import Level
+from megatron.planner.search.accuracy import Level, basis_warnings, level_of
 from megatron.planner.search.cost import scale_point
-from megatron.planner.search.enumeration import enumerate_layouts
+from megatron.planner.search.enumeration import LAYOUT_FIELDS, enumerate_layouts, nearest_counts
 from megatron.planner.search.job import Job
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.memory_formula import MemoryFormula
@@ -40,7 +40,7 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
     Raises :class:`ConfigError` if no layout satisfies the flags, or none fits.
     """
     started = time.monotonic()
-    level = level or Level()
+    level = level or level_of(job.cluster)
     found = find_layouts(job, level, report=report)
     ranked = rehearse_best(job, found.planned, num_rehearsed, report)
     if not ranked:
@@ -56,8 +56,41 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
         len(ranked),
         time.monotonic() - started,
         scaling,
-        (*accuracy_warnings(job, ranked[0].layout, level), *disagreements(ranked)),
+        (
+            *node_warnings(job),
+            *basis_warnings(job.cluster, [point.num_gpus for point in scaling], level),
+            *accuracy_warnings(job, ranked[0].layout, level),
+            *disagreements(ranked),
+        ),
     )
+
+
+def _no_layout(job: Job) -> ConfigError:
+    """Why no layout is possible, and what to change."""
+    nearest = nearest_counts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
+    other = f"use {' or '.join(f'{count:,}' for count in nearest)} GPUs" if nearest else "use another number of GPUs"
+    if job.given & LAYOUT_FIELDS:
+        return ConfigError(
+            f"No layout on --num-gpus {job.num_gpus} satisfies the flags: remove one that fixes the layout, or {other}."
+        )
+    return ConfigError(
+        f"--num-gpus {job.num_gpus} has no layout: the tensor-parallel size must divide the "
+        f"{job.architecture.num_attention_heads} attention heads, the pipeline size the {job.architecture.num_layers} "
+        f"layers, and the data-parallel size --global-batch-size {job.global_batch_size}: {other}."
+    )
+
+
+def node_warnings(job: Job) -> list[str]:
+    """A sentence about GPUs that do not fill their last node."""
+    size = job.cluster.node_size
+    rest = job.num_gpus % size
+    if job.num_gpus < size or not rest:
+        return []
+    full = job.num_gpus - rest
+    return [
+        f"{job.num_gpus:,} GPUs leave {size - rest} of the {size} GPUs of the last node idle: {full:,} or "
+        f"{full + size:,} fill their nodes."
+    ]
 
 
 @dataclass(frozen=True)
@@ -74,10 +107,7 @@ def find_layouts(job: Job, level: Level, interest: float = INTEREST, report: Rep
     report("enumerate layouts", 0, 1)
     layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
     if not layouts:
-        raise ConfigError(
-            f"No layout on --num-gpus {job.num_gpus} satisfies the flags: remove one that fixes the layout, or use "
-            "another number of GPUs."
-        )
+        raise _no_layout(job)
     report("price layouts", 0, 1)
     priced = price_layouts(job, layouts)
     report("memory by formula", 0, 1)

@@ -65,6 +65,8 @@ _CUDA_GRAPHS = {
 """By cluster: models of NeMo's performance pages that run without FSDP and with CUDA graphs, by
 scripts/performance/recommended_model_configs of NVIDIA/NeMo, 2025."""
 _RELEASE = re.compile(r"NeMo [\d.]+(?:/[\d.]+)?|v25[\d.]*\d|\d\d\.\d\d page|June 2025|MP mode [A-Z]+")
+_ZERO_BUBBLE: Mapping[str, Schedule] = {"ZB-1p": "zb-h1", "ZB-2p": "zb-2p"}
+_OTHER_SCHEDULE = re.compile(r"\b(?:ZB(?:-\w+)?|V-Half|V-Min|DualPipe\w*)\b")
 _DAY_OF_BLOOM = re.compile(r"; (\d\d-\d\d)\b")
 _VOCAB = {"bloom": 250880}
 _USUAL_VOCAB = 50304  # GPT-2's, padded
@@ -171,7 +173,7 @@ def _run_of(row: Row) -> Run:
         vocab=whole(row, "vocab", _VOCAB.get(source, _USUAL_VOCAB)),
         seq_length=whole(row, "seq", 1),
         vp=whole(row, "vp", 2 if "Interleaved" in where else 1),
-        is_fp8=is_fp8(row, cluster.fp8_flops > 0),
+        is_fp8=is_fp8(row, cluster),
         recompute=_recompute(text(row, "recompute")),
         sequence_parallel=text(row, "sp") == "yes" or (is_nemo and layout["tp"] > 1),
         schedule=_schedule(where),
@@ -257,7 +259,13 @@ def _release_of_bloom(where: str) -> str:
 
 
 def _schedule(where: str) -> Schedule:
-    return "zb-h1" if "ZB-1p" in where else "zb-2p" if "ZB-2p" in where else "1f1b"
+    """1F1B unless the text names another schedule; raises :class:`Unpriceable` for one without measurements."""
+    label = _OTHER_SCHEDULE.search(where)
+    if label is None:
+        return "1f1b"
+    if label[0] not in _ZERO_BUBBLE:
+        raise Unpriceable(f"there are no measurements of schedule {label[0]}")
+    return _ZERO_BUBBLE[label[0]]
 
 
 def sources(runs: Sequence[PublishedRun]) -> Iterator[str]:

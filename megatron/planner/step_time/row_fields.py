@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.architectures.layer_pattern import parse_layer_pattern
 from megatron.architectures.registry import PRESETS
+from megatron.planner.step_time.cluster import Cluster
 
 Row = Mapping[str, str]
 
@@ -83,15 +84,17 @@ def cluster_name(source: str, gpu: str) -> str:
     return CLUSTERS[next(same_memory, next(iter(known)))]
 
 
-def is_fp8(row: Row, has_fp8: bool) -> bool:
+def is_fp8(row: Row, cluster: Cluster) -> bool:
     """Whether products are computed in FP8; raises :class:`Unpriceable` for a precision without measurements."""
     precision = text(row, "precision").lower()
     if "fp8" in precision or "float8" in precision:
-        if not has_fp8:
+        if not cluster.fp8_flops:
             raise Unpriceable(f"{text(row, 'gpu')} has no FP8")
         return True
     if precision not in ("", "bf16", "fp16", "bfloat16", "float16", "mixed"):
         raise Unpriceable(f"there are no measurements of precision {text(row, 'precision')}")
+    if not precision and cluster.generation == "blackwell":
+        raise Unpriceable(f"the precision is not stated, and runs on {text(row, 'gpu')} use FP8 as often as bf16")
     return False
 
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.hugging_face_directory import (
     tokenizers_in,
 )
 from megatron.config.command_line import parse_command_line
-from megatron.config.data import TokenizerConfig, TokenizerType
+from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
@@ -67,8 +67,7 @@ def _differences(
 ) -> Iterator[tuple[str, object, object]]:
     """Flag, value here and value there."""
     theirs = dict(tokenizers_in(source))
-    kind = given.tokenizer_type or description.tokenizer.tokenizer_type
-    kind = kind and _kind(kind)
+    kind = given.canonical_type or description.tokenizer.canonical_type
     if theirs and given.tokenizer_type is not None and kind not in theirs:
         yield "--tokenizer-type", given.tokenizer_type, " or ".join(theirs)
     elif kind in theirs and given.tokenizer_model is not None:
@@ -92,14 +91,10 @@ def _is_same_file(here: Path, there: Path) -> bool:
 def _tokenizer_words(given: TokenizerConfig, description: HuggingFaceDescription, source: Path) -> list[str]:
     """The flags that complete ``given``, which does not contradict the directory."""
     found = description.tokenizer
-    if given.tokenizer_type is not None and given.tokenizer_model is None:
-        file = dict(tokenizers_in(source)).get(_kind(given.tokenizer_type))
+    if given.canonical_type is not None and given.tokenizer_model is None:
+        file = dict(tokenizers_in(source)).get(given.canonical_type)
         found = replace(found, tokenizer_type=None, tokenizer_model=None if file is None else str(file))
     return changed_words(replace(found, vocab_size=_vocab_size(given, description)))
-
-
-def _kind(name: TokenizerType) -> TokenizerType:
-    return "SentencePieceTokenizer" if name == "Llama2Tokenizer" else name
 
 
 def _vocab_size(given: TokenizerConfig, description: HuggingFaceDescription) -> int:

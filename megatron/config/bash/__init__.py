@@ -1,0 +1,1 @@
+"""What a bash script starts, without running it."""

@@ -1,0 +1,434 @@
+"""What a bash script starts, found by evaluating its variables, arrays and conditions. No command is run."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from megatron.config.bash.expansion import (
+    Variables,
+    arithmetic,
+    fields,
+    is_unknown,
+    joined,
+    matches,
+    shown,
+    sources,
+    without_unset,
+)
+from megatron.config.bash.syntax import (
+    ASSIGNMENT,
+    Body,
+    Case,
+    Chain,
+    Function,
+    Group,
+    If,
+    Loop,
+    Node,
+    Simple,
+    parse,
+    source_of,
+)
+
+_NO_START = frozenset(
+    [
+        "cat",
+        "chmod",
+        "cp",
+        "echo",
+        "git",
+        "grep",
+        "ln",
+        "ls",
+        "mkdir",
+        "mv",
+        "printf",
+        "rm",
+        "rsync",
+        "sed",
+        "tee",
+        "touch",
+    ]
+)
+"""Commands whose words may name a program, but do not start it."""
+_DECLARATIONS = frozenset(["declare", "export", "local", "readonly", "typeset"])
+_MOST_TURNS = 1000
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that the script starts."""
+
+    line: int
+    words: tuple[str, ...]
+    """Words without a value contain marked source text (``megatron/config/bash/expansion.py``)."""
+
+
+@dataclass
+class Reading:
+    """What a script starts, and what could not be decided."""
+
+    variables: Variables
+    functions: dict[str, Body] = field(default_factory=dict)
+    started: list[Started] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
+    """Sentences, each once, in order."""
+
+    def copy(self) -> "Reading":
+        return Reading(self.variables.copy(), dict(self.functions), list(self.started), dict(self.remarks))
+
+    def has_same_effect(self, other: "Reading") -> bool:
+        """Whether the commands and the variables are the same."""
+        return (self.variables.values, self.started) == (other.variables.values, other.started)
+
+
+class _Left(Exception):
+    """``exit``, ``return``, ``break`` or ``continue``, its argument."""
+
+
+def evaluate(text: str, environment: Mapping[str, str]) -> Reading:
+    """Read a script that is started without arguments in ``environment``.
+
+    Raises :class:`ValueError` for text that is no script, with the line.
+    """
+    return _Evaluation(Reading(Variables(dict(environment)))).attempt(parse(text))
+
+
+def started_by(words: Sequence[str], environment: Mapping[str, str]) -> list[Started]:
+    """The Python files that a command with these words starts, also in the text of its ``bash -c``."""
+    evaluation = _Evaluation(Reading(Variables(dict(environment))))
+    evaluation.start(Simple(0, ()), words)
+    return evaluation.reading.started
+
+
+class _Evaluation:
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.unset: list[str] = []
+        """The variables without a value that a condition has used."""
+
+    def attempt(self, body: Body) -> Reading:
+        """The reading after ``body``, which may leave the script. The present reading stays as it is."""
+        before = self.reading
+        self.reading = before.copy()
+        with suppress(_Left):
+            self.run(body)
+        after, self.reading = self.reading, before
+        return after
+
+    def run(self, body: Body) -> bool | None:
+        """Evaluate commands in order; whether the last one succeeds, None if that is not known."""
+        status: bool | None = True
+        for node in body:
+            status = self._node(node)
+        return status
+
+    def _node(self, node: Node) -> bool | None:
+        match node:
+            case Simple():
+                return self._simple(node)
+            case Chain():
+                return self._chain(node)
+            case If():
+                self._if(node)
+            case Loop(kind="for"):
+                self._for(node)
+            case Loop():
+                self._while(node)
+            case Case():
+                self._case(node)
+            case Group():
+                outside = self.reading.variables
+                if node.is_subshell:
+                    self.reading.variables = outside.copy()
+                status = self.run(node.body)
+                self.reading.variables = outside
+                return status
+            case Function():
+                self.reading.functions[node.name] = node.body
+        return None
+
+    def _chain(self, node: Chain) -> bool | None:
+        status: bool | None = True
+        for operator, part in node.parts:
+            # A command whose result is not known is taken to succeed.
+            if (operator == "&&" and status is False) or (operator == "||" and status is not False):
+                continue
+            status = self._node(part)
+            if operator == "!":
+                status = None if status is None else not status
+            elif operator in ("|", "|&"):
+                status = None
+        return status
+
+    def _if(self, node: If) -> None:
+        (condition, body), *others = node.branches
+        if not condition:
+            self.run(body)
+            return
+        self.unset = []
+        status, unset = self.run(condition), list(dict.fromkeys(self.unset))
+        rest: Body = (If(node.line, tuple(others)),) if others else ()
+        if status is not None and not unset:
+            self.run(body if status else rest)
+            return
+        inside, outside = self.attempt(body), self.attempt(rest)
+        if status is None:
+            # Between a branch that starts a program and one that does not, the first one is meant to be read.
+            status = len(inside.started) > len(self.reading.started) == len(outside.started)
+            remark = f"line {node.line}: whether {source_of(condition)} holds is not known without running the script"
+        else:
+            remark = f"line {node.line}: {source_of(condition)} is read with {' and '.join(unset)} empty"
+        differs = not inside.has_same_effect(outside)
+        self.reading = inside if status else outside
+        if differs:
+            self._remark(f"{remark}: the commands after it are {'kept' if status else 'left out'}.")
+
+    def _remark(self, sentence: str) -> None:
+        self.reading.remarks[sentence] = None
+
+    def _for(self, node: Loop) -> None:
+        items = [item for word in node.words for item in fields(word, self.reading.variables)]
+        for item in items[:_MOST_TURNS]:
+            if node.name:
+                self.reading.variables.values[node.name] = item
+            if self._turn(node.body) == "break":
+                return
+
+    def _while(self, node: Loop) -> None:
+        for _ in range(_MOST_TURNS):
+            status = self.run(node.condition)
+            if status is (node.kind == "until"):
+                return
+            before = self.reading.copy()
+            if self._turn(node.body) == "break" or self.reading.variables.values == before.variables.values:
+                return
+            if status is None:
+                self._remark(
+                    f"line {node.line}: whether {source_of(node.condition)} holds is not known without running the "
+                    "script: the commands of the loop are read once."
+                )
+                return
+
+    def _turn(self, body: Body) -> str:
+        try:
+            self.run(body)
+        except _Left as left:
+            if left.args[0] not in ("break", "continue"):
+                raise
+            return str(left.args[0])
+        return ""
+
+    def _case(self, node: Case) -> None:
+        value = self._known(joined(node.word, self.reading.variables))
+        for patterns, body in node.branches:
+            if value is not None and any(matches(value, joined(one, self.reading.variables)) for one in patterns):
+                self.run(body)
+                return
+        if value is None and any(not self.attempt(body).has_same_effect(self.reading) for _, body in node.branches):
+            self._remark(f"line {node.line}: the value of {node.word} is not known: no branch of case is read.")
+
+    def _known(self, text: str) -> str | None:
+        """``text`` with empty variables where they are not set, as in bash; None if a command decides it."""
+        self.unset += [source for source in sources(text) if source.startswith("$") and "(" not in source]
+        return None if is_unknown(text) else without_unset(text)
+
+    def _simple(self, node: Simple) -> bool | None:
+        variables = self.reading.variables
+        if node.words[0] == "[[":
+            return _Test(node.words[1:], self._known, variables, lambda word: joined(word, variables)).result()
+        if node.words[0] == "((":
+            return self._arithmetic_command(node.words[1])
+        words = list(node.words)
+        while words and ASSIGNMENT.match(words[0]):
+            words.pop(0)
+        if not words:
+            for word in node.words:
+                variables.assign(word)
+            return True
+        if words[0] in _DECLARATIONS:
+            self._declare(words)
+            return True
+        return self._command(node, [field for word in words for field in fields(word, variables)])
+
+    def _declare(self, words: Sequence[str]) -> None:
+        variables = self.reading.variables
+        is_array = any(re.match(r"-\w*[aA]", word) for word in words)
+        for word in words[1:]:
+            if ASSIGNMENT.match(word):
+                variables.assign(word)
+            elif is_array and word.isidentifier():
+                variables.values.setdefault(word, {})
+
+    def _arithmetic_command(self, source: str) -> bool | None:
+        changed = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/]?=(?!=))(.*)", source, re.DOTALL)
+        if changed is None:
+            value = arithmetic(source, self.reading.variables)
+            return None if value is None else value != 0
+        name, operator, operand = changed.groups()
+        expression = {"=": operand, "++": f"{name}+1", "--": f"{name}-1"}.get(
+            operator, f"{name}{operator[0]}({operand})"
+        )
+        self.reading.variables.assign(f"{name}=$(({expression}))")
+        return True
+
+    def _command(self, node: Simple, words: Sequence[str]) -> bool | None:
+        if not words:
+            return None
+        variables = self.reading.variables
+        match list(words):
+            case ["[", *operands, "]"] | ["test", *operands]:
+                return _Test(operands, self._known, variables).result()
+            case ["true" | ":", *_]:
+                return True
+            case ["false", *_]:
+                return False
+            case ["exit" | "return" | "break" | "continue" as how, *_]:
+                raise _Left(how)
+            case ["let", *expressions]:
+                return [self._arithmetic_command(one) for one in expressions][-1]
+            case ["unset", *names]:
+                for name in names:
+                    variables.values.pop(name, None)
+            case ["shift", *_]:
+                variables.arguments = (variables.arguments or ())[1:]
+            case ["set", "--", *arguments]:
+                variables.arguments = tuple(arguments)
+            case ["read" | "mapfile" | "readarray", *names]:
+                for name in names:
+                    if name.isidentifier():
+                        variables.assign(f"{name}=$({words[0]})")
+            case ["eval", *parts]:
+                return self.run(parse(shown(" ".join(parts))))
+            case ["source" | ".", file, *_]:
+                self._remark(f"line {node.line}: {shown(file)} is not read.")
+            case [name, *arguments] if name in self.reading.functions:
+                self._call(name, arguments)
+            case [name, *_] if name not in _NO_START:
+                self.start(node, words)
+        return None
+
+    def _call(self, name: str, arguments: Sequence[str]) -> None:
+        variables = self.reading.variables
+        before, variables.arguments = variables.arguments, tuple(arguments)
+        try:
+            self.run(self.reading.functions[name])
+        except _Left as left:
+            if left.args[0] != "return":
+                raise
+        self.reading.variables.arguments = before
+
+    def start(self, node: Simple, words: Sequence[str]) -> None:
+        """Note a command that starts a Python file, also in the text of ``bash -c`` or of a here-document."""
+        inner = [word for word in words if re.search(r"\.py\s", shown(word))]
+        if words[0] in ("bash", "sh", "sbatch", "srun", "ssh") and node.here_document:
+            inner.append("\n".join(node.here_document))
+        if any(word.endswith(".py") for word in words):
+            self.reading.started.append(Started(node.line, tuple(words)))
+        elif inner:
+            before = len(self.reading.started)
+            self.run(parse(shown(inner[-1])))
+            started = self.reading.started
+            started[before:] = [Started(node.line, one.words) for one in started[before:]]
+
+
+class _Test:
+    """The condition of ``[ ]`` or ``[[ ]]``."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        known: Callable[[str], str | None],
+        variables: Variables,
+        expand: Callable[[str], str] | None = None,
+    ) -> None:
+        self._words = list(words)
+        self._known = known
+        self._variables = variables
+        self._expand = expand
+        """For the operands of ``[[ ]]``, which are not expanded yet."""
+
+    def result(self) -> bool | None:
+        return self._either() if self._words else False
+
+    def _take(self, *words: str) -> bool:
+        found = bool(self._words) and self._words[0] in words
+        if found:
+            self._words.pop(0)
+        return found
+
+    def _either(self) -> bool | None:
+        result = self._both()
+        while self._take("||", "-o"):
+            other = self._both()
+            result = True if result or other else None if None in (result, other) else False
+        return result
+
+    def _both(self) -> bool | None:
+        result = self._primary()
+        while self._take("&&", "-a"):
+            other = self._primary()
+            result = False if False in (result, other) else None if None in (result, other) else True
+        return result
+
+    def _primary(self) -> bool | None:
+        if not self._words:
+            return None
+        if self._take("!"):
+            result = self._primary()
+            return None if result is None else not result
+        if self._take("("):
+            result = self._either()
+            self._take(")")
+            return result
+        first = self._words.pop(0)
+        if self._words and self._words[0] in _COMPARISONS:
+            comparison = self._words.pop(0)
+            return self._compared(first, comparison, self._words.pop(0) if self._words else "")
+        if re.fullmatch(r"-[a-zA-Z]", first) and self._words:
+            return self._unary(first, self._words.pop(0))
+        value = self._value(first)
+        return None if value is None else value != ""
+
+    def _value(self, word: str) -> str | None:
+        return self._known(self._expand(word) if self._expand else word)
+
+    def _unary(self, operator: str, word: str) -> bool | None:
+        value = self._value(word)
+        if value is None or operator not in ("-z", "-n", "-v"):
+            return None  # a test of a file
+        if operator == "-v":
+            return self._variables.elements(value) is not None
+        return (value == "") is (operator == "-z")
+
+    def _compared(self, left: str, comparison: str, right: str) -> bool | None:
+        values = [self._value(left), self._value(right)]
+        if values[0] is None or values[1] is None:
+            return None
+        one, other = values[0], values[1]
+        if comparison in _NUMBERS:
+            numbers = [arithmetic(one, self._variables), arithmetic(other, self._variables)]
+            if numbers[0] is None or numbers[1] is None:
+                return None
+            return _NUMBERS[comparison](numbers[0], numbers[1])
+        if comparison == "=~":
+            try:
+                return re.search(other, one) is not None
+            except re.error:
+                return None
+        if comparison in ("<", ">"):
+            return one < other if comparison == "<" else one > other
+        is_pattern = self._expand is not None and right[:1] not in ("'", '"')
+        return (matches(one, other) if is_pattern else one == other) is (comparison != "!=")
+
+
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": lambda one, other: one == other,
+    "-ne": lambda one, other: one != other,
+    "-lt": lambda one, other: one < other,
+    "-le": lambda one, other: one <= other,
+    "-gt": lambda one, other: one > other,
+    "-ge": lambda one, other: one >= other,
+}
+_COMPARISONS = frozenset([*_NUMBERS, "=", "==", "!=", "=~", "<", ">"])
