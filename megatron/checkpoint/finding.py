@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from itertools import islice
 
@@ -101,7 +101,8 @@ def directory_below(root: AnyPath) -> AnyPath | None:
     if not exists(root):
         return None
     with explained("read", root):
-        children = sorted(islice(root.iterdir(), _MOST_LOOKED_INTO), key=str)
+        found: Iterable[AnyPath] = root.iterdir()
+        children = sorted(islice(found, _MOST_LOOKED_INTO), key=str)
     for child in children:
         with suppress(CheckpointError):  # a directory that cannot be read
             if (isinstance(child, RemotePath) or child.is_dir()) and saved_iterations(child):
