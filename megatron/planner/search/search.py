@@ -68,15 +68,17 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
 def _no_layout(job: Job) -> ConfigError:
     """Why no layout is possible, and what to change."""
     nearest = nearest_counts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
-    other = f"use {' or '.join(f'{count:,}' for count in nearest)} GPUs" if nearest else "use another number of GPUs"
+    other = f"use {' or '.join(f'{count:,}' for count in nearest)} GPUs" if nearest else ""
     if job.given & LAYOUT_FIELDS:
         return ConfigError(
-            f"No layout on --num-gpus {job.num_gpus} satisfies the flags: remove one that fixes the layout, or {other}."
+            f"No layout on --num-gpus {job.num_gpus} satisfies the flags: remove one that fixes the layout"
+            f"{f', or {other}' if other else ''}."
         )
     return ConfigError(
         f"--num-gpus {job.num_gpus} has no layout: the tensor-parallel size must divide the "
         f"{job.architecture.num_attention_heads} attention heads, the pipeline size the {job.architecture.num_layers} "
-        f"layers, and the data-parallel size --global-batch-size {job.global_batch_size}: {other}."
+        f"layers, and the data-parallel size --global-batch-size {job.global_batch_size}: "
+        f"{other or 'use another number of GPUs'}."
     )
 
 
