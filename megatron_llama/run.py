@@ -220,11 +220,13 @@ class Run:
     def export(
         self, directory: str | os.PathLike[str], dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     ) -> Path:
-        """Write the model for Hugging Face transformers, with the tokenizer; ``directory`` must be new or empty. A
-        collective."""
-        control = self._open_trainer.context.control
+        """Write the model for Hugging Face transformers, with the tokenizer unless texts have none (mock data,
+        NullTokenizer); ``directory`` must be new or empty. A collective."""
+        context = self._open_trainer.context
+        has_text = context.config.tokenizer.tokenizer_type not in (None, "NullTokenizer")
         with self._saved_beside(Path(directory)) as saved:
-            run_on_rank0(control, lambda: convert(ToHuggingFace(str(saved), str(directory), dtype=dtype)))
+            request = ToHuggingFace(str(saved), str(directory), dtype=dtype, tokenizer=has_text)
+            run_on_rank0(context.control, lambda: convert(request))
         return Path(directory)
 
     def generate(self, prompt: str, **sampling: float) -> str:

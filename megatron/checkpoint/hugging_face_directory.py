@@ -22,10 +22,11 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
