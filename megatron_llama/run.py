@@ -15,6 +15,7 @@ from typing import Literal, Self
 import torch
 
 from megatron.checkpoint.storage import SyncSaveBackend
+from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
@@ -214,8 +215,10 @@ class Run:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Save a checkpoint under ``directory``; returns its path. A collective."""
         root = Path(directory)
-        state = self._open_trainer.state
-        return state.save(SyncSaveBackend(root, state.progress.iteration), root)
+        context, state = self._open_trainer.context, self._open_trainer.state
+        saved = state.save(SyncSaveBackend(root, state.progress.iteration), root)
+        run_on_rank0(context.control, lambda: keep_copy(root, context.config.tokenizer))
+        return saved
 
     def export(
         self, directory: str | os.PathLike[str], dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"

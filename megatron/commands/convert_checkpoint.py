@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from megatron.checkpoint.schema import SavedState
     from megatron.data.tokenizers import Tokenizer
 
-TOKENIZER = "tokenizer"  # its directory in a converted checkpoint
-
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -185,6 +183,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.hugging_face_files import copy_tokenizer
     from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.tokenizer_files import COPY
     from megatron.training.checkpoints.saved_run import state_of_weights
 
     source, root = Path(config.hf), Path(config.save)
@@ -192,7 +191,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     model = HuggingFaceImport(
         source, torch_dtype(config.dtype), progress.advance, config.apply_layernorm_1p, config.text_only
     )
-    copied = iteration_directory(root, config.iteration).resolve() / TOKENIZER
+    copied = iteration_directory(root, config.iteration).resolve() / COPY
     tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
     generation = model.model.description.generation_config
     progress.expect(model.nbytes)
@@ -207,7 +206,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
             flags_of_weights(model.architecture, model.dtype, tokenizer),
             generation,
         ).to_json(),
-        furnish=lambda saving: copy_tokenizer(source, saving / TOKENIZER),
+        furnish=lambda saving: copy_tokenizer(source, saving / COPY),
     )
     flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *changed_words(tokenizer)]
     left_out = model.model.describe_left_out()
@@ -235,13 +234,15 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; what to tell the user."""
     from megatron.checkpoint.conversion import HuggingFaceExport
     from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
+    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     target = Path(config.hf)
     check_free(target)
     saved = verified_checkpoint(config.load, config.ckpt_step)
     state = upgrade(saved.manifest.state, saved.manifest.format_version)
-    flags = state.flag_group("tokenizer", TokenizerConfig)
+    flags = tokenizer_of(state, path_of(config.load), saved.iteration)
     tokenizer = tokenizer_to_write(flags) if config.tokenizer else None
     model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance, config.ema)
     progress.expect(sum(entry.nbytes for entry in model.entries.values()))
@@ -293,8 +294,10 @@ def write_description(
 def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; what to tell the user."""
     from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, tokenizer_of
     from megatron.checkpoint.upcycling import UpcycledModel
     from megatron.training.checkpoints.saved_run import state_of_weights
 
@@ -304,7 +307,7 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     state = upgrade(saved.manifest.state, saved.manifest.format_version)
     architecture = with_experts(state.architecture, config)
     model = UpcycledModel(saved, architecture, config.seed, progress.advance)
-    tokenizer = state.flag_group("tokenizer", TokenizerConfig)
+    tokenizer = tokenizer_of(state, path_of(config.load), saved.iteration)
     groups = {
         "model": asdict(ModelConfig.of(architecture)),
         "tokenizer": asdict(tokenizer),
@@ -317,6 +320,7 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
         model.tensors,
         model.read,
         state_of_weights(config.iteration, architecture, groups, state.generation_config).to_json(),
+        furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
     )
     words = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
     return (
