@@ -4,6 +4,7 @@ import os
 import shlex
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ class Run:
             config.check(process.world_size)
             self._trainer = self._build(config, words, process, end)
             self._end = end.pop_all()
+        # A run that is not closed ends before Python takes the modules down.
+        weakref.finalize(self, self._end.close)
         self._reason: str | None = None
         self._has_begun = False
 

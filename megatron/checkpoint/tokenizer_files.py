@@ -58,11 +58,12 @@ def copy_tokenizer_of(flags: TokenizerConfig, directory: Path) -> None:
 
 
 def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
-    """Copy the tokenizer's files beside the checkpoints of ``root``, unless they are there."""
-    digest = tokenizer_digest(flags)
+    """Copy the tokenizer's files, if there are any, beside the checkpoints of ``root``, unless they are there."""
+    files = files_by_name(flags)
+    digest = tokenizer_digest(flags) if all(path.is_file() for path in files.values()) else None
     if digest is None:
         return
-    place, files = _place_of(root, digest), files_by_name(flags)
+    place = _place_of(root, digest)
     if isinstance(place, RemotePath):
         there = place.files()
         for name, path in files.items():  # those that determine the ids are the last: then the copy is complete
