@@ -9,6 +9,8 @@ from megatron.errors import ConfigError
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
 # pathlib collapses the two slashes into one; typed this way, the URL would become a directory named "s3:".
 _COLLAPSED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILES = (".json", ".model", ".txt", ".safetensors")
 # In http(s) URLs the text before the @ is a token even without a colon; in others it is a user name.
 _PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|(?:(?<=http)|(?<=https))://[^/@]+@")
 
@@ -23,6 +25,21 @@ def same_place(one: str, other: str) -> bool:
     if is_url(one) or is_url(other):
         return one.rstrip("/") == other.rstrip("/")
     return Path(one).resolve() == Path(other).resolve()
+
+
+def is_hub_name(place: str) -> bool:
+    """Whether ``place``, at which nothing is, looks like the name of a model on the Hub of Hugging Face."""
+    return (
+        _HUB_NAME.fullmatch(place) is not None
+        and not place.endswith(_FILES)
+        and not Path(place).exists()
+        and not Path(place).parent.exists()
+    )
+
+
+def from_hub(name: str) -> str:
+    """What to do about the path ``name``, which may be a name on the Hub."""
+    return f"correct the path, or, since names of the Hub are not downloaded, run `hf download {name} --local-dir DIR`"
 
 
 def refuse_urls(places: Mapping[str, str | Path | None], remedy: str) -> None:

@@ -1,6 +1,7 @@
 """A trained model that continues texts."""
 
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +35,8 @@ class Model:
             topology = end.enter_context(join_ranks(pipeline_model_parallel_size))
             self._texts = Texts(load_model(str(load), topology, ckpt_step, tokenizer), topology)
             self._end = end.pop_all()
+        # A model that is not closed leaves its groups before Python takes the modules down.
+        weakref.finalize(self, self._end.close)
 
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation; a collective. ``sampling`` are the fields of

@@ -4,6 +4,7 @@ import os
 import shlex
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Literal, Self
 import torch
 
 from megatron.checkpoint.storage import SyncSaveBackend
+from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
@@ -102,6 +104,8 @@ class Run:
             config.check(process.world_size)
             self._trainer = self._build(config, words, process, end)
             self._end = end.pop_all()
+        # A run that is not closed ends before Python takes the modules down.
+        weakref.finalize(self, self._end.close)
         self._reason: str | None = None
         self._has_begun = False
 
@@ -214,17 +218,21 @@ class Run:
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Save a checkpoint under ``directory``; returns its path. A collective."""
         root = Path(directory)
-        state = self._open_trainer.state
-        return state.save(SyncSaveBackend(root, state.progress.iteration), root)
+        context, state = self._open_trainer.context, self._open_trainer.state
+        saved = state.save(SyncSaveBackend(root, state.progress.iteration), root)
+        run_on_rank0(context.control, lambda: keep_copy(root, context.config.tokenizer))
+        return saved
 
     def export(
         self, directory: str | os.PathLike[str], dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     ) -> Path:
-        """Write the model for Hugging Face transformers, with the tokenizer; ``directory`` must be new or empty. A
-        collective."""
-        control = self._open_trainer.context.control
+        """Write the model for Hugging Face transformers, with the tokenizer unless texts have none (mock data,
+        NullTokenizer); ``directory`` must be new or empty. A collective."""
+        context = self._open_trainer.context
+        has_text = context.config.tokenizer.tokenizer_type not in (None, "NullTokenizer")
         with self._saved_beside(Path(directory)) as saved:
-            run_on_rank0(control, lambda: convert(ToHuggingFace(str(saved), str(directory), dtype=dtype)))
+            request = ToHuggingFace(str(saved), str(directory), dtype=dtype, tokenizer=has_text)
+            run_on_rank0(context.control, lambda: convert(request))
         return Path(directory)
 
     def generate(self, prompt: str, **sampling: float) -> str:

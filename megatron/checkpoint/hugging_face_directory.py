@@ -17,15 +17,17 @@ from megatron.checkpoint.files import explained
 from megatron.checkpoint.hugging_face_config import multimodal_model, text_model_fields, transformer_config_of
 from megatron.config.data import TokenizerConfig, TokenizerType
 from megatron.errors import CheckpointError
+from megatron.urls import from_hub, is_hub_name
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     TOKENIZER_MODEL,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -55,6 +57,8 @@ def describe_directory(
     A multimodal model is refused without ``text_only``, the value of the flag ``text_only_flag``. Raises
     :class:`CheckpointError`.
     """
+    if not source.is_dir():
+        raise CheckpointError(no_directory(source))
     config = source / CONFIG
     fields: Fields = read_json_object(config)
     multimodal = multimodal_model(fields)
@@ -69,6 +73,13 @@ def describe_directory(
     architecture = transformer_config_of(fields, str(config))
     tokenizer = tokenizer_flags(source, source)
     return HuggingFaceDescription(architecture, tokenizer, read_generation_config(source), multimodal)
+
+
+def no_directory(source: Path) -> str:
+    """The sentence about a model that is not a directory."""
+    if is_hub_name(str(source)):
+        return f"{source} does not exist: {from_hub(str(source))} and give DIR instead."
+    return f"{source} is not a directory: give the one that holds the model's config.json."
 
 
 def tokenizer_flags(source: Path, place: Path) -> TokenizerConfig:

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.architectures.spec import MultimodalModel
 from megatron.checkpoint.directory import hidden_path
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
-from megatron.checkpoint.hugging_face_directory import TOKENIZER_FILES, TOKENIZER_MODEL, read_json_object
+from megatron.checkpoint.hugging_face_directory import TOKENIZER_FILES, TOKENIZER_MODEL, no_directory, read_json_object
 from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned, packed
 from megatron.errors import CheckpointError
@@ -113,7 +113,7 @@ class HuggingFaceWeights:
 
 def _why_nothing(directory: Path) -> str:
     if not directory.is_dir():
-        return f"{directory} is not a directory: give the one that holds the model's config.json."
+        return no_directory(directory)
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         return (

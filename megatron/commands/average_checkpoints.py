@@ -19,7 +19,6 @@ from megatron.commands.weight_checkpoints import (
     progress_bar,
     verified_checkpoint,
 )
-from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError, UserError, report
@@ -65,8 +64,10 @@ class Average:
 def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
     from megatron.checkpoint.averaging import AveragedModel
+    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, tokenizer_of
     from megatron.training.checkpoints.comparison import check_architecture
     from megatron.training.checkpoints.saved_run import state_of_weights
 
@@ -78,7 +79,7 @@ def average(config: Average, progress: Progress) -> str:
         where = f"The checkpoint of iteration {one.iteration} in {config.load}"
         check_architecture(asdict(architecture), asdict(state.architecture), where, "average checkpoints of one run")
     model = AveragedModel(saved, config.weights or [1.0] * len(saved), progress.advance)
-    tokenizer = states[0].flag_group("tokenizer", TokenizerConfig)
+    tokenizer = tokenizer_of(states[0], path_of(config.load), saved[0].iteration)
     groups = {
         "model": asdict(ModelConfig.of(architecture)),
         "tokenizer": asdict(tokenizer),
@@ -91,6 +92,7 @@ def average(config: Average, progress: Progress) -> str:
         model.tensors,
         model.read,
         state_of_weights(config.iteration, architecture, groups).to_json(),
+        furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
     )
     flags = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
     return (

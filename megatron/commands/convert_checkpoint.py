@@ -37,10 +37,8 @@ from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     from megatron.checkpoint.conversion import HuggingFaceExport
-    from megatron.checkpoint.streaming import SavedTensors
-    from megatron.data.tokenizers import GPT2BPETokenizer
-
-TOKENIZER = "tokenizer"  # its directory in a converted checkpoint
+    from megatron.checkpoint.schema import SavedState
+    from megatron.data.tokenizers import Tokenizer
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -84,6 +82,8 @@ class ToHuggingFace:
     """Convert the moving average of the weights (--ema-decay) instead of the weights."""
     max_shard_size: str = "5GB"
     """Largest safetensors file, in bytes or as 500MB, 5GB, 2GiB; a larger tensor has a file of its own."""
+    tokenizer: bool = True
+    """Write the tokenizer for transformers, too; --no-tokenizer writes the model alone."""
 
     def check(self) -> None:
         require_at_least(0, {"--ckpt-step": self.ckpt_step})
@@ -183,6 +183,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.hugging_face_files import copy_tokenizer
     from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.tokenizer_files import COPY
     from megatron.training.checkpoints.saved_run import state_of_weights
 
     source, root = Path(config.hf), Path(config.save)
@@ -190,7 +191,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     model = HuggingFaceImport(
         source, torch_dtype(config.dtype), progress.advance, config.apply_layernorm_1p, config.text_only
     )
-    copied = iteration_directory(root, config.iteration).resolve() / TOKENIZER
+    copied = iteration_directory(root, config.iteration).resolve() / COPY
     tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
     generation = model.model.description.generation_config
     progress.expect(model.nbytes)
@@ -205,7 +206,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
             flags_of_weights(model.architecture, model.dtype, tokenizer),
             generation,
         ).to_json(),
-        furnish=lambda saving: copy_tokenizer(source, saving / TOKENIZER),
+        furnish=lambda saving: copy_tokenizer(source, saving / COPY),
     )
     flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *changed_words(tokenizer)]
     left_out = model.model.describe_left_out()
@@ -233,60 +234,58 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; what to tell the user."""
     from megatron.checkpoint.conversion import HuggingFaceExport
     from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
+    from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     target = Path(config.hf)
     check_free(target)
     saved = verified_checkpoint(config.load, config.ckpt_step)
+    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    flags = tokenizer_of(state, path_of(config.load), saved.iteration)
+    tokenizer = tokenizer_to_write(flags) if config.tokenizer else None
     model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance, config.ema)
     progress.expect(sum(entry.nbytes for entry in model.entries.values()))
     with fresh_directory(target) as saving:
         write_weights(saving, model.entries, model.parts_of, config.max_shard_bytes)
-        notes = write_description(saving, saved, model)
+        notes = write_description(saving, model, state, flags, tokenizer)
     return "\n".join([f"wrote iteration {saved.iteration} of {config.load} to {target}, from {model.source}*", *notes])
 
 
-def write_description(saving: Path, saved: "SavedTensors", model: "HuggingFaceExport") -> list[str]:
+def tokenizer_to_write(flags: TokenizerConfig) -> "Tokenizer":
+    """The tokenizer of a checkpoint; raises :class:`CheckpointError` if there is none, or if it has no files."""
+    from megatron.data.tokenizers import build_tokenizer
+
+    remedy = "add --no-tokenizer to write the model without one"
+    if flags.tokenizer_type is None:
+        raise CheckpointError(f"The checkpoint names no tokenizer: {remedy}.")
+    if flags.tokenizer_type == "NullTokenizer":
+        raise CheckpointError(f"NullTokenizer, whose text is ids, does not exist in transformers: {remedy}.")
+    try:
+        return build_tokenizer(flags)
+    except (ConfigError, DataError) as error:
+        raise CheckpointError(f"{str(error).rstrip('.')}, or {remedy}.") from error
+
+
+def write_description(
+    saving: Path, model: "HuggingFaceExport", state: "SavedState", flags: TokenizerConfig, tokenizer: "Tokenizer | None"
+) -> list[str]:
     """Write config.json and the tokenizer's files; what to tell the user about them."""
     from megatron.checkpoint.files import explained, write_text_durably
     from megatron.checkpoint.hugging_face_config import config_fields
     from megatron.checkpoint.hugging_face_directory import CONFIG, GENERATION_CONFIG
-    from megatron.checkpoint.hugging_face_files import copy_tokenizer, write_json
-    from megatron.checkpoint.schema import upgrade
-    from megatron.data.tokenizers import GPT2BPETokenizer, build_tokenizer
+    from megatron.checkpoint.hugging_face_files import write_json
+    from megatron.checkpoint.hugging_face_tokenizer import write_tokenizer
 
-    state = upgrade(saved.manifest.state, saved.manifest.format_version)
-    flags = state.flag_group("tokenizer", TokenizerConfig)
-    bos = eos = None
-    missing = "" if flags.tokenizer_type else "The checkpoint does not name one."
-    try:
-        if not missing:
-            tokenizer = build_tokenizer(flags)
-            bos, eos = tokenizer.bos, tokenizer.eod
-            if isinstance(tokenizer, GPT2BPETokenizer):
-                write_gpt2_tokenizer(saving, tokenizer)
-        if flags.tokenizer_model is not None:
-            copy_tokenizer(Path(flags.tokenizer_model), saving)
-    except (ConfigError, DataError) as error:
-        missing = str(error)
-    dtype = str(model.dtype).removeprefix("torch.")
-    write_json(saving / CONFIG, config_fields(model.architecture, dtype, bos, eos))
+    bos, eos = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
+    fields = config_fields(model.architecture, str(model.dtype).removeprefix("torch."), bos, eos)
+    write_json(saving / CONFIG, fields)
     if state.generation_config is not None:
         with explained("write", saving):
             write_text_durably(saving / GENERATION_CONFIG, state.generation_config)
-    return [f"without a tokenizer, and without special tokens in config.json: {missing}"] if missing else []
-
-
-def write_gpt2_tokenizer(saving: Path, tokenizer: "GPT2BPETokenizer") -> None:
-    """Write the two files of the tokenizer as one that transformers loads for every model."""
-    from megatron.checkpoint.files import explained, write_text_durably
-    from megatron.checkpoint.hugging_face_directory import TOKENIZER_JSON
-    from megatron.checkpoint.hugging_face_files import write_json
-    from megatron.data.gpt2_files import END_OF_TEXT
-
-    with explained("write", saving):
-        write_text_durably(saving / TOKENIZER_JSON, tokenizer.description.decode())
-    names = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
-    write_json(saving / "tokenizer_config.json", {**names, "tokenizer_class": "PreTrainedTokenizerFast"})
+    if tokenizer is None:
+        return ["without a tokenizer, and without special tokens in config.json (--no-tokenizer)"]
+    return write_tokenizer(saving, flags, tokenizer, fields["model_type"])
 
 
 # --- experts -------------------------------------------------------------------------------------------------
@@ -295,8 +294,10 @@ def write_gpt2_tokenizer(saving: Path, tokenizer: "GPT2BPETokenizer") -> None:
 def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; what to tell the user."""
     from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, tokenizer_of
     from megatron.checkpoint.upcycling import UpcycledModel
     from megatron.training.checkpoints.saved_run import state_of_weights
 
@@ -306,7 +307,7 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     state = upgrade(saved.manifest.state, saved.manifest.format_version)
     architecture = with_experts(state.architecture, config)
     model = UpcycledModel(saved, architecture, config.seed, progress.advance)
-    tokenizer = state.flag_group("tokenizer", TokenizerConfig)
+    tokenizer = tokenizer_of(state, path_of(config.load), saved.iteration)
     groups = {
         "model": asdict(ModelConfig.of(architecture)),
         "tokenizer": asdict(tokenizer),
@@ -319,6 +320,7 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
         model.tensors,
         model.read,
         state_of_weights(config.iteration, architecture, groups, state.generation_config).to_json(),
+        furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
     )
     words = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
     return (

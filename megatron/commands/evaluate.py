@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -107,15 +107,17 @@ def defaults_of(saved: "SavedState", given: RunConfig) -> RunConfig:
 
 
 def read_saved_state(config: RunConfig) -> "SavedState":
-    """The state of the checkpoint of ``--load``."""
+    """The state of the checkpoint of ``--load``, with the place where its tokenizer is now."""
     from megatron.checkpoint.finding import missing_checkpoint
     from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.tokenizer_files import tokenizer_of
     from megatron.training.checkpoints.saved_run import look_up_saved_run
 
     saved = look_up_saved_run(config.checkpoint)
     if saved is None:
         raise missing_checkpoint(path_of(str(config.checkpoint.load)))
-    return saved.state
+    tokenizer = tokenizer_of(saved.state, saved.root, saved.iteration)
+    return replace(saved.state, flags={**saved.state.flags, "tokenizer": asdict(tokenizer)})
 
 
 def check_flags(config: RunConfig) -> None:

@@ -26,7 +26,7 @@ from megatron.data.text_inputs import (
     read_batches,
     whole_ranges,
 )
-from megatron.data.verified_encoder import byte_characters
+from megatron.data.tokenizer_json import byte_characters
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.urls import refuse_urls
 

@@ -136,8 +136,17 @@ def _parsed(given: Given) -> tuple[str, Any]:
 
 
 def _refuse_values(given: Given) -> None:
-    if given.values:
-        raise ConfigError(surplus(given.values[0]))
+    """Raise :class:`ConfigError` for a value of a switch; ``--bf16 true`` and the like have a remedy of their own."""
+    if not given.values:
+        return
+    word = given.values[0]
+    switched = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(word.lower())
+    if switched is None or len(given.values) > 1:
+        raise ConfigError(surplus(word))
+    is_negative = given.flag.startswith("--no-") and given.flag not in fields_by_flag()
+    flag = f"--{given.flag.removeprefix('--no-')}" if is_negative else given.flag
+    wanted = flag if switched != is_negative else f"--no-{flag[2:]}"
+    raise ConfigError(f"{given.flag} {word} has a value, which a switch does not take: write {wanted}.")
 
 
 def _unknown_flag_message(flag: str) -> str:

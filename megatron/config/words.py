@@ -1,5 +1,6 @@
 """The words of a command line: flags with their values, and the value that a flag's type makes of them."""
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from types import NoneType
@@ -82,11 +83,20 @@ def _scalar(flag: str, kind: Any, word: str) -> Any:
     return word
 
 
+# What other programs call a value.
+_SYNONYMS = {("--optimizer", "adamw"): "adam, whose weight decay is decoupled as AdamW's"}
+
+
 def _choice(flag: str, choices: Sequence[Any], word: str) -> Any:
     for choice in choices:
         if str(choice) == word:
             return choice
-    raise ConfigError(f"{flag} {word!r} is unknown: use {one_of(choices)}.")
+    by_name = {str(choice).lower(): str(choice) for choice in choices}
+    nearest = difflib.get_close_matches(word.lower(), by_name, 1, 0.75)
+    meant = _SYNONYMS.get((flag, word.lower())) or (by_name[nearest[0]] if nearest else None)
+    raise ConfigError(
+        f"{flag} {word!r} is unknown: " + (f"did you mean {meant}?" if meant else f"use {one_of(choices)}.")
+    )
 
 
 def one_of(choices: Sequence[Any]) -> str:

@@ -88,6 +88,11 @@ def file_digest(path: str) -> str:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
 
 
+def tokenizer_digest(tokenizer: TokenizerConfig) -> str | None:
+    """The digests of the files that determine the ids; None without any."""
+    return "+".join(map(file_digest, tokenizer_files(tokenizer))) or None
+
+
 def build_record(
     data: DataConfig,
     tokenizer: TokenizerConfig,
@@ -113,7 +118,7 @@ def build_record(
         "vocabulary_size": vocabulary_size,
         "end_of_document": end_of_document,
         "tokenizer_type": tokenizer.canonical_type,
-        "tokenizer_digest": "+".join(map(file_digest, tokenizer_files(tokenizer))) or None,
+        "tokenizer_digest": tokenizer_digest(tokenizer),
     }
     if data.dataloader_type == "cyclic":
         # Each data-parallel rank shuffles its own share of the samples.

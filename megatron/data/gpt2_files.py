@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from megatron.data.tokenizer_json import special_tokens
 from megatron.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -13,12 +14,9 @@ def gpt2_description(vocabulary: bytes, merges: bytes, vocab_file: str, merge_fi
     """The ``tokenizer.json`` of byte-level BPE with the contents of the two files, whose names are for errors."""
     ids = _vocabulary(vocabulary, vocab_file)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    end = {"id": ids[END_OF_TEXT], "content": END_OF_TEXT, "special": True}
     description: dict[str, Any] = {
         "version": "1.0",
-        "added_tokens": [
-            end | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        ],
+        "added_tokens": special_tokens([(ids[END_OF_TEXT], END_OF_TEXT)]),
         "pre_tokenizer": byte_level,
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": ids, "merges": _merges(merges, merge_file, ids)},

@@ -5,6 +5,7 @@ number of sequences S, length of the document array D), then int32 x S sequence 
 offsets, int64 x D sequence numbers where documents start, and optionally int8 x S modes (ignored here).
 """
 
+import difflib
 import mmap as memory_map
 import os
 import struct
@@ -354,10 +355,31 @@ def _read_index(path: str, name: str) -> _Index:
     return _Index(_DTYPE_OF_CODE[code], lengths, offsets, document_indices, len(content) > end)
 
 
+def _remedy(prefix: str) -> str:
+    """What to do about a corpus that is not there."""
+    if prefix.endswith((".idx", ".bin")) and os.path.isfile(prefix):
+        return f"set --data-path to {prefix[: -len('.idx')]}, the prefix of both files."
+    if os.path.isfile(prefix):
+        return (
+            f"{prefix} is a text, so tokenize it with tools/preprocess_data.py --input {prefix} --output-prefix P, and "
+            "set --data-path to P_text_document."
+        )
+    folder, name = (prefix, "") if os.path.isdir(prefix) else os.path.split(prefix)
+    there = sorted(file[: -len(".idx")] for file in _files_in(folder) if file.endswith(".idx"))
+    near = [one for one in there if one.startswith(name)] or difflib.get_close_matches(name, there, 1)
+    if near and name not in there:
+        return f"did you mean {os.path.join(folder, near[0])}?"
+    return "set --data-path to prefixes without .bin or .idx, and make the files with tools/preprocess_data.py."
+
+
+def _files_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder or ".")
+    except OSError:
+        return []
+
+
 def _cannot_open(path: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
-        return (
-            f"{path} does not exist: set --data-path to prefixes without .bin or .idx, and make the files with "
-            "tools/preprocess_data.py."
-        )
+        return f"{path} does not exist: {_remedy(path[: -len('.idx')])}"
     return f"{path} cannot be opened ({error.strerror}): make it readable."

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -62,16 +63,31 @@ def parse_data_path(data_path: Sequence[str], source: str = "--data-path") -> tu
     As in Megatron-LM, an even list whose every other word is a number is a list of pairs. A corpus of weight 0 is
     dropped. Errors name the ``source``.
     """
-    if len(data_path) % 2:
-        return list(data_path), None
-    try:
-        weights = [float(word) for word in data_path[::2]]
-    except ValueError:
+    weights = [weight for word in data_path[::2] if (weight := _number(word)) is not None]
+    if 2 * len(weights) < len(data_path) or len(data_path) % 2:
+        _refuse_stray_weights(data_path, source)
         return list(data_path), None
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
         raise ConfigError(f"{source} has weights {weights}: they must not be negative or all zero.")
     pairs = [(prefix, weight) for prefix, weight in zip(data_path[1::2], weights, strict=True) if weight > 0]
     return [prefix for prefix, _ in pairs], [weight for _, weight in pairs]
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _refuse_stray_weights(data_path: Sequence[str], source: str) -> None:
+    """Raise :class:`ConfigError` for a number among prefixes, unless there is a corpus with this name."""
+    for word in data_path:
+        if _number(word) is not None and not os.path.exists(f"{word}.idx"):
+            raise ConfigError(
+                f"{source} {' '.join(data_path)} has the weight {word} without a prefix after it: write a weight "
+                "before every prefix, such as 0.7 corpus_a 0.3 corpus_b, or none."
+            )
 
 
 def _blend(words: Sequence[str], source: str) -> Blend:

@@ -1,6 +1,7 @@
 """Reading the file of a tokenizer, and what to say if it is another one."""
 
 from megatron.errors import DataError
+from megatron.urls import from_hub, is_hub_name
 
 
 def read_file(path: str, flag: str = "--tokenizer-model") -> bytes:
@@ -8,6 +9,10 @@ def read_file(path: str, flag: str = "--tokenizer-model") -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except FileNotFoundError as error:
+        if is_hub_name(path):
+            raise DataError(
+                f"{path} does not exist: {from_hub(path)} and set {flag} to the tokenizer there."
+            ) from error
         raise DataError(f"{path} does not exist: set {flag} to the tokenizer file.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): use another tokenizer file.") from error

@@ -27,6 +27,7 @@ from megatron.data.llama3_tokens import (
     parse_ranks,
 )
 from megatron.data.tokenizer_file import not_a, read_file
+from megatron.data.tokenizer_json import sentencepiece_description, tiktoken_description
 from megatron.data.verified_encoder import (
     AWKWARD_TEXTS,
     Encode,
@@ -91,6 +92,10 @@ class Tokenizer(ABC):
 
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens' text, 0 for special tokens; None if they cannot be told token by token."""
+        return None
+
+    def tokenizer_json(self) -> bytes | None:
+        """The content of a ``tokenizer.json`` that gives the same ids; None if there is none."""
         return None
 
 
@@ -175,6 +180,25 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         single_bytes = {token for token in pieces if model.is_byte(token)}
         return lengths_of_pieces(pieces, single_bytes, self.vocab_size, self._decode)
 
+    def special_pieces(self) -> dict[str, str | None]:
+        """The names of special tokens by role, None where the model has none."""
+        model = self._processor
+        roles = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+        return {role: model.id_to_piece(token) if token >= 0 else None for role, token in roles.items()}
+
+    def tokenizer_json(self) -> bytes | None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        description = sentencepiece_description(read_file(self._path))
+        if description is None:
+            return None
+        content = json.dumps(description).encode()
+        same = FastTokenizer.from_buffer(content)
+        same.encode_special_tokens = True  # "as text"
+        texts = [*AWKWARD_TEXTS, *(self._decode([token]) for token in range(self.vocab_size))]
+        found = [same.encode(text, add_special_tokens=False).ids for text in texts]
+        return content if found == self.tokenize_batch(texts) else None
+
 
 Llama2Tokenizer = SentencePieceTokenizer
 
@@ -225,6 +249,11 @@ class TikTokenizer(_LibraryTokenizer):
         ordinary = range(len(self._encoding.token_byte_values()))
         lengths = {token: len(self._encoding.decode_single_token_bytes(token)) for token in ordinary}
         return lengths_of_bytes(lengths, self.vocab_size)
+
+    def tokenizer_json(self) -> bytes:
+        ranks = parse_ranks(self._path, read_file(self._path))
+        specials = llama3_special_tokens(len(ranks), self.vocab_size - len(ranks))
+        return json.dumps(tiktoken_description(ranks, LLAMA3_SPLIT, specials)).encode()
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
@@ -295,6 +324,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             return None
         single_bytes = {token for token, piece in pieces.items() if _BYTE_PIECE.fullmatch(piece)}
         return lengths_of_pieces(pieces | texts, single_bytes, self.vocab_size, self._decode)
+
+    def tokenizer_json(self) -> bytes:
+        return self.description
 
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):

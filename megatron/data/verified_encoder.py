@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.tokenizer_json import byte_characters, tiktoken_description
 from megatron.errors import TokenizerMismatchError
 
 
@@ -111,30 +112,7 @@ class GigaTokenEncoder:
 
 def fast_tiktoken(ranks: Mapping[bytes, int], split: str) -> GigaTokenEncoder | None:
     """GigaToken's encoder for tiktoken's ranks of tokens, which include all bytes."""
-    # tiktoken merges the neighbours whose concatenation has the lowest rank: every division of a token in two tokens is
-    # a merge. A word that is a token is never merged (ignore_merges).
-    characters = byte_characters()
-    names = {token: "".join(map(characters.__getitem__, token)) for token in ranks}
-    merges: list[tuple[str, str]] = []
-    for token, name in sorted(names.items(), key=lambda entry: ranks[entry[0]]):
-        cuts = ((token[:cut], token[cut:], cut) for cut in range(1, len(token)))
-        found = [(ranks[left], ranks[right], cut) for left, right, cut in cuts if left in ranks and right in ranks]
-        merges += [(name[:cut], name[cut:]) for _, _, cut in sorted(found)]
-    description = {
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "ignore_merges": True,
-            "vocab": {name: ranks[token] for token, name in names.items()},
-            "merges": merges,
-        },
-    }
+    description = tiktoken_description(ranks, split, {})
     return _build(lambda gigatoken: gigatoken.Tokenizer.from_json(json.dumps(description | _NO_EXTRAS)))
 
 
@@ -179,13 +157,6 @@ def _build(build: Callable[[ModuleType], Any]) -> GigaTokenEncoder | None:
         if is_panic(error):
             return None
         raise
-
-
-def byte_characters() -> dict[int, str]:
-    """The character that stands for each byte in the vocabulary of byte-level BPE, as GPT-2 chose them."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def _is_plain_byte_level(description: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from megatron.checkpoint.conversion import fill_from_hugging_face
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
 from megatron.checkpoint.hugging_face_model import HuggingFaceModel
 from megatron.checkpoint.remote_path import path_of
+from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
 from megatron.config.loaded_model import LoadedModelConfig
 from megatron.config.moe import MoEConfig
@@ -106,16 +107,17 @@ def load_model(
     tokenizer_model: str | None = None,
     with_cache: bool = True,
 ) -> LoadedModel:
-    """The model of a checkpoint under the directory or URL ``load``; ``tokenizer_model`` is the tokenizer's file if it
-    is no longer at the path in the checkpoint. Collective."""
+    """The model of a checkpoint under the directory or URL ``load``; ``tokenizer_model`` replaces the tokenizer's file.
+    Collective."""
     root = path_of(load)
     iteration = run_on_rank0(topology.control, lambda: find_checkpoint(root, ckpt_step))
     if iteration is None:
         raise run_on_rank0(topology.control, lambda: missing_checkpoint(root))
     state = read_run_state(root, iteration)
-    flags = state.flag_group("tokenizer", TokenizerConfig)
     if tokenizer_model:
-        flags = replace(flags, tokenizer_model=tokenizer_model)
+        flags = replace(state.flag_group("tokenizer", TokenizerConfig), tokenizer_model=tokenizer_model)
+    else:
+        flags = tokenizer_of(state, root, iteration)
     tokenizer = build_tokenizer(flags)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = halves.get(state.flag_group("precision", PrecisionConfig).name, torch.float32)

@@ -3,7 +3,7 @@
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron.architectures.registry import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face import Copy, HuggingFaceMapping, copies_of_section
 from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
+from megatron.checkpoint.hugging_face_directory import describe_directory
 from megatron.checkpoint.hugging_face_files import (
     INDEX,
     SINGLE,
@@ -289,6 +290,19 @@ def test_a_pickle_named_as_a_shard_is_never_opened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{shard} is not a complete safetensors file"):
         HuggingFaceWeights(tmp_path)
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = Path("meta-llama/Llama-3.1-8B")
+    readers: tuple[Callable[[Path], object], ...] = (HuggingFaceWeights, describe_directory)
+    for read in readers:
+        with pytest.raises(
+            CheckpointError, match=rf"{name} does not exist: .* `hf download {name} --local-dir DIR` and"
+        ):
+            read(name)
+        with pytest.raises(CheckpointError, match=r"is not a directory: give the one that holds the model's config"):
+            read(tmp_path / "model")
 
 
 @pytest.mark.parametrize("index", ["[", "[]", "{}", '{"weight_map": {"a": "../a.safetensors"}}', '{"weight_map": 1}'])

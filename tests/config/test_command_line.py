@@ -142,9 +142,40 @@ def test_an_unknown_flag_like_no_other_points_to_the_help() -> None:
     assert refusal("--frobnicate", "3") == "--frobnicate is not a flag of pretrain_llama.py: see --help."
 
 
-@pytest.mark.parametrize("arguments", [["--seq-length", "8", "9"], ["--swiglu", "True"], ["--swiglu=True"], ["stray"]])
+@pytest.mark.parametrize("arguments", [["--seq-length", "8", "9"], ["--swiglu", "2"], ["--swiglu=2"], ["stray"]])
 def test_a_value_too_many_is_named(arguments: list[str]) -> None:
     assert refusal(*arguments).startswith(f"{arguments[-1].rpartition('=')[2]!r} is not a value of any flag")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--bf16", "true"], "--bf16"),
+        (["--bf16=True"], "--bf16"),
+        (["--bf16", "False"], "--no-bf16"),
+        (["--no-save-optim", "no"], "--save-optim"),
+        (["--no-save-optim", "on"], "--no-save-optim"),
+    ],
+)
+def test_a_switch_with_a_value_is_answered_with_its_spelling(words: list[str], wanted: str) -> None:
+    assert refusal(*words).endswith(f"which a switch does not take: write {wanted}.")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "wanted"),
+    [
+        ("--model", "Llama3-8B", "llama3-8b"),
+        ("--model", "llama-3.1-70b", "llama3.1-70b"),
+        ("--lr-decay-style", "Cosine", "cosine"),
+        ("--optimizer", "AdamW", "adam, whose weight decay is decoupled as AdamW's"),
+    ],
+)
+def test_an_unknown_value_is_answered_with_the_nearest_one(flag: str, value: str, wanted: str) -> None:
+    assert refusal(flag, value) == f"{flag} {value!r} is unknown: did you mean {wanted}?"
+
+
+def test_an_unknown_value_like_no_other_lists_all() -> None:
+    assert refusal("--optimizer", "lion") == "--optimizer 'lion' is unknown: use adam, muon or sgd."
 
 
 ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
@@ -273,7 +304,14 @@ def test_a_first_start_names_all_flags_that_are_missing() -> None:
 
 @pytest.mark.parametrize(
     ("name", "flag"),
-    [("--learning-rate", "--lr"), ("--tp", "--tensor-model-parallel-size"), ("--max_steps", "--train-iters")],
+    [
+        ("--learning-rate", "--lr"),
+        ("--tp", "--tensor-model-parallel-size"),
+        ("--max_steps", "--train-iters"),
+        ("--fp8", "--fp8-format"),
+        ("--rope-type", "--position-embedding-type or --use-rope-scaling"),
+        ("--adam-betas", "--adam-beta1 or --adam-beta2"),
+    ],
 )
 def test_the_names_of_other_programs_are_known(name: str, flag: str) -> None:
     assert refusal(name, "3").endswith(f"did you mean {flag}?")

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,3 +89,27 @@ def hugging_face_directory(tmp_path: Path) -> Path:
     fast.enable_padding(length=8)
     fast.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+@pytest.fixture
+def llama2_model(tmp_path: Path) -> str:
+    """Llama 2's pieces, which splintr has with it, with scores as Llama 2's model has them: in their order."""
+    import splintr
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2
+    types = proto.ModelProto.SentencePiece
+    model = proto.ModelProto()
+    vocabulary = splintr.Tokenizer.from_pretrained("llama2")
+    for number in range(32_000):
+        text = vocabulary.decode_token_bytes(number).decode(errors="replace").replace(" ", "\u2581")
+        if number < 3:
+            piece, kind = ("<unk>", "<s>", "</s>")[number], (types.UNKNOWN, types.CONTROL, types.CONTROL)[number]
+        else:
+            piece, kind = (f"<0x{number - 3:02X}>", types.BYTE) if number < 259 else (text, types.NORMAL)
+        model.pieces.add(piece=piece, type=kind, score=float(min(0, 259 - number)))
+    model.trainer_spec.model_type = proto.TrainerSpec.BPE
+    model.trainer_spec.byte_fallback = model.normalizer_spec.add_dummy_prefix = True
+    model.normalizer_spec.remove_extra_whitespaces = False
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    return str(tmp_path / "tokenizer.model")

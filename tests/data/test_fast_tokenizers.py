@@ -85,30 +85,6 @@ def test_fast_ids_are_those_of_unusual_sentencepiece_models(
     assert_fast_ids_are_those_of_the_library(tokenizer, texts)
 
 
-@pytest.fixture
-def llama2_model(tmp_path: Path) -> str:
-    """Llama 2's pieces, which splintr has with it, with scores as Llama 2's model has them: in their order."""
-    import splintr
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto: Any = sentencepiece_model_pb2
-    types = proto.ModelProto.SentencePiece
-    model = proto.ModelProto()
-    vocabulary = splintr.Tokenizer.from_pretrained("llama2")
-    for number in range(32_000):
-        text = vocabulary.decode_token_bytes(number).decode(errors="replace").replace(" ", "\u2581")
-        if number < 3:
-            piece, kind = ("<unk>", "<s>", "</s>")[number], (types.UNKNOWN, types.CONTROL, types.CONTROL)[number]
-        else:
-            piece, kind = (f"<0x{number - 3:02X}>", types.BYTE) if number < 259 else (text, types.NORMAL)
-        model.pieces.add(piece=piece, type=kind, score=float(min(0, 259 - number)))
-    model.trainer_spec.model_type = proto.TrainerSpec.BPE
-    model.trainer_spec.byte_fallback = model.normalizer_spec.add_dummy_prefix = True
-    model.normalizer_spec.remove_extra_whitespaces = False
-    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
-    return str(tmp_path / "tokenizer.model")
-
-
 def test_fast_ids_are_those_of_llama2(llama2_model: str, python_sources: list[str]) -> None:
     tokenizer = SentencePieceTokenizer(llama2_model)
     # As its publishers tokenize it.

@@ -141,6 +141,29 @@ def patch(offset: int, content: bytes):  # type: ignore[no-untyped-def]
     return apply
 
 
+@pytest.mark.parametrize(
+    ("prefix", "remedy"),
+    [
+        ("corpus", "did you mean {}/corpus_text_document?"),
+        ("corpus_txt_document", "did you mean {}/corpus_text_document?"),
+        ("", "did you mean {}/corpus_text_document?"),
+        ("corpus_text_document.bin", "set --data-path to {}/corpus_text_document, the prefix of both files."),
+        ("corpus_text_document.idx", "set --data-path to {}/corpus_text_document, the prefix of both files."),
+        ("corpus.jsonl", "is a text, so tokenize it with tools/preprocess_data.py --input {}/corpus.jsonl"),
+        ("other", "set --data-path to prefixes without .bin or .idx, and make"),
+        ("nowhere/other", "set --data-path to prefixes without .bin or .idx, and make"),
+    ],
+)
+def test_a_corpus_that_is_not_there_is_answered_with_what_is(tmp_path: Path, prefix: str, remedy: str) -> None:
+    for name in ("corpus_text_document.idx", "corpus_text_document.bin", "corpus.jsonl"):
+        (tmp_path / name).touch()
+    path = str(tmp_path / prefix).rstrip("/")
+    with pytest.raises(DataError) as caught:
+        IndexedDataset(path)
+    assert str(caught.value).startswith(f"{path}.idx does not exist: ")
+    assert remedy.format(tmp_path) in str(caught.value)
+
+
 DAMAGE = {
     "no index": (".idx", remove, r"corpus\.idx does not exist: set --data-path to prefixes"),
     "no tokens": (".bin", remove, r"corpus\.bin does not exist: set --data-path to prefixes"),

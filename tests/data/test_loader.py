@@ -209,12 +209,22 @@ def test_memory_is_blamed_for_workers_that_died_alone() -> None:
 def test_data_path_is_prefixes_or_pairs() -> None:
     assert parse_data_path(("a",)) == (["a"], None)
     assert parse_data_path(("a", "b")) == (["a", "b"], None)
-    assert parse_data_path(("1", "a", "2")) == (["1", "a", "2"], None)
     assert parse_data_path(("0.7", "a", "3", "b")) == (["a", "b"], [0.7, 3.0])
     assert parse_data_path(("0", "a", "3", "b")) == (["b"], [3.0])
     for bad in (("-1", "a", "2", "b"), ("0", "a"), ("nan", "a")):
         with pytest.raises(ConfigError, match="--data-path has weights"):
             parse_data_path(bad)
+
+
+def test_a_weight_without_a_prefix_is_refused_unless_a_corpus_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (("0.5", "a", "0.5"), ("a", "0.5", "b", "0.5"), ("0.5", "a", "b")):
+        with pytest.raises(ConfigError, match=r"--data-path .* has the weight 0.5 without a prefix after it: write a"):
+            parse_data_path(words)
+    (tmp_path / "2024.idx").touch()
+    assert parse_data_path(("a", "b", "2024")) == (["a", "b", "2024"], None)
 
 
 def test_one_corpus_and_its_default_cache(corpora: Path) -> None:

@@ -201,6 +201,19 @@ def test_bad_file_is_one_sentence(tmp_path: Path, kind: Any, content: bytes | No
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "meta-llama/Llama-3.1-8B"
+    with pytest.raises(
+        DataError, match=rf"^{name} does not exist: .*`hf download {name} --local-dir DIR` and set --tok"
+    ):
+        HuggingFaceTokenizer(name)
+    (tmp_path / "runs").mkdir()  # then it is a path
+    for path in ("runs/one", "elsewhere/tokenizer.model", "/meta-llama/Llama-3.1-8B", "one"):
+        with pytest.raises(DataError, match="does not exist: set --tokenizer-model to the tokenizer file"):
+            HuggingFaceTokenizer(path)
+
+
 def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: str) -> None:
     def build(kind: Any, model: str | None = None, **other: Any) -> Tokenizer:
         return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=model, **other))

@@ -139,8 +139,8 @@ def from_hf(
     return convert_checkpoint.convert(FromHuggingFace(str(source), str(save), dtype, iteration, apply_layernorm_1p))
 
 
-def to_hf(load: Path, target: Path, **flags: Any) -> str:
-    return convert_checkpoint.convert(ToHuggingFace(str(load), str(target), **flags))
+def to_hf(load: Path, target: Path, tokenizer: bool = False, **flags: Any) -> str:
+    return convert_checkpoint.convert(ToHuggingFace(str(load), str(target), tokenizer=tokenizer, **flags))
 
 
 def weights_under(directory: Path) -> dict[str, Tensor]:
@@ -298,13 +298,17 @@ def test_master_weights_are_what_other_formats_come_from(tmp_path_factory: Any, 
     call_training(flags_of(corpus, bf16=True, train_iters=2, save=tmp_path / "run")).succeeded()
     dtypes: tuple[DtypeName, ...] = ("keep", "fp32", "fp16")
     for dtype in dtypes:
-        to_hf(tmp_path / "run", tmp_path / dtype, dtype=dtype)
+        to_hf(tmp_path / "run", tmp_path / dtype, tokenizer=True, dtype=dtype)
     kept, wide, half = (weights_under(tmp_path / dtype) for dtype in dtypes)
     for name, master in wide.items():
         assert (kept[name].dtype, master.dtype, half[name].dtype) == (torch.bfloat16, torch.float32, torch.float16)
         assert torch.equal(kept[name], master.bfloat16()) and torch.equal(half[name], master.half()), name
     assert any(not torch.equal(master, master.bfloat16().float()) for master in wide.values())
     assert json.loads((tmp_path / "keep" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    trained_with = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(corpus.tokenizer)))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "keep")
+    for text in ("import os", "  two  blanks\n\tline", "na\u00efve \u4e2d\u6587 \U0001f600", ""):
+        assert theirs(text)["input_ids"] == trained_with.tokenize(text)
     from_hf(tmp_path / "keep", tmp_path / "ours")
     state = read_checkpoint(tmp_path / "ours", 0).state
     tokenizer = build_tokenizer(TokenizerConfig(**state["flags"]["tokenizer"]))
@@ -314,6 +318,14 @@ def test_master_weights_are_what_other_formats_come_from(tmp_path_factory: Any, 
         load=str(tmp_path / "ours"), prompt="def ", max_new_tokens=2, temperature=0.0
     )
     assert "".join(generate_text.generate(request)).startswith("def ")
+
+
+def test_a_model_without_its_tokenizer_is_written_on_demand_alone(hf: Path, tmp_path: Path) -> None:
+    from_hf(hf, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"names no tokenizer: add --no-tokenizer"):
+        to_hf(tmp_path / "ours", tmp_path / "back", tokenizer=True)
+    assert not (tmp_path / "back").exists()
+    assert "without a tokenizer" in to_hf(tmp_path / "ours", tmp_path / "back", tokenizer=False)
 
 
 def test_a_dtype_can_be_chosen_on_the_way_in(hf: Path, tmp_path: Path) -> None:
@@ -504,7 +516,8 @@ def test_the_commands_as_they_are_typed(family: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "hf")
     ours, back = tmp_path / "ours", tmp_path / "back"
     run_tool("tools/convert_checkpoint.py", "from-hf", "--hf", tmp_path / "hf", "--save", ours)
-    run_tool("tools/convert_checkpoint.py", "to-hf", "--load", ours, "--hf", back, "--max-shard-size", "5GB")
+    words = ["--max-shard-size", "5GB", "--no-tokenizer"]
+    run_tool("tools/convert_checkpoint.py", "to-hf", "--load", ours, "--hf", back, *words)
     assert_same_weights(back, tmp_path / "hf")
     assert_same_logits(back, model)
     found = json.loads(run_tool("tools/inspect_checkpoint.py", "--load", ours, "--verify", "--json"))

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.checkpoint import storage
 from megatron.checkpoint.safetensors_file import write_safetensors
+from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
 from megatron.operation import accounting, failure, run_files
 from megatron.training.checkpoints import saver as saver_module
@@ -55,9 +56,9 @@ def command(corpus: Corpus, save: Path, **changes: FlagValue | Path) -> list[str
 
 
 def names(root: Path) -> list[str]:
-    """What lies in a directory of checkpoints, but the records of attempts and of their failures."""
+    """What lies in a directory of checkpoints, but the tokenizer, the records of attempts and of their failures."""
     records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
-    records.add(run_files.EARLIER)
+    records |= {run_files.EARLIER, COPY}
     return sorted(set(os.listdir(root)) - records)
 
 

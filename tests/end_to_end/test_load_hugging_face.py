@@ -102,13 +102,13 @@ def test_a_run_without_a_size_is_the_run_whose_sizes_were_typed(hf: Path, tmp_pa
     assert len(losses(tmp_path / "resumed")) == 1
     # The run's checkpoints carry the generation settings, also when they were resumed.
     assert find_checkpoint(tmp_path / "run") == 3
-    convert(ToHuggingFace(str(tmp_path / "run"), str(tmp_path / "back")))
+    convert(ToHuggingFace(str(tmp_path / "run"), str(tmp_path / "back"), tokenizer=False))
     assert (tmp_path / "back" / "generation_config.json").read_bytes() == GENERATION.encode()
 
 
 def test_a_conversion_carries_the_generation_settings(hf: Path, tmp_path: Path) -> None:
     convert(FromHuggingFace(str(hf), str(tmp_path / "ours")))
-    convert(ToHuggingFace(str(tmp_path / "ours"), str(tmp_path / "back")))
+    convert(ToHuggingFace(str(tmp_path / "ours"), str(tmp_path / "back"), tokenizer=False))
     assert (tmp_path / "back" / "generation_config.json").read_bytes() == GENERATION.encode()
     shutil.copytree(hf, tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text("[")
@@ -116,7 +116,7 @@ def test_a_conversion_carries_the_generation_settings(hf: Path, tmp_path: Path) 
         convert(FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "other")))
     (tmp_path / "hf" / "generation_config.json").unlink()
     convert(FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "without")))
-    convert(ToHuggingFace(str(tmp_path / "without"), str(tmp_path / "bare")))
+    convert(ToHuggingFace(str(tmp_path / "without"), str(tmp_path / "bare"), tokenizer=False))
     assert not (tmp_path / "bare" / "generation_config.json").exists()
 
 

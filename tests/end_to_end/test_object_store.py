@@ -107,8 +107,8 @@ def test_two_ranks_copy_to_three_places_and_resume_from_each_on_any_number_of_ra
     assert outcome.stdout.count("> mirrored checkpoint") == 3
     assert iterations_at(server) == iterations_at(server, "other") == [4]
     assert server.read("run/latest_checkpointed_iteration.txt") == b"4"
-    # Two files, the manifest and the tracker: no marker is left.
-    assert len(server.names("run/")) == 4
+    # Two files, the manifest, the tracker and the tokenizer: no marker is left.
+    assert len(server.names("run/")) == 5
     assert_same_tensors(checkpoint_of(tmp_path / "second", 4), checkpoint_of(tmp_path / "first", 4), ("m", "o", "r"))
     for ranks, url in ((1, URL), (2, other)):
         runs: list[Path] = []

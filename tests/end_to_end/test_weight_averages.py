@@ -96,13 +96,15 @@ def test_a_moving_average_that_does_not_exist_is_refused(tmp_path: Path) -> None
     outcome = run_of(tmp_path, skip_train=True, eval_ema=True)
     assert outcome.errors and "has no moving average of the weights: remove --eval-ema" in outcome.errors[0]
     with pytest.raises(CheckpointError, match=r"no moving average.*--ema.*--ema-decay"):
-        convert_checkpoint.convert(ToHuggingFace(str(tmp_path), str(tmp_path / "hf"), ema=True))
+        convert_checkpoint.convert(ToHuggingFace(str(tmp_path), str(tmp_path / "hf"), ema=True, tokenizer=False))
 
 
 def test_the_moving_average_is_exported(averaged: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    convert_checkpoint.convert(ToHuggingFace(str(averaged), str(tmp_path / "hf"), dtype="fp32", ema=True))
+    convert_checkpoint.convert(
+        ToHuggingFace(str(averaged), str(tmp_path / "hf"), dtype="fp32", ema=True, tokenizer=False)
+    )
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     average = tensors_of(averaged, 4, "optimizer/ema/")
     assert torch.equal(exported["model.embed_tokens.weight"].double(), average["embedding.word_embeddings.weight"])
@@ -131,7 +133,7 @@ def test_checkpoints_are_averaged(averaged: Path, tmp_path: Path, weights: tuple
     )
     evaluated.succeeded()
     assert validation_loss(tmp_path, tmp_path / "metrics.jsonl") < 5.0
-    convert_checkpoint.convert(ToHuggingFace(str(tmp_path / "average"), str(tmp_path / "hf")))
+    convert_checkpoint.convert(ToHuggingFace(str(tmp_path / "average"), str(tmp_path / "hf"), tokenizer=False))
 
 
 def average(config: Average) -> str:

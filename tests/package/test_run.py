@@ -186,6 +186,35 @@ def test_a_tool_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert sys.argv is before and signal.getsignal(signal.SIGTERM) is handler
 
 
+UNCLOSED = """
+import megatron_llama as ml
+
+run = ml.Run.from_flags({words!r})
+run.step()
+if {is_model}:
+    run.save({directory!r})
+    run.close()
+    model = ml.Model({directory!r})
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_model", [False, True])
+def test_what_is_not_closed_ends_quietly_with_python(tmp_path: Path, is_model: bool) -> None:
+    flags: dict[str, FlagValue] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99, "lr": 1e-2}
+    words = shlex.join(words_of({**SIZES, **BATCH, **flags, "train_iters": 3}))
+    program = UNCLOSED.format(words=words, is_model=is_model, directory=str(tmp_path / "saved"))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.slow(reason="starts two ranks under the launcher")
 def test_ranks_of_torchrun_build_runs_one_after_the_other(tmp_path: Path) -> None:
     data: dict[str, FlagValue] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99}

@@ -32,6 +32,7 @@ from megatron.training.checkpoints.random_state import seed_random
 from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
 from megatron.training.checkpoints.rollback import Return
 from megatron.training.checkpoints.state import RunState
+from megatron.training.checkpoints.tokenizer_copy import keep_tokenizer
 from megatron.training.context import RunContext
 from megatron.training.loop.data import Data
 from megatron.training.loop.stop import StopConditions
@@ -92,6 +93,8 @@ def build_trainer(
     guard = build_guard(context, state.module)
     writers = parts.open_writers(context, plan)
     describe_run(context, model, kernels, state, plan)
+    if not config.validation.skip_train and returned is None:
+        run_on_rank0(control, lambda: keep_tokenizer(context))
     return Trainer(
         context,
         state,

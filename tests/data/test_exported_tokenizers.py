@@ -1,0 +1,264 @@
+"""transformers' AutoTokenizer reads the exported files, and its ids are those of training."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.hugging_face_tokenizer import write_tokenizer
+from megatron.config.data import TokenizerConfig
+from megatron.data.gpt2_files import END_OF_TEXT
+from megatron.data.tokenizer_json import byte_characters, sentencepiece_description
+from megatron.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
+from tests.data.test_fast_tokenizers import read_model, unlikely_texts
+
+transformers: Any = pytest.importorskip("transformers")
+
+TEXTS = (
+    "",
+    "import os",
+    " import os",
+    "  two before",
+    "two after  ",
+    "two  between   three",
+    " ",
+    "        ",
+    "line\nline\r\n\n\n  indented\n",
+    "\ttab\t\ttabs",
+    "na\u00efve \u00bfqu\u00e9?",
+    "\u043f\u0440\u0438\u0432\u0435\u0442 \u4e2d\u6587\u3002\u65e5\u672c\u8a9e \u0939\u093f\u0928\u094d\u0926\u0940",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \ud55c\uad6d\uc5b4 \u1112\u1161\u11ab",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+    "e\u0301 a\u0323\u0302 o\u0302\u0323 \ufb01 \uff21",
+    "\u00a0 \u2003\u3000 \ufeff \u2581 \u2581\u2581",
+    "======================== aaaaaaaaaaaaaaaaa ------------- 12345678901234567890",
+    "I'm they'LL \u017f's '\u017f 1,234.5e-6",
+    "nul \0 bell \a \x7f \x85 \u2028",
+)
+NAMES = ("<s>", "</s>", "<unk>", "<0x0A>", "<|end_of_text|>", "<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>")
+"""Names of special tokens, which transformers finds in a text unless it is told to split them."""
+
+
+@pytest.fixture
+def gpt2_files(tmp_path: Path) -> TokenizerConfig:
+    """GPT-2's two files, with few tokens."""
+    tokens = [*byte_characters().values(), "\u0120t", "he", "\u0120the", END_OF_TEXT]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n\u0120 t\nh e\n\u0120t he\n")
+    return TokenizerConfig(
+        "GPT2BPETokenizer", vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
+    )
+
+
+SENTENCEPIECE_MODELS: Mapping[str, dict[str, Any]] = {
+    "our BPE": {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    | {"byte_fallback": True, "allow_whitespace_only_pieces": True, "split_digits": True},
+    "BPE, blanks removed, no bytes": {"model_type": "bpe", "normalization_rule_name": "identity"},
+    "BPE without a prefix": {"model_type": "bpe", "normalization_rule_name": "identity", "add_dummy_prefix": False},
+    "BPE of normalised text": {"model_type": "bpe", "byte_fallback": True},
+    "BPE with symbols": {"model_type": "bpe", "user_defined_symbols": ["import", "<mask>"]},
+    "unigram": {"model_type": "unigram"},
+    "unigram of plain text": {"model_type": "unigram", "normalization_rule_name": "identity", "byte_fallback": True},
+}
+
+
+@pytest.fixture(scope="module", params=SENTENCEPIECE_MODELS)
+def any_sentencepiece(
+    request: pytest.FixtureRequest, python_sources: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> TokenizerConfig:
+    from sentencepiece import SentencePieceTrainer
+
+    lines = (line for source in python_sources[:10] for line in source.splitlines(keepends=True))
+    content = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=content,
+        vocab_size=700,
+        minloglevel=2,
+        num_threads=1,
+        **SENTENCEPIECE_MODELS[request.param],
+    )
+    path = tmp_path_factory.mktemp("sentencepiece") / "trained.model"
+    path.write_bytes(content.getvalue())
+    return TokenizerConfig("SentencePieceTokenizer", str(path))
+
+
+def exported(flags: TokenizerConfig, directory: Path, model_type: str = "llama") -> tuple[Tokenizer, Any]:
+    """Our tokenizer, and the one that AutoTokenizer makes of its export beside a model's config.json."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = build_tokenizer(flags)
+    write_tokenizer(directory, flags, tokenizer, model_type)
+    return tokenizer, transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def assert_same_ids(ours: Tokenizer, theirs: Any, **how: Any) -> None:
+    for text in TEXTS:
+        assert theirs(text, **how)["input_ids"] == ours.tokenize(text), text
+    for text in [*TEXTS, *NAMES, "a" + "".join(NAMES) + " b", *unlikely_texts(1500)]:
+        assert theirs(text, split_special_tokens=True, **how)["input_ids"] == ours.tokenize(text), text
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eod, ours.bos)
+    # No token was added, but the padding that a tokenizer.json asks for.
+    assert len(theirs) == ours.vocab_size + (theirs.pad_token is not None)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_ids_of_any_sentencepiece_model(any_sentencepiece: TokenizerConfig, tmp_path: Path, model_type: str) -> None:
+    assert_same_ids(*exported(any_sentencepiece, tmp_path / "hf", model_type))
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == Path(
+        any_sentencepiece.tokenizer_model or ""
+    ).read_bytes()
+
+
+def test_ids_and_text_of_llama2(llama2_model: str, tmp_path: Path) -> None:
+    ours, theirs = exported(TokenizerConfig("Llama2Tokenizer", llama2_model), tmp_path / "hf")
+    assert_same_ids(ours, theirs)
+    assert theirs("Hello world")["input_ids"] == [15043, 3186]
+    # A document follows the end of another.
+    assert theirs("a</s>Hello world")["input_ids"] == [*ours.tokenize("a"), ours.eod, 15043, 3186]
+    for text in TEXTS:
+        assert theirs.decode(ours.tokenize(text)) == ours.detokenize(ours.tokenize(text))
+
+
+def test_ids_and_text_of_llama3(llama3_model: str, tmp_path: Path) -> None:
+    ours, theirs = exported(TokenizerConfig("TikTokenizer", llama3_model), tmp_path / "hf")
+    assert_same_ids(ours, theirs)
+    assert theirs("Hello world!")["input_ids"] == [9906, 1917, 0]
+    assert theirs("<|eot_id|>")["input_ids"] == [128_009]
+    for text in TEXTS:
+        assert theirs.decode(ours.tokenize(text)) == text
+    # Characters whose kind the libraries' regular expressions might see differently.
+    characters = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
+    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in characters]
+    for start in range(0, len(around), 500):
+        text = "".join(around[start : start + 500])
+        assert theirs(text)["input_ids"] == ours.tokenize(text)
+
+
+def test_ids_of_few_special_tokens(byte_ranks: str, tmp_path: Path) -> None:
+    assert_same_ids(
+        *exported(TokenizerConfig("TikTokenizer", byte_ranks, tiktoken_num_special_tokens=20), tmp_path / "hf")
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3", "llama4_text"])
+def test_ids_of_gpt2(gpt2_files: TokenizerConfig, tmp_path: Path, model_type: str) -> None:
+    assert_same_ids(*exported(gpt2_files, tmp_path / "hf", model_type))
+
+
+@pytest.mark.parametrize("declared", [None, "LlamaTokenizer", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "python.json"])
+def test_ids_of_a_tokenizer_json(hugging_face_directory: Path, tmp_path: Path, declared: str | None, name: str) -> None:
+    """Under any name, and although a class that is declared beside it would replace parts of it."""
+    config: dict[str, Any] = {"eos_token": "<|end_of_text|>", "bos_token": "<s>", "chat_template": "{{ 1 }}"}
+    config |= {} if declared is None else {"tokenizer_class": declared, "auto_map": {"AutoTokenizer": ["code.A", None]}}
+    (hugging_face_directory / "tokenizer_config.json").write_text(json.dumps(config))
+    path = (hugging_face_directory / "tokenizer.json").rename(hugging_face_directory / name)
+    ours, theirs = exported(TokenizerConfig("HuggingFaceTokenizer", str(path)), tmp_path / "hf")
+    assert_same_ids(ours, theirs, add_special_tokens=False)
+    assert theirs.chat_template == "{{ 1 }}"
+    # What the file adds to a text stays as its author has it.
+    assert theirs("a")["input_ids"] == [0, *ours.tokenize("a")]
+
+
+def test_ids_of_random_texts(sentencepiece_model: str, llama2_model: str, llama3_model: str, tmp_path: Path) -> None:
+    flags = (
+        TokenizerConfig("SentencePieceTokenizer", sentencepiece_model),
+        TokenizerConfig("SentencePieceTokenizer", llama2_model),
+        TokenizerConfig("TikTokenizer", llama3_model),
+    )
+    pairs = [exported(one, tmp_path / f"hf{number}") for number, one in enumerate(flags)]
+    words = st.sampled_from([" ", "  ", "\n", "\t", "\u2581", "the", "'s", "12", "e\u0301", *NAMES])
+    characters = st.characters(codec="utf-8")
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(words | characters, max_size=40).map("".join))
+    def check(text: str) -> None:
+        for ours, theirs in pairs:
+            assert theirs(text, split_special_tokens=True)["input_ids"] == ours.tokenize(text)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, proto: setattr(model.pieces[600], "type", proto.ModelProto.SentencePiece.USER_DEFINED),
+        lambda model, proto: setattr(model.pieces[600], "type", proto.ModelProto.SentencePiece.UNUSED),
+        lambda model, proto: setattr(model.pieces[600], "score", model.pieces[500].score),
+        lambda model, proto: model.pieces.add(piece="\U0001f600\U0001f600", score=-1e6),
+        lambda model, proto: setattr(model.normalizer_spec, "escape_whitespaces", False),
+        lambda model, proto: setattr(model.trainer_spec, "treat_whitespace_as_suffix", True),
+        lambda model, proto: setattr(model.trainer_spec, "model_type", proto.TrainerSpec.UNIGRAM),
+    ],
+)
+def test_a_model_that_tokenizers_cannot_express_is_left_to_sentencepiece(
+    sentencepiece_model: str, tmp_path: Path, change: Callable[[Any, Any], None]
+) -> None:
+    model, proto = read_model(sentencepiece_model)
+    assert sentencepiece_description(model.SerializeToString()) is not None
+    change(model, proto)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model.SerializeToString())
+    assert SentencePieceTokenizer(str(path)).tokenizer_json() is None
+    assert_same_ids(*exported(TokenizerConfig("SentencePieceTokenizer", str(path)), tmp_path / "hf"))
+
+
+def test_a_description_that_gives_other_ids_is_not_used(
+    sentencepiece_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_prefix(content: bytes) -> dict[str, Any]:
+        description = sentencepiece_description(content)
+        assert description is not None
+        return description | {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}
+
+    assert SentencePieceTokenizer(sentencepiece_model).tokenizer_json() is not None
+    monkeypatch.setattr("megatron.data.tokenizers.sentencepiece_description", without_prefix)
+    assert SentencePieceTokenizer(sentencepiece_model).tokenizer_json() is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "declared", "words"),
+    [
+        ("llama", "bpe", None, ()),
+        ("llama", "unigram", None, ("spiece.model",)),
+        ("mixtral", "bpe", None, ()),
+        ("mixtral", "unigram", None, ("spiece.model", "transformers.BertGenerationTokenizer.from_pretrained")),
+        ("qwen2", "bpe", None, ("transformers.PreTrainedTokenizerFast.from_pretrained",)),
+        ("qwen2", "json", "Qwen2Tokenizer", ()),
+        ("qwen2", "json", None, ("transformers.PreTrainedTokenizerFast.from_pretrained",)),
+    ],
+)
+def test_where_autotokenizer_uses_another_class_the_user_is_told(
+    sentencepiece_model: str,
+    hugging_face_directory: Path,
+    tmp_path: Path,
+    model_type: str,
+    kind: str,
+    declared: str | None,
+    words: tuple[str, ...],
+) -> None:
+    flags = TokenizerConfig("SentencePieceTokenizer", str(tmp_path / "tokenizer.model"))
+    if kind == "json":
+        flags = TokenizerConfig("HuggingFaceTokenizer", str(hugging_face_directory))
+        config = {} if declared is None else {"tokenizer_class": declared}
+        (hugging_face_directory / "tokenizer_config.json").write_text(json.dumps(config))
+    model, proto = read_model(sentencepiece_model)
+    model.trainer_spec.model_type = proto.TrainerSpec.UNIGRAM if kind == "unigram" else proto.TrainerSpec.BPE
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    (tmp_path / "hf").mkdir()
+    tokenizer = build_tokenizer(flags)
+    notes = write_tokenizer(tmp_path / "hf", flags, tokenizer, model_type)
+    assert len(notes) == len(words)
+    assert all(word in note for word, note in zip(words, notes, strict=True))
+    if notes and "from_pretrained" in notes[-1]:  # and what it is told is right
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": model_type}))
+        theirs = getattr(transformers, words[-1].split(".")[1]).from_pretrained(tmp_path / "hf")
+        assert theirs("import os", add_special_tokens=False)["input_ids"] == tokenizer.tokenize("import os")
