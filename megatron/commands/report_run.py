@@ -23,6 +23,8 @@ from megatron.operation.run_summary import read_run, summarize, to_json
 from megatron.reports.svg import Point
 from megatron.urls import refuse_urls
 
+_NOT_A_NAME = {"checkpoints", "checkpoint", "ckpts", "ckpt"}
+
 
 @dataclass(frozen=True)
 class ReportConfig:
@@ -37,7 +39,8 @@ class ReportConfig:
     metrics: str | None = None
     """The run's --metrics-jsonl file, for the curves (default: metrics.jsonl in the run directory, if it is there)."""
     name: str | None = None
-    """Name of the run on the page (default: the name of the directory)."""
+    """Name of the run on the page (default: its --wandb-exp-name, else the name of the directory, or of the one above a
+    directory that is called checkpoints)."""
 
 
 def curves_of(history: History) -> Curves:
@@ -58,6 +61,14 @@ def metrics_file(config: ReportConfig, directory: Path) -> str | None:
     return config.metrics or (str(usual) if usual.is_file() and usual.stat().st_size else None)
 
 
+def name_of(directory: Path, history: History | None) -> str:
+    """The name of a run that has none on the command line."""
+    given = None if history is None else history.flag("logging", "wandb_exp_name", None)
+    directory = directory.resolve()
+    above = directory.parent.name if directory.name in _NOT_A_NAME else ""
+    return str(given or above or directory.name)
+
+
 def build_report(config: ReportConfig) -> Report:
     """Read the records; raises :class:`UserError`."""
     refuse_urls({"RUN": config.run, "--metrics": config.metrics}, "copy the files to a local directory")
@@ -72,7 +83,7 @@ def build_report(config: ReportConfig) -> Report:
     path = metrics_file(config, directory)
     history = None if path is None else read_history("--metrics", path)
     curves = Curves() if history is None else curves_of(history)
-    return Report(config.name or directory.resolve().name, run, summarize(run), curves, history)
+    return Report(config.name or name_of(directory, history), run, summarize(run), curves, history)
 
 
 def write(flag: str, path: str, content: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,73 @@ def test_all_figures_are_in_the_text_and_in_json(
     assert figures["interruptions"] == len(figures["records"]) - 1
     assert f"every {figures['save_interval']['young']['seconds'] / 60:.1f} min" in text
     assert figures["hosts"][0]["host"] == "node1"
+
+
+def tiles(text: str) -> list[str]:
+    """The names of the first figures of a page."""
+    return re.findall(r'<div class="label">([^<]*)</div>', text)
+
+
+def test_the_loss_is_the_first_figure(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_page(monkeypatch, run).read_text()
+    assert tiles(text)[:2] == ["loss", "effective time"] and "lost work" in tiles(text)
+    assert text.count('class="tile main"') == 1
+    assert '<div class="value">3.0050</div><div class="detail">validation 3.1000</div>' in text
+    assert "loss                3.0050 (validation 3.1000)" in capsys.readouterr().out
+    (run / "metrics.jsonl").write_text('{"iteration": 5, "validation_loss": 2.5}\n')
+    assert (
+        '<div class="value">2.5000</div><div class="detail">validation</div>'
+        in write_page(monkeypatch, run).read_text()
+    )
+    (run / "metrics.jsonl").unlink()
+    assert call(monkeypatch, run, "--html", run / "page.html") == 0
+    text = (run / "page.html").read_text()
+    assert tiles(text)[0] == "effective time" and text.count('class="tile main"') == 1
+
+
+@pytest.mark.parametrize(("minutes", "is_advised"), [(59, False), (61, True)])
+def test_save_intervals_are_advised_from_an_hour_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    minutes: int,
+    is_advised: bool,
+) -> None:
+    job = SimulatedJob(Costs(1e9, 60.0, 4.0), 600.0, 2.0, world_size=16, commit_s=5.0)
+    for attempt in simulate(job, 60.0 * minutes, seed=2, start=1.7e9):
+        append_attempt(tmp_path / "run", attempt)
+    assert call(monkeypatch, tmp_path / "run", "--html", tmp_path / "page.html") == 0
+    assert ("Save interval" in (tmp_path / "page.html").read_text()) is is_advised
+    assert ("save, young" in capsys.readouterr().out) is is_advised
+    assert "lost work" not in tiles((tmp_path / "page.html").read_text())  # nothing failed
+
+
+@pytest.mark.parametrize(
+    ("place", "experiment", "name"),
+    [
+        ("llama", None, "llama"),
+        ("llama/checkpoints", None, "llama"),
+        ("llama/checkpoints", "third try", "third try"),
+    ],
+)
+def test_a_run_is_called_by_its_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    experiment: str | None,
+    name: str,
+) -> None:
+    directory = tmp_path / place
+    append_attempt(directory, Attempt(attempt=1, start=5.0, end=6.0, outcome="complete"))
+    record = {"iteration": 1, "lm_loss": 2.0, "run": {"flags": {"logging": {"wandb_exp_name": experiment}}}}
+    (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert call(monkeypatch, directory) == 0
+    assert capsys.readouterr().out.splitlines()[0] == name
+    assert call(monkeypatch, directory, "--name", "mine") == 0
+    assert capsys.readouterr().out.splitlines()[0] == "mine"
 
 
 def test_the_curve_of_losses_is_interrupted_where_an_attempt_starts() -> None:

@@ -39,6 +39,8 @@ from megatron.reports.svg import duration, percentage
 
 _MOODS: Mapping[str, Mood] = {"complete": "good", "running": "good", "stopped": "warn", "failed": "bad", "lost": "bad"}
 _MOST_CARDS = 20
+_SHORTEST_FOR_ADVICE_S = 3600.0
+"""The save interval of a shorter run does not matter."""
 _INTERVAL_NAMES = {
     "own": "this run",
     "young": "Young",
@@ -84,20 +86,33 @@ def _footer(report: Report) -> str:
     return f"State of {date(report.end)} UTC. Effective time: seconds of iterations that were kept, over wall time."
 
 
+def _losses(report: Report) -> tuple[str, str]:
+    """The last loss, and what is said beside it; empty without metrics of the run."""
+    if report.history is None:
+        return "", ""
+    training, validation = (report.history.curve(key) for key in ("lm_loss", "validation_loss"))
+    last = training[-1:] or validation[-1:]
+    beside = f"validation {validation[-1][1]:.4f}" if training and validation else "" if training else "validation"
+    return f"{last[0][1]:.4f}", beside
+
+
 def _tiles(report: Report) -> list[Tile]:
     summary = report.summary
     share = summary.time.effective_time
     lost = summary.time.seconds["lost"]
-    found = [
-        Tile("effective time", "-" if share is None else percentage(share), "of the wall time", is_main=True),
+    loss, beside = _losses(report)
+    found = [Tile("loss", loss, beside, is_main=True)] if loss else []
+    found += [
+        Tile("effective time", "-" if share is None else percentage(share), "of the wall time", is_main=not loss),
         Tile("wall time", duration(summary.time.wall_s), f"in {plural(summary.num_attempts, 'attempt')}"),
         Tile(
             "failures",
             f"{summary.interruptions:,}",
             "none so far" if summary.mtbf_s is None else f"one in {duration(summary.mtbf_s)}{_bounds(summary)}",
         ),
-        Tile("lost work", f"{summary.lost_iterations:,}", f"iterations, {duration(lost)}"),
     ]
+    if summary.interruptions or summary.lost_iterations:
+        found.append(Tile("lost work", f"{summary.lost_iterations:,}", f"iterations, {duration(lost)}"))
     if summary.restart_s is not None:
         label = "failure to first step" if summary.interruptions else "start to first step"
         found.append(Tile(label, duration(summary.restart_s), "mean"))
@@ -124,7 +139,7 @@ def _shares(summary: RunSummary) -> list[Share]:
 
 def _save_interval(report: Report) -> str:
     summary, intervals = report.summary, report.summary.intervals
-    if intervals is None:
+    if intervals is None or summary.time.wall_s < _SHORTEST_FOR_ADVICE_S:
         return ""
     costs = intervals.costs
     source = (
@@ -256,6 +271,9 @@ def report_text(report: Report) -> str:
     summary = report.summary
     share = summary.time.effective_time
     lines = [report.name, _subtitle(report), ""]
+    loss, beside = _losses(report)
+    if loss:
+        lines.append(_line("loss", f"{loss} ({beside})" if beside else loss))
     lines.append(_line("effective time", "-" if share is None else percentage(share)))
     lines.append(_line("wall time", f"{duration(summary.time.wall_s)} in {plural(summary.num_attempts, 'attempt')}"))
     wall = summary.time.wall_s or 1.0
@@ -269,7 +287,7 @@ def report_text(report: Report) -> str:
     lines.append(_line("lost iterations", f"{summary.lost_iterations:,} of {summary.iterations:,}"))
     for record in summary.hosts[:5]:
         lines.append(_line(f"host {record.host}", plural(record.failures, "failure")))
-    if summary.intervals is not None:
+    if summary.intervals is not None and summary.time.wall_s >= _SHORTEST_FOR_ADVICE_S:
         for choice, interval_s in interval_choices(summary.intervals):
             if interval_s is not None:
                 iterations = in_iterations(interval_s, summary.iteration_s)
