@@ -36,7 +36,6 @@ _SYNONYMS_BY_FLAG = {
     "--expert-model-parallel-size": "ep ep-size expert-parallel expert-parallel-size",
     "--data-parallel-sharding-strategy": "fsdp zero zero-stage sharding-strategy",
     "--recompute-activations": "gradient-checkpointing activation-checkpointing checkpoint-activations",
-    "--position-embedding-type or --use-rope-scaling": "rope-type",
     "--bf16": "precision dtype mixed-precision",
     "--fp8-format": "fp8",
     "--clip-grad": "max-grad-norm grad-clip gradient-clipping gradient-clip-val",

@@ -309,7 +309,6 @@ def test_a_first_start_names_all_flags_that_are_missing() -> None:
         ("--tp", "--tensor-model-parallel-size"),
         ("--max_steps", "--train-iters"),
         ("--fp8", "--fp8-format"),
-        ("--rope-type", "--position-embedding-type or --use-rope-scaling"),
         ("--adam-betas", "--adam-beta1 or --adam-beta2"),
     ],
 )

@@ -22,20 +22,19 @@ _ROW = 4096
 
 def torch_squared_norm(tensors: list[Tensor]) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms: list[Tensor] = []
+    rest, of_rows = tensors, []
     if tensors[0].device.type == "cpu":
         # There torch adds the elements of a tensor one after the other: in fp32 the norm of 2^28 elements is 4 % too
         # small, and depends on the shards. So of larger tensors only rows are added in fp32. GPUs add in a tree.
-        rest: list[Tensor] = []
+        rest = []
         for tensor in tensors:
             rows = tensor.numel() // _ROW if tensor.numel() >= 16 * _ROW else 0
             if rows:
                 table = tensor.view(-1)[: rows * _ROW].view(rows, _ROW)
-                norms.append(torch.linalg.vector_norm(table, dim=1, dtype=wide))
-            rest.append(tensor.view(-1)[rows * _ROW :] if rows else tensor)
-        tensors = rest
-    norms.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)))
-    return torch.cat(norms).double().square().sum()
+                of_rows.append(torch.linalg.vector_norm(table, dim=1, dtype=wide).double().square().sum())
+            rest.append(tensor.view(-1)[rows * _ROW :])
+    total = torch.stack(torch._foreach_norm(rest, 2, dtype=wide)).double().square().sum()
+    return total + torch.stack(of_rows).sum() if of_rows else total
 
 
 class AdamW(torch.optim.AdamW):
