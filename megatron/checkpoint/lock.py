@@ -126,7 +126,7 @@ class _Sighting:
         """Owner of the lock; None for an invalid file."""
         try:
             return Owner(**json.loads(self.text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
 
 

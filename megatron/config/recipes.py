@@ -85,7 +85,7 @@ def read_recipes(path: Path) -> dict[str, list[str]]:
         return {path.name: words_of_script(path.read_text(encoding="utf-8"))}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name a recipe.") from None
-    except (ValueError, AttributeError, LookupError) as error:
+    except (ValueError, AttributeError, LookupError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no recipe ({error}): name a YAML file, a shell script or a file of flags."
         ) from None
