@@ -49,7 +49,15 @@ from megatron.operation.processes import LAUNCHER, end_processes
 from megatron.operation.run_settings import run_directory_in
 from megatron.operation.warm import WarmProcesses
 from megatron.operation.watch import RankWatch
-from megatron.torch_compat import leave_rendezvous, redirected_to, renew_store_address, start_rank, start_ranks_by
+from megatron.torch_compat import (
+    LOOPBACK,
+    leave_rendezvous,
+    listen_on_loopback,
+    redirected_to,
+    renew_store_address,
+    start_rank,
+    start_ranks_by,
+)
 
 SAVE_SECONDS = 600
 """Default of --shutdown-timeout: time for the ranks to finish an iteration and save."""
@@ -483,6 +491,9 @@ def main(arguments: Sequence[str]) -> int:
         return agents[0]
 
     os.environ[LAUNCHER] = str(os.getpid())
+    if options.standalone:
+        listen_on_loopback()
+        options.local_addr = options.local_addr or LOOPBACK
     if is_elastic:
         os.environ[ELASTIC] = "1"
     # torchrun makes its agent by this name.
