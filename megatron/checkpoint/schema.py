@@ -169,12 +169,16 @@ def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
     for name, kind in (("architecture", TransformerConfig), ("lr_schedule", LearningRateSchedule)):
         if current.get(name) is not None:
             current[name] = _build(kind, current[name], name)
-    for name, kind in (("data_stages", DataStage), ("rollbacks", Rollback)):
-        records = current.get(name, ())
-        if not isinstance(records, list | tuple):
-            raise CheckpointError(f"The checkpoint's {name} are no list: load another checkpoint.")
-        current[name] = [_build(kind, record, name[:-1].replace("_", " ")) for record in records]
+    current["data_stages"] = _build_list(DataStage, current, "data_stages")
+    current["rollbacks"] = _build_list(Rollback, current, "rollbacks")
     return _build(SavedState, current, "state")
+
+
+def _build_list(kind: type[T], state: Mapping[str, Any], name: str) -> list[T]:
+    records = state.get(name, ())
+    if not isinstance(records, list | tuple):
+        raise CheckpointError(f"The checkpoint's {name} are no list: load another checkpoint.")
+    return [_build(kind, record, name[:-1].replace("_", " ")) for record in records]
 
 
 def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -450,7 +450,12 @@ def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path, m
     is_over, has_begun = threading.Event(), threading.Event()
     monkeypatch.setattr(lock_module, "RENEWAL", 0.01)
     monkeypatch.setattr(lock_module, "RELEASE_SECONDS", 0.2, raising=False)
-    monkeypatch.setattr(RunLock, "_renew", lambda lock: (has_begun.set(), is_over.wait()))
+
+    def stall(lock: RunLock) -> None:
+        has_begun.set()
+        is_over.wait()
+
+    monkeypatch.setattr(RunLock, "_renew", stall)
     lock = acquire(tmp_path)
     assert has_begun.wait(60)
     releasing = threading.Thread(target=lock.release, daemon=True)
