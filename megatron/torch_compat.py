@@ -5,6 +5,7 @@
 """
 
 import gc
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
 ]
+
+LOOPBACK = "127.0.0.1"
 
 disable_dispatch_modes = _disable_current_modes
 """Context manager: operations inside are real, whatever dispatch modes are active."""
@@ -192,6 +195,26 @@ def renew_store_address(rendezvous_handler: Any) -> None:
     the first one, whose node may be gone, or no longer be the first."""
     if hasattr(rendezvous_handler, "_bootstrap_store_info"):
         rendezvous_handler._bootstrap_store_info = None
+
+
+def listen_on_loopback() -> None:
+    """Let the stores of torch's elastic agent accept connections from this host alone. torch has no option for it, and
+    listens on all interfaces."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+
+    def store(host_name: str, port: int, is_master: bool = False, **options: Any) -> Any:
+        if is_master:
+            listening = socket.create_server((LOOPBACK, port))
+            host_name, port = LOOPBACK, listening.getsockname()[1]
+            options["master_listen_fd"] = listening.detach()  # the store closes it
+        return dist.TCPStore(host_name=host_name, port=port, is_master=is_master, **options)  # type: ignore[attr-defined]
+
+    vars(c10d_rendezvous_backend)["TCPStore"] = store
+    setattr(  # noqa: B010 (mypy takes an assignment for a mistake)
+        dynamic_rendezvous.DynamicRendezvousHandler,
+        "_create_tcp_store_server",
+        lambda handler, address, port: store(address, port, is_master=True, multi_tenant=True),
+    )
 
 
 def leave_rendezvous(rendezvous_handler: Any, seconds: float) -> None:

@@ -94,11 +94,24 @@ class BackgroundProcess:
         self.unfinished.append(self._last_number)
         self._progress_at = time.monotonic()
         try:
-            self._process.stdin.write(f"{json.dumps({**job, 'number': self._last_number})}\n".encode())
-            self._process.stdin.flush()
+            self._write(f"{json.dumps({**job, 'number': self._last_number})}\n".encode())
         except BrokenPipeError:
             self._fail("The background writer has died")
         return self._last_number
+
+    def _write(self, content: bytes) -> None:
+        """Write to the process, which may be stopped: a manifest can be larger than a pipe."""
+        assert self._process is not None and self._process.stdin is not None
+        pipe, deadline = self._process.stdin.fileno(), time.monotonic() + self._timeout
+        writable = select.poll()  # select takes no descriptor above 1,023
+        writable.register(pipe, select.POLLOUT)
+        while content:
+            if writable.poll(200):
+                content = content[os.write(pipe, content) :]
+                deadline = time.monotonic() + self._timeout
+            elif time.monotonic() > deadline:
+                self._fail(_stalled(self._timeout))
+                return
 
     def take_notes(self) -> list[str]:
         """Reports other than failures since the last call."""
@@ -132,7 +145,9 @@ class BackgroundProcess:
                 f"The background writer cannot be started ({error}): free memory or processes."
             ) from error
         assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        assert self._process.stdin is not None
+        for pipe in (self._process.stdin, self._process.stdout):
+            os.set_blocking(pipe.fileno(), False)
         self._unread = b""
 
     def poll(self, patient: bool = False) -> None:
@@ -144,7 +159,7 @@ class BackgroundProcess:
         elif self._process.poll() is not None:
             self._fail(f"The background writer has died (exit code {self._process.returncode})")
         elif not patient and time.monotonic() - self._progress_at > self._timeout:
-            self._fail(f"The background writer has made no progress for {self._timeout:.0f} s (--async-save-timeout)")
+            self._fail(_stalled(self._timeout))
 
     def _read_reports(self) -> bool:
         """Whether the process reported anything."""
@@ -191,6 +206,10 @@ class BackgroundProcess:
     def close(self) -> None:
         self.cancel()
         self._memory.close()
+
+
+def _stalled(timeout: float) -> str:
+    return f"The background writer has made no progress for {timeout:.0f} s (--async-save-timeout)"
 
 
 class AsyncSaveTask:

@@ -126,7 +126,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         with explained("read", path):
             content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): download the model again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object: download the model again.")

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,9 @@ RENEWAL = 5.0
 """Seconds between two renewals."""
 POLL = 0.5
 """Seconds between two polls of a waiting run."""
-_NAMESPACE = "/proc/self/ns/pid"
+RELEASE_SECONDS = 10.0
+"""For so long a release waits for a renewal under way."""
+_PROC = "/proc"
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
 
@@ -60,13 +63,13 @@ class Owner:
     def this_process(cls) -> "Owner":
         """A new lock of this process."""
         identity = f"{_boot()}/{_start_of('self')[1]}"
-        namespace = _link(_NAMESPACE)
+        namespace = _namespace()
         return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), namespace)
 
     def fate(self) -> Literal["alive", "gone", "unknown"]:
         """Whether the process is alive, if this can be determined from here."""
         boot, _, start = self.process.partition("/")
-        if not boot or boot != _boot() or self.namespace not in ("", _link(_NAMESPACE)):
+        if not boot or boot != _boot() or self.namespace not in ("", _namespace()):
             return "unknown"
         fate = self._fate_here(start)
         # A file of an older version lacks the namespace of its pid, which may be another process here.
@@ -79,7 +82,7 @@ class Owner:
             return "gone"
         except PermissionError:
             pass  # another user's process
-        if _link("/proc/self") != str(os.getpid()):
+        if _has_proc() and _link(f"{_PROC}/self") != str(os.getpid()):
             return "unknown"  # a container may see the /proc of its host
         state, actual_start = _start_of(str(self.pid))
         if not state:
@@ -88,12 +91,21 @@ class Owner:
         return "alive" if actual_start == start and state not in "ZX" else "gone"
 
 
+def _has_proc() -> bool:
+    return os.path.isdir(_PROC)
+
+
 def _boot() -> str:
     """Boot id of this host; empty if the system has none."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path(f"{_PROC}/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return ""
+        return "" if _has_proc() else _printed_by("sysctl", "-n", "kern.bootsessionuuid")
+
+
+def _namespace() -> str:
+    """PID namespace of this process; empty if it cannot be read."""
+    return _link(f"{_PROC}/self/ns/pid") if _has_proc() else "none"
 
 
 def _link(path: str) -> str:
@@ -105,13 +117,25 @@ def _link(path: str) -> str:
 
 
 def _start_of(process: str) -> tuple[str, str]:
-    """State of a process and its start in clock ticks since boot; empty if /proc does not show it."""
+    """State of a process and its start, on Linux in clock ticks since boot; empty if the system does not show it."""
+    if not _has_proc():
+        pid = str(os.getpid()) if process == "self" else process
+        state, _, start = _printed_by("ps", "-o", "stat=,lstart=", "-p", pid).partition(" ")
+        return state[:1], " ".join(start.split())
     try:
         # The program's name is in parentheses and may contain any characters.
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"{_PROC}/{process}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except (OSError, IndexError):
         return "", ""
+
+
+def _printed_by(*command: str) -> str:
+    """What a program of a system without /proc (macOS) prints; empty if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        environment = {**os.environ, "LC_ALL": "C"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment).stdout.strip()
+    return ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +150,7 @@ class _Sighting:
         """Owner of the lock; None for an invalid file."""
         try:
             return Owner(**json.loads(self.text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
 
 
@@ -343,9 +367,11 @@ class RunLock:
             raise _lost(self.root, owner)
 
     def release(self) -> None:
-        """Remove the lock, unless another run owns it."""
+        """Remove the lock, unless another run owns it. While the file system stalls it is left to its lease."""
         self._is_released.set()
-        self._renewing.join()
+        self._renewing.join(RELEASE_SECONDS)
+        if self._renewing.is_alive():
+            return
         with suppress(OSError):
             owner = _owner_at(self._path)
             if owner is not None and owner.token == self.token:

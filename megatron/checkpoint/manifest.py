@@ -190,8 +190,8 @@ def decode_manifest(text: str) -> Manifest:
             raise ValueError("its state is not an object")
         files = [WrittenFile.from_json(name, record) for name, record in document["files"].items()]
         for file in files:
-            # A name with a directory could lead out of the checkpoint.
-            if file.name != os.path.basename(file.name) or file.name in ("", ".", ".."):
+            # A name with a directory could lead out of the checkpoint, and one with a NUL is none.
+            if file.name != os.path.basename(file.name) or file.name in ("", ".", "..") or "\0" in file.name:
                 raise ValueError(f"bad file name {file.name!r}")
         places = {file.name: place for place, file in enumerate(files)}
         tensors = {}

@@ -169,13 +169,22 @@ def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
     for name, kind in (("architecture", TransformerConfig), ("lr_schedule", LearningRateSchedule)):
         if current.get(name) is not None:
             current[name] = _build(kind, current[name], name)
-    current["data_stages"] = [_build(DataStage, stage, "data stage") for stage in current.get("data_stages", ())]
-    current["rollbacks"] = [_build(Rollback, rollback, "rollback") for rollback in current.get("rollbacks", ())]
+    current["data_stages"] = _build_list(DataStage, current, "data_stages")
+    current["rollbacks"] = _build_list(Rollback, current, "rollbacks")
     return _build(SavedState, current, "state")
+
+
+def _build_list(kind: type[T], state: Mapping[str, Any], name: str) -> list[T]:
+    records = state.get(name, ())
+    if not isinstance(records, list | tuple):
+        raise CheckpointError(f"The checkpoint's {name} are no list: load another checkpoint.")
+    return [_build(kind, record, name[:-1].replace("_", " ")) for record in records]
 
 
 def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """The dataclass ``kind`` from its saved ``values``."""
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"The checkpoint's {where} has no fields: load another checkpoint.")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = [f"{name} {value!r}" for name, value in values.items() if name not in fields]
     if unknown:

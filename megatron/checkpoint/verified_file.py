@@ -105,7 +105,7 @@ class VerifiedSafetensors:
                     raise ValueError(f"its entry {name} has {stop - start} bytes where its shape has {entry.nbytes}")
                 entries[name] = entry, 8 + length + start
             return entries
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"{type(error).__name__} {error}") from error
 
     def _damaged(self, reason: str) -> CheckpointError:
@@ -114,6 +114,15 @@ class VerifiedSafetensors:
     def position(self, key: str) -> int:
         """Position of the entry ``key``; 0 if it does not exist."""
         return self._entries[key][1] if key in self._entries else 0
+
+    def check_entries(self, entries: Mapping[str, Entry]) -> None:
+        """Raise :class:`CheckpointError` unless the file has these entries and no others."""
+        for key, entry in entries.items():
+            if self._entries.get(key, (None,))[0] != entry:
+                raise self._damaged(f"its entry {key} is not what the manifest says")
+        unnamed = sorted(self._entries.keys() - entries.keys())
+        if unnamed:
+            raise self._damaged(f"it holds {unnamed[0]}, which the manifest does not name")
 
     def copy_into(self, target: Tensor, key: str, place: Place, entry: Entry) -> None:
         """Fill ``target`` with the part ``place`` of the entry ``key``, which must be an ``entry``. ``target`` has the

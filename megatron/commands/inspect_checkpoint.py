@@ -16,9 +16,9 @@ from megatron.ranges import require_at_least
 from megatron.urls import check_place
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.files import WrittenFile
     from megatron.checkpoint.manifest import Manifest
     from megatron.checkpoint.remote_path import AnyPath
+    from megatron.checkpoint.safetensors_file import Entry
 
 _LAYOUT = {
     "tensor_model_parallel_size": "tensor",
@@ -36,7 +36,8 @@ class InspectConfig:
     ckpt_step: int | None = None
     """Iteration to inspect instead of the latest."""
     verify: bool = False
-    """Read every file and compare it with its digests; the exit code is 1 for a damaged file."""
+    """Read every file and compare it with its digests and its tensors with the manifest; the exit code is 1 for a
+    damaged file."""
     json: bool = False
     """Print one JSON object with all flags of the run."""
 
@@ -58,7 +59,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         raise missing_checkpoint(root)
     directory = locate_checkpoint(root, iteration)
     manifest = read_manifest(directory)
-    files = sorted(manifest.files().values(), key=lambda file: file.name)
+    files = sorted(manifest.file_list, key=lambda file: file.name)
     return {
         "directory": str(directory),
         "iteration": iteration,
@@ -67,7 +68,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         "bytes": sum(file.size for file in files),
         "files": {file.name: {"bytes": file.size, "xxh3_128": file.digest} for file in files},
         "tensors": describe_tensors(manifest),
-        "damage": find_damage(directory, files) if config.verify else None,
+        "damage": find_damage(directory, manifest) if config.verify else None,
     }
 
 
@@ -84,14 +85,22 @@ def describe_tensors(manifest: "Manifest") -> dict[str, dict[str, Any]]:
     }
 
 
-def find_damage(directory: "AnyPath", files: "list[WrittenFile]") -> list[str]:
-    """What is wrong with each file that is not as it was written."""
+def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
+    """What is wrong with each file that is not as it was written, or that holds something else than ``manifest``
+    says."""
     from megatron.checkpoint.files import verify_file
+    from megatron.checkpoint.verified_file import VerifiedSafetensors
 
+    entries: dict[str, dict[str, Entry]] = {file.name: {} for file in manifest.file_list}
+    for name in manifest.tensors:
+        for chunk in manifest.chunks(name):
+            entries[chunk.file.name][chunk.key] = manifest.entry(name, chunk)
     damage = []
-    for file in files:
+    for file in sorted(manifest.file_list, key=lambda file: file.name):
         try:
             verify_file(directory, file)
+            with VerifiedSafetensors(directory, file) as content:
+                content.check_entries(entries[file.name])
         except CheckpointError as error:
             damage.append(str(error))
     return damage

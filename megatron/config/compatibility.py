@@ -108,7 +108,7 @@ class CompatibilityConfig:
     build the causal mask."""
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
     """Accepted for Megatron-LM compatibility; no effect. A checkpoint is safetensors files and a manifest, and loads in
-    every layout. Megatron-LM cannot read it, and Megatron-LM's checkpoints cannot be loaded."""
+    every layout. Megatron-LM cannot read it; tools/convert_checkpoint.py from-megatron converts Megatron-LM's."""
     ckpt_fully_parallel_save: bool = True
     """Accepted for Megatron-LM compatibility in both forms; no effect. Every rank saves its own part."""
     dist_ckpt_optim_fully_reshardable: bool = True

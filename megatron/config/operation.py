@@ -12,6 +12,7 @@ from megatron.urls import refuse_urls
 
 HANG_LIMITS = (
     "hang_limit_s",
+    "hang_limit_data_s",
     "hang_limit_start_s",
     "hang_limit_load_s",
     "hang_limit_save_s",
@@ -61,15 +62,19 @@ class OperationConfig(GuardConfig):
     hang_limit_s: float = 60.0
     """Under the launcher (megatron.operation.launch), restart all ranks when one has stayed in a section of an
     iteration for longer than this many seconds and than 5 times the longest of its last 20 stays; 0 disables the
-    watchdog. With --dataloader-timeout, the limit is at least that."""
-    hang_limit_start_s: float = 1800.0
-    """The same for the start of a rank and for its first six iterations, which may compile kernels."""
-    hang_limit_load_s: float = 1800.0
-    """The same for loading a checkpoint."""
-    hang_limit_save_s: float = 1800.0
-    """The same for a save, while it blocks training."""
-    hang_limit_evaluation_s: float = 1800.0
-    """The same for an evaluation."""
+    watchdog. Time in which a rank waits for storage does not count, up to --hang-limit-data-s."""
+    hang_limit_data_s: float = 600.0
+    """The same for waiting for data. With --dataloader-timeout, the limit is at least that."""
+    hang_limit_start_s: float | None = None
+    """The same for the start of a rank and for its first six iterations, which may compile kernels (default: 1800, and
+    after an attempt of the same command 10 times the longest stay, at least 60)."""
+    hang_limit_load_s: float | None = None
+    """The same for loading a checkpoint (default: as for the start)."""
+    hang_limit_save_s: float | None = None
+    """The same for a save, while it blocks training (default: 1800, and after three saves 10 times the longest, at
+    least 60)."""
+    hang_limit_evaluation_s: float | None = None
+    """The same for an evaluation (default: as for a save)."""
 
     @property
     def rolls_back(self) -> bool:

@@ -51,6 +51,9 @@ class ControlGroup:
             use_local_synchronization=True,
             group_desc="control",
         )
+        # Ranks may connect at their first message (TORCH_GLOO_LAZY_INIT), and that must have the timeout of connecting.
+        # A barrier sends over distances of powers of two, as all that follows does.
+        dist.barrier(group=group)
         set_group_timeout(group, self._timeout)
         return group
 

@@ -143,7 +143,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         self._processor = SentencePieceProcessor()
         try:
             loaded = self._processor.LoadFromSerializedProto(content)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, UnicodeDecodeError) as error:  # the last in the text of an error
             raise DataError(not_a(path, "a SentencePiece model")) from error
         if not loaded or not self._processor.get_piece_size():
             raise DataError(not_a(path, "a SentencePiece model"))

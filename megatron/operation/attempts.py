@@ -70,7 +70,7 @@ def read(path: Path) -> FailedAttempts | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         newest, failed = content["newest_iteration"], content["failed"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     if type(failed) is not int or type(newest) not in (int, type(None)):
         return None

@@ -13,6 +13,9 @@ from megatron.errors import ConfigError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
+"""Two ranks of a gloo group connect at the first message between them. Otherwise every rank connects to all others: of
+16,384 ranks each would have 16,383 connections, only for the control group."""
 SEVERAL = 8
 """CUDA's default."""
 MOST_COMPILE_THREADS = 32
@@ -106,5 +109,6 @@ def prepare_environment(
     """Set the variables that the user has not set. Call it before torch is imported and CUDA starts."""
     queues = choose_hardware_queues(config, environment.get(CONNECTIONS))
     environment[CONNECTIONS] = str(queues.connections)
+    environment.setdefault(LAZY_CONNECTIONS, "1")
     environment.setdefault(COMPILE_THREADS, str(compile_threads(num_cores, local_world_size)))
     return queues

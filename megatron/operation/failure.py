@@ -358,7 +358,7 @@ def read_failure(path: Path) -> dict[str, Any] | None:
     """The content of a file; None if it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -49,7 +49,15 @@ from megatron.operation.processes import LAUNCHER, end_processes
 from megatron.operation.run_settings import run_directory_in
 from megatron.operation.warm import WarmProcesses
 from megatron.operation.watch import RankWatch
-from megatron.torch_compat import leave_rendezvous, redirected_to, renew_store_address, start_rank, start_ranks_by
+from megatron.torch_compat import (
+    LOOPBACK,
+    leave_rendezvous,
+    listen_on_loopback,
+    redirected_to,
+    renew_store_address,
+    start_rank,
+    start_ranks_by,
+)
 
 SAVE_SECONDS = 600
 """Default of --shutdown-timeout: time for the ranks to finish an iteration and save."""
@@ -157,9 +165,10 @@ class Agent(LocalElasticAgent):
         self._started_at = time.monotonic()
         workers = worker_group.workers
         ranks = [worker.global_rank for worker in workers]
-        self._attempts.begin(ranks, workers[0].world_size if workers else 0, Beginning.now())
+        world_size = workers[0].world_size if workers else 0
+        self._attempts.begin(ranks, world_size, Beginning.now())
         pids = super()._start_workers(worker_group)
-        self._watch.start(ranks, pids, self._nodes, worker_group.group_rank or 0, self._restarts)
+        self._watch.start(ranks, world_size, pids, self._nodes, worker_group.group_rank or 0, self._restarts)
         return pids
 
     def start_rank(self, handler: Any, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[Any]:
@@ -246,6 +255,7 @@ class Agent(LocalElasticAgent):
             self._put_cause_first(result, [worker_group.workers[rank].global_rank for rank in failed])
             self._end_attempt(next(iter(result.failures.values())).exitcode)
         elif result.state == WorkerState.SUCCEEDED:
+            self._watch.leave()
             self._end_attempt()
         elif result.state == WorkerState.HEALTHY and self._failed_elsewhere():
             self._watch.publish_health()
@@ -294,6 +304,7 @@ class Agent(LocalElasticAgent):
         return codes <= {ExitCode.STOPPED, ExitCode.COMPLETE} and bool(self._nodes and self._nodes.stops_for_join())
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._watch.leave()
         # Healthy ranks are stopped for a node that joins: a new one, or one that starts its ranks again after a crash.
         nodes = self._nodes
         if worker_group.state == WorkerState.HEALTHY and nodes is not None and nodes.must_restart(self._restarts):
@@ -342,6 +353,7 @@ class Agent(LocalElasticAgent):
 
     def _end_ranks_after_failure(self) -> None:
         """Wait for the other ranks if they stop on request; torch would terminate them immediately."""
+        self._watch.leave()
         deadline = time.monotonic() + self._save_seconds
         # All ranks have saved when the first has stopped on request, but some may still copy.
         while set(self._rank_codes().values()) <= {ExitCode.STOPPED, ExitCode.COMPLETE} and self._has_running_ranks():
@@ -353,6 +365,7 @@ class Agent(LocalElasticAgent):
     def _close(self, seconds: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
         """Signal the running ranks, and kill those that have not ended after ``seconds``, or :data:`CRASH_SECONDS`
         after one has crashed."""
+        self._watch.leave()
         if not self._survivors and isinstance(self._pcontext, SubprocessContext) and self._has_running_ranks():
             ranks = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
             self._survivors = end_processes(ranks, death_signal, seconds, KILL_SECONDS, crash_seconds=CRASH_SECONDS)
@@ -478,6 +491,9 @@ def main(arguments: Sequence[str]) -> int:
         return agents[0]
 
     os.environ[LAUNCHER] = str(os.getpid())
+    if options.standalone:
+        listen_on_loopback()
+        options.local_addr = options.local_addr or LOOPBACK
     if is_elastic:
         os.environ[ELASTIC] = "1"
     # torchrun makes its agent by this name.

@@ -93,7 +93,7 @@ def read(path: Path) -> list[Naming]:
     found = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 naming = Naming.from_json(json.loads(line))
                 found += [naming] if naming is not None else []
     return found

@@ -103,6 +103,33 @@ class Nodes:
                 time.sleep(0.05)
         return found
 
+    def beat(self, restarts: int, node: int, text: str) -> None:
+        """Show the first launcher that this one lives; ``text`` differs from the last one."""
+        with suppress(DistError):
+            self._store.set(f"{_PREFIX}/beat/{restarts}/{node}", text)
+
+    def beats(self, restarts: int) -> dict[int, str]:
+        """The last text of each launcher that has called :meth:`beat`."""
+        keys = {node: f"{_PREFIX}/beat/{restarts}/{node}" for node in range(self.count)}
+        with suppress(DistError):
+            if not self._store.check(list(keys.values())):
+                keys = {node: key for node, key in keys.items() if self._store.check([key])}
+            if keys:
+                return dict(zip(keys, (text.decode() for text in self._store.multi_get(list(keys.values())))))
+        return {}
+
+    def set_waiting(self, restarts: int, waits: bool) -> None:
+        """Let all launchers know whether a rank of any node waits for storage."""
+        with suppress(DistError):
+            self._store.set(f"{_PREFIX}/waiting/{restarts}", str(int(waits)))
+
+    def is_waiting(self, restarts: int) -> bool:
+        """What :meth:`set_waiting` has said last."""
+        key = f"{_PREFIX}/waiting/{restarts}"
+        with suppress(DistError):
+            return bool(self._store.check([key]) and self._store.get(key) == b"1")
+        return False
+
     def is_first(self, topic: str, restarts: int) -> bool:
         """Whether no other launcher has asked this before; also if the store cannot be reached."""
         with suppress(DistError):

@@ -10,6 +10,7 @@ STOPPED = "Tt"
 UNINTERRUPTIBLE = "D"
 """Waits for a device; no signal ends it."""
 ENDED = "ZX"
+BACKGROUND_WRITER, HELPER = "background writer", "helper process"
 _WRITER = "megatron.checkpoint.background_main"
 _HELPERS = ("resource_tracker", "forkserver", "compile_worker")
 
@@ -53,6 +54,16 @@ def child_processes(pid: int) -> tuple[ChildProcess, ...]:
     return tuple(sorted(found, key=lambda child: child.pid))
 
 
+def transferred_bytes(pid: int) -> int:
+    """Bytes that the process has read from and written to files, also through mappings; 0 where the system does not
+    tell."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b")))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def context_switches(pid: int) -> int:
     """How often the main thread has given up the processor of its own accord."""
     try:
@@ -92,8 +103,8 @@ def _role(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
-        return "helper process"
+        return HELPER
     if _WRITER in words:
-        return "background writer"
+        return BACKGROUND_WRITER
     # torch forks its loader processes from the rank, so they have the rank's command line.
-    return "helper process" if any(word in words for word in _HELPERS) else "loader process"
+    return HELPER if any(word in words for word in _HELPERS) else "loader process"

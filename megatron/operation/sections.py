@@ -9,6 +9,7 @@ from megatron.operation.heartbeat import Heartbeat, Section
 
 SECTION_OF_TIMER = {
     "batch-generator": Section.DATA,
+    "evaluation-data": Section.DATA,
     "forward-backward": Section.FORWARD_BACKWARD,
     "grads-reduce": Section.GRADS_REDUCE,
     "optimizer": Section.OPTIMIZER,

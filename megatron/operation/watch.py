@@ -5,6 +5,7 @@ store, and waits for them for a limited time.
 """
 
 import os
+import secrets
 import socket
 import sys
 import time
@@ -32,17 +33,21 @@ from megatron.operation.failure import (
 from megatron.operation.heartbeat import HeartbeatMemory, Snapshot
 from megatron.operation.nodes import Nodes
 from megatron.operation.process_states import (
+    BACKGROUND_WRITER,
     ENDED,
+    HELPER,
     STOPPED,
     UNINTERRUPTIBLE,
     child_processes,
     context_switches,
     num_threads,
     process_state,
+    transferred_bytes,
 )
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.run_settings import RunSettings, run_directory_in
 from megatron.operation.stacks import main_stack, parse_stacks, request_stacks
-from megatron.operation.watchdog import Limits, Overrun, Watchdog
+from megatron.operation.stays import command_key, longest_stays, write_stays
+from megatron.operation.watchdog import Limits, Overrun, Processes, Watchdog
 
 SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
 """A script, or a module after ``-m``, whose ranks have heartbeats."""
@@ -50,6 +55,14 @@ NODES_SECONDS = 5.0
 """Time for the other launchers to say what they know of their ranks."""
 _DECISION_SECONDS = 15.0
 """Time for the first launcher to decide, after which another one decides alone."""
+BEAT_SECONDS = 5.0
+"""Between two signs of life of a launcher, which the launcher of the first node reads."""
+LOST_SECONDS = 45.0
+"""A launcher without a sign of life for so long is gone."""
+_STAYS_SECONDS = 30.0
+"""Between two writes of what the ranks' stays teach."""
+_OVER = "over"
+"""Last sign of life of a launcher, in an attempt that ends."""
 _LOCK_SECONDS = 0.3
 """For so long the wait for the interpreter's lock is observed."""
 _LOCK_RATES = 20.0, 400.0
@@ -68,7 +81,10 @@ class _Attempt:
     nodes: Nodes | None
     node: int
     restarts: int
-    started: float
+    key: str
+    """Of the command, for :mod:`megatron.operation.stays`."""
+    name: str = field(default_factory=lambda: secrets.token_hex(4))
+    started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     number: int | None = None
     """In the run directory, from the first report."""
@@ -78,6 +94,14 @@ class _Attempt:
     exceeded_at: float | None = None
     """When a rank of this node exceeded its limit, while another launcher decides."""
     has_published: bool = False
+    beat_at: float = 0.0
+    beats: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """By node: its last sign of life, and when it was first read."""
+    others_wait: bool = False
+    """Whether a rank of any node waited for storage at the last sign of life."""
+    stays: Mapping[str, float] = field(default_factory=dict)
+    """As written last."""
+    stays_at: float = field(default_factory=time.monotonic)
 
 
 class RankWatch:
@@ -90,18 +114,27 @@ class RankWatch:
         self._host = socket.gethostname()
         self._out_of_memory = OutOfMemoryKills()
         self._attempt: _Attempt | None = None
+        self._run_dir = run_directory_in(words)
+        """As far as the launcher knows it before the ranks write their settings."""
         self.failure: Failure | None = None
         """Why the last attempt failed; None if it did not, or if another launcher records it."""
 
     def start(
-        self, ranks: Sequence[int], pids: Mapping[int, int], nodes: Nodes | None, node: int, restarts: int
+        self,
+        ranks: Sequence[int],
+        world_size: int,
+        pids: Mapping[int, int],
+        nodes: Nodes | None,
+        node: int,
+        restarts: int,
     ) -> None:
         """The ``ranks`` of a new attempt have started, here by local rank, with these processes."""
         limits = Limits.of_flags(OperationConfig(), None)
         start = _number_after("--hang-limit-start-s", self._words)
         limits = limits if start is None else Limits(start=start)
-        watchdog = Watchdog(len(ranks), time.monotonic_ns(), limits)
-        self._attempt = _Attempt(dict(enumerate(ranks)), pids, watchdog, nodes, node, restarts, time.time())
+        key = command_key(self._words, world_size)
+        watchdog = Watchdog(len(ranks), time.monotonic_ns(), limits, longest_stays(self._run_dir, key))
+        self._attempt = _Attempt(dict(enumerate(ranks)), pids, watchdog, nodes, node, restarts, key)
         self._out_of_memory.rose()  # since now
         self.failure = None
         if nodes is not None:
@@ -117,8 +150,12 @@ class RankWatch:
         self._read_settings(attempt)
         overruns = self._sample(attempt, ended)
         attempt.sample_at = now + attempt.watchdog.period()
+        if overruns or now - attempt.stays_at > _STAYS_SECONDS:
+            attempt.stays_at = now
+            self._write_stays(attempt)
         if attempt.nodes is not None:
-            return self._find_hang_with_others(attempt, attempt.nodes, overruns, ended)
+            lost = self._find_lost_nodes(attempt, attempt.nodes, now)
+            return lost or self._find_hang_with_others(attempt, attempt.nodes, overruns, ended)
         return self._decide(overruns[0], self._evidence(attempt, ended)) if overruns else None
 
     def _find_hang_with_others(
@@ -137,6 +174,45 @@ class RankWatch:
             self._publish_evidence(attempt, ended, nodes)
         return None
 
+    def _find_lost_nodes(self, attempt: _Attempt, nodes: Nodes, now: float) -> Failure | None:
+        """Give a sign of life. The first launcher reads those of the others, and decides that one is gone."""
+        if now < attempt.beat_at or not attempt.watchdog.limits.step:
+            return None
+        period = min(BEAT_SECONDS, 5.0 * attempt.watchdog.period())
+        # After a pause of this launcher, the others have as long as at the start.
+        was_paused = now - attempt.beat_at > BEAT_SECONDS
+        attempt.beat_at = now + period
+        nodes.beat(attempt.restarts, attempt.node, f"{now} {int(attempt.watchdog.waits_for_storage)}")
+        attempt.others_wait = nodes.is_waiting(attempt.restarts)
+        if attempt.node:
+            return None
+        beats = nodes.beats(attempt.restarts)
+        nodes.set_waiting(attempt.restarts, any(text.endswith(" 1") for text in beats.values()))
+        if was_paused:
+            attempt.beats = {}
+        silent = []
+        for node in range(nodes.count):
+            text, since = beats.get(node, ""), attempt.beats.get(node)
+            if since is None or since[0] != text:
+                attempt.beats[node] = text, now
+            elif text != _OVER and now - since[1] > LOST_SECONDS:
+                silent.append(node)
+        if not silent or not nodes.is_first("hang", attempt.restarts):
+            return None
+        lost = self._missing_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
+        failure = failure_of_lost_nodes(dict(lost.values()))
+        self._record(failure)
+        return failure
+
+    def leave(self) -> None:
+        """This launcher ends its ranks, or waits for their end: it gives no further signs of life."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        self._write_stays(attempt)
+        if attempt.nodes is not None:
+            attempt.nodes.beat(attempt.restarts, attempt.node, _OVER)
+
     def _publish_evidence(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
         attempt.has_published = True
         own = self._evidence(attempt, ended)
@@ -153,12 +229,24 @@ class RankWatch:
 
     def _sample(self, attempt: _Attempt, ended: Collection[int]) -> list[Overrun]:
         snapshots = [self._heartbeats.read(local_rank) for local_rank in sorted(attempt.ranks)]
-        overruns = attempt.watchdog.sample(time.monotonic_ns(), snapshots)
+        now_ns, watchdog = time.monotonic_ns(), attempt.watchdog
+        processes = {rank: _processes(attempt.pids[rank]) for rank in watchdog.stuck(now_ns) if rank not in ended}
+        overruns = watchdog.sample(now_ns, snapshots, processes, attempt.others_wait)
         return [
             one
             for one in overruns
             if one.local_rank not in ended and (self._has_heartbeats or snapshots[one.local_rank] is not None)
         ]
+
+    def _write_stays(self, attempt: _Attempt) -> None:
+        """The launcher of rank 0 writes what its ranks teach the next attempt."""
+        directory, stays = self._directory(), attempt.watchdog.stays(time.monotonic_ns())
+        if directory is None or 0 not in attempt.ranks.values() or not stays:
+            return
+        if any(seconds > 1.1 * attempt.stays.get(label, -1.0) for label, seconds in stays.items()):
+            attempt.stays = stays
+            with suppress(OSError):  # nothing is learned
+                write_stays(directory, attempt.key, attempt.name, stays)
 
     def _decide(self, overrun: Overrun, evidence: Sequence[Evidence]) -> Failure:
         failure = failure_of_hang(find_culprit(evidence), evidence, overrun.seconds, overrun.limit)
@@ -332,6 +420,20 @@ def _evidence_of_lost(rank: int, host: str) -> Evidence:
 
 def _seconds_since_entered(snapshot: Snapshot | None) -> float:
     return 0.0 if snapshot is None else (time.monotonic_ns() - snapshot.entered_ns) * 1e-9
+
+
+def _processes(pid: int) -> Processes:
+    """What the kernel says of a rank that makes no progress."""
+    state = process_state(pid) or "Z"
+    children = [child for child in child_processes(pid) if child.role != HELPER]
+    states = [state, *(child.state for child in children)]
+    writers = [child.pid for child in children if child.role == BACKGROUND_WRITER]
+    return Processes(
+        # Not of a child that has ended: what the rank does with it is its own matter.
+        is_stopped=state in ENDED or any(one in STOPPED for one in states),
+        waits_for_storage=any(one in UNINTERRUPTIBLE for one in states),
+        transferred=sum(map(transferred_bytes, [pid, *writers])),
+    )
 
 
 def _now() -> float:

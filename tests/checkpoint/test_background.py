@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -280,3 +281,32 @@ def test_what_has_changed_since_it_was_written_is_not_copied(tmp_path: Path, pro
     copying.abandon()
     assert list((tmp_path / "second").iterdir()) == []
     assert read_manifest(source).files()
+
+
+def test_a_job_for_a_stopped_writer_waits_for_the_timeout_and_not_for_ever(tmp_path: Path) -> None:
+    """The manifest of a large checkpoint is larger than a pipe."""
+    process = BackgroundProcess(timeout=1.0)
+    try:
+        process.submit({"kind": "copy", "source": "/proc", "name": "none", "target": "/proc"})
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        submitting = threading.Thread(target=process.submit, args=({"kind": "commit", "content": "x" * (1 << 20)},))
+        submitting.daemon = True
+        submitting.start()
+        submitting.join(30)
+        assert not submitting.is_alive()
+        assert process.failure is not None and "--async-save-timeout" in process.failure
+    finally:
+        process.close()
+
+
+def test_a_job_that_is_larger_than_a_pipe_arrives(tmp_path: Path) -> None:
+    (tmp_path / "a" / "manifest.json").parent.mkdir()
+    (tmp_path / "a" / "manifest.json").write_text("")
+    process = BackgroundProcess(timeout=60.0)
+    try:
+        job = {"kind": "copy", "source": str(tmp_path / "a"), "name": "none", "target": str(tmp_path)}
+        number = process.submit({**job, "ignored": "x" * (1 << 20)})
+        assert process.wait(number) is None
+    finally:
+        process.close()

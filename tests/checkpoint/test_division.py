@@ -169,6 +169,14 @@ def test_a_division_into_other_files_or_rows_is_refused(column: str, numbers: li
         decode_manifest(seal("manifest", json.dumps(content)))
 
 
+@pytest.mark.parametrize("name", ["..", "a/b", "a\0b", ""])
+def test_a_file_name_that_is_none_is_refused(name: str) -> None:
+    content = json.loads(encode_content(manifest()))
+    content["files"] = dict.fromkeys([name], next(iter(content["files"].values())))
+    with pytest.raises(ValueError, match="bad file name"):
+        decode_manifest(seal("manifest", json.dumps(content)))
+
+
 def test_a_scalar_is_not_divided() -> None:
     content = json.loads(encode_content(manifest()))
     chunks = {"offset": [], "shape": [], "file": [0], "first_rows": [1], "rows": [1], "stride": [1]}

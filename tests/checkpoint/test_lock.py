@@ -3,10 +3,12 @@
 import json
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -524,3 +526,65 @@ def test_a_rename_needs_the_token_of_the_lock(tmp_path: Path) -> None:
     commit(saving, tmp_path, 1, "{}", lock.token)
     assert list(tmp_path.glob("iter_*"))
     lock.release()
+
+
+def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is left to its lease: at the end of a run nothing else waits for the file system."""
+    is_over, has_begun = threading.Event(), threading.Event()
+    monkeypatch.setattr(lock_module, "RENEWAL", 0.01)
+    monkeypatch.setattr(lock_module, "RELEASE_SECONDS", 0.2, raising=False)
+
+    def stall(lock: RunLock) -> None:
+        has_begun.set()
+        is_over.wait()
+
+    monkeypatch.setattr(RunLock, "_renew", stall)
+    lock = acquire(tmp_path)
+    assert has_begun.wait(60)
+    releasing = threading.Thread(target=lock.release, daemon=True)
+    releasing.start()
+    releasing.join(20)
+    is_waiting = releasing.is_alive()
+    is_over.set()
+    assert not is_waiting and (tmp_path / LOCK).exists()
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="asks ps")
+@pytest.mark.parametrize("ending", ["killed", "running"])
+def test_without_proc_the_owner_is_looked_up_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """As on macOS, where the lock of a crashed run is free at once."""
+    monkeypatch.setattr(lock_module, "_PROC", "/nowhere", raising=False)
+    program = tmp_path / "programs" / "sysctl"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\n[ "$*" = "-n kern.bootsessionuuid" ] && echo 4A0C6F\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: other.pid)
+        owner = lock_module.Owner.this_process()
+    if ending == "killed":
+        other.kill()
+        other.wait()
+    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    try:
+        if ending == "running":
+            assert owner.fate() == "alive"
+        else:
+            lock = LockAttempt(tmp_path).poll()
+            assert lock is not None
+            lock.release()
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_without_proc_another_process_of_the_same_number_is_not_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "_PROC", "/nowhere", raising=False)
+    monkeypatch.setattr(lock_module, "_boot", lambda: "4A0C6F")
+    owner = replace(lock_module.Owner.this_process(), process="4A0C6F/Thu Jan  1 00:00:00 1970")
+    assert owner.fate() == "gone"

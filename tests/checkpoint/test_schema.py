@@ -107,6 +107,13 @@ def test_older_versions_have_no_rollbacks() -> None:
     assert state.rollbacks == () and state.update_guard is None
 
 
+@pytest.mark.parametrize("content", ["text", 3, {"a": 1}, ["text"], [3], [None]])
+@pytest.mark.parametrize("name", ["rollbacks", "data_stages"])
+def test_a_list_of_something_else_is_refused_by_name(name: str, content: Any) -> None:
+    with pytest.raises(CheckpointError, match=name[:-1].replace("_", ".")):
+        upgrade({**as_json(saved_state()), name: content}, FORMAT_VERSION)
+
+
 @pytest.mark.parametrize("where", ["architecture", "lr_schedule"])
 def test_a_field_that_was_removed_is_refused_by_name(where: str) -> None:
     document = as_json(saved_state())

@@ -13,6 +13,7 @@ from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import Entry, write_safetensors
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.checkpoint.verified_file import VerifiedSafetensors
+from megatron.data.digests import BlockDigests
 from megatron.errors import CheckpointError
 
 BLOCK = 64
@@ -82,6 +83,17 @@ def test_every_flipped_bit_is_found_by_whoever_reads_it(tmp_path: Path, written:
             assert torch.equal(target, whole), position
         with pytest.raises(CheckpointError, match="is damaged"):
             verify_file(tmp_path, written)
+
+
+def test_a_header_that_is_nested_without_end_is_damage(tmp_path: Path) -> None:
+    """Its digest is right: whoever can write a checkpoint can do that."""
+    header = b"[" * 100_000
+    content = len(header).to_bytes(8, "little") + header
+    digests = BlockDigests(BLOCK)
+    digests.update(content)
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        VerifiedSafetensors(tmp_path, WrittenFile.of("file", digests))
 
 
 def test_a_load_finds_damage_that_came_after_the_check(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.run import RunConfig
 from megatron.core.control import CONTROL_TIMEOUT, ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.core.topology import RankGrid, Topology
+from megatron.operation.environment import prepare_environment
 from megatron.torch_compat import set_group_timeout
 from tests.forked import fork_context
 from tests.rank_pool import RankPool
@@ -50,11 +52,12 @@ def test_it_uses_gloo_with_a_timeout_of_hours_once_it_is_connected(monkeypatch: 
     timeouts: list[object] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append({"ranks": ranks, **options}))
+    monkeypatch.setattr(dist, "barrier", lambda group: timeouts.append("connected"))
     monkeypatch.setattr("megatron.core.control.set_group_timeout", lambda group, timeout: timeouts.append(timeout))
     connect = timedelta(minutes=3)
     Topology(RankGrid(tp=2, dp=4), 5, torch.device("cuda", 0), connect).control.open()
     assert [(one["ranks"], one["backend"], one["timeout"]) for one in made] == [(tuple(range(8)), "gloo", connect)]
-    assert timeouts == [CONTROL_TIMEOUT] and timedelta(hours=1) < CONTROL_TIMEOUT
+    assert timeouts == ["connected", CONTROL_TIMEOUT] and timedelta(hours=1) < CONTROL_TIMEOUT
 
 
 def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
@@ -87,6 +90,7 @@ def test_long_work_of_rank_0_times_out_in_training_alone(four_ranks: RankPool) -
 
 def serve(rank: int, size: int, store: Path, case: Callable[[ControlGroup], None], pipe: Connection) -> None:
     torch.set_num_threads(1)
+    prepare_environment(RunConfig(), os.environ, num_cores=1, local_world_size=1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     control = ControlGroup(range(size), rank)
     control.open()
@@ -111,11 +115,13 @@ def lose_another(control: ControlGroup) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("size", [3, 9])
 @pytest.mark.parametrize(("case", "killed"), [(lose_rank_0, 0), (lose_another, 2)])
 def test_a_killed_rank_ends_the_wait_of_all_others(
-    tmp_path: Path, case: Callable[[ControlGroup], None], killed: int
+    tmp_path: Path, case: Callable[[ControlGroup], None], killed: int, size: int
 ) -> None:
-    context, size = fork_context(), 3
+    """Also of those that have no connection to it."""
+    context = fork_context()
     pipes = [context.Pipe() for _ in range(size)]
     ranks = [
         context.Process(target=serve, args=(rank, size, tmp_path / "store", case, theirs), daemon=True)
@@ -138,3 +144,50 @@ def test_a_killed_rank_ends_the_wait_of_all_others(
             with suppress(ProcessLookupError):
                 rank.kill()
             rank.join()
+
+
+def count_connections(rank: int, size: int, store: Path, pipe: Connection) -> None:
+    """Join, use the control group, and tell how many sockets it has."""
+    environment: dict[str, str] = {}
+    prepare_environment(RunConfig(), environment, num_cores=1, local_world_size=1)
+    os.environ.update(environment)
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+    before = count_sockets()
+    control = ControlGroup(range(size), rank)
+    control.open()
+    opened = count_sockets() - before
+    assert control.all_gather_object(rank) == list(range(size))
+    assert control.broadcast_object(rank, source=3) == 3
+    pipe.send((opened, count_sockets() - before))
+    pipe.recv()
+    os._exit(0)
+
+
+def count_sockets() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return count
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
+def test_a_rank_connects_to_few_others_and_to_none_later(tmp_path: Path) -> None:
+    """At 16,384 ranks a connection to each is 16,383 sockets in every process."""
+    size, context = 16, fork_context()
+    ours, theirs = zip(*(context.Pipe() for _ in range(size)))
+    processes = [
+        context.Process(target=count_connections, args=(rank, size, tmp_path / "store", theirs[rank]), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    counts = []
+    for pipe in ours:
+        assert pipe.poll(PATIENCE)
+        counts.append(pipe.recv())
+    for pipe, process in zip(ours, processes):
+        pipe.send("end")
+        process.join(PATIENCE)
+    assert all(opened <= 2 * 4 + 2 for opened, _ in counts), counts
+    assert all(later <= opened for opened, later in counts), counts

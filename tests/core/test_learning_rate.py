@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoints.comparison import resolve_lr_schedule
 
 PEAK, MINIMUM, INITIAL = 1e-3, 1e-4, 1e-5
 WARMUP, DECAY, ANNEALING = 100, 1000, 300
@@ -162,7 +163,8 @@ def test_samples_are_taken_as_they_are() -> None:
 def test_the_warm_up_can_be_a_fraction_of_the_decay() -> None:
     assert build(lr_warmup_fraction=0.01).warmup == 8
     assert build(lr_warmup_fraction=0.1, lr_decay_iters=50).warmup == 40
-    assert build(train_iters=None, train_samples=999, lr_warmup_fraction=0.1).warmup == 99
+    # Of a sample, too, as in Megatron-LM.
+    assert build(train_iters=None, train_samples=999, lr_warmup_fraction=0.1).warmup == pytest.approx(99.9, rel=1e-12)
     assert build(lr_warmup_fraction=0.0).warmup == 0
 
 
@@ -192,3 +194,13 @@ def test_parts_as_long_as_the_whole_are_fine() -> None:
     assert built(480) == pytest.approx(PEAK)
     assert built(640) == pytest.approx(PEAK / 2)
     assert built(800) == pytest.approx(0.0)
+
+
+def test_a_run_whose_warm_up_ended_at_a_whole_sample_goes_on_with_it() -> None:
+    """Checkpoints of earlier versions."""
+    wanted = build(train_iters=None, train_samples=999, lr_warmup_fraction=0.1)
+    config = LearningRateConfig(lr=PEAK, lr_warmup_fraction=0.1)
+    saved = replace(wanted, warmup=99)
+    assert resolve_lr_schedule(wanted, saved, config) == saved
+    with pytest.raises(CheckpointError, match=r"warmup 99\.9"):
+        resolve_lr_schedule(wanted, replace(wanted, warmup=98), config)

@@ -172,6 +172,13 @@ def test_null_tokenizer() -> None:
         tokenizer.tokenize("def f")
 
 
+TWICE = b"".join(
+    b"\n%c\n%c%s\x15\0\0\x80\xbf\x18%c" % (len(piece) + 9, len(piece), piece, kind)
+    for piece, kind in ((b"<unk>", 2), (b"\xff", 1), (b"\xff", 1))
+)
+"""A SentencePiece model with a piece that is no UTF-8 twice: the library names it in its error."""
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -190,6 +197,7 @@ def test_null_tokenizer() -> None:
         (b"{}", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
         (b"IQ== 0\nIQ== 7\n", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
         (bytes(range(256)), r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
+        (TWICE, r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
     ],
 )
 def test_bad_file_is_one_sentence(tmp_path: Path, kind: Any, content: bytes | None, sentence: str) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron.architectures.registry import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import conversion
-from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
+from megatron.checkpoint.directory import MANIFEST
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsStream
@@ -34,6 +35,7 @@ from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
+from megatron.data.digests import seal
 from megatron.data.tokenizers import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_hugging_face import Bomb
@@ -543,6 +545,33 @@ def test_inspection_tells_the_layout_and_names_what_is_damaged(tmp_path: Path, c
     with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path / "nowhere")]):
         assert inspect_checkpoint.main() == 1
     assert "has no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tensors: tensors.pop("model/a"), "holds model/a@0, which the manifest does not name"),
+        (
+            lambda tensors: tensors["model/b"].update(dtype="I32"),
+            "its entry model/b@0,0 is not what the manifest says",
+        ),
+    ],
+)
+def test_inspection_notices_a_manifest_of_other_tensors(
+    change: Callable[[Any], Any], sentence: str, tmp_path: Path, capsys: Any
+) -> None:
+    """All digests are right: whoever can write a checkpoint can do that."""
+    save_checkpoint(tmp_path, 1, {"model/a": torch.ones(3), "model/b": torch.ones(2, 2)}, {"iteration": 1})
+    with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path), "--verify"]):
+        assert inspect_checkpoint.main() == 0
+    assert "every file is as it was written" in capsys.readouterr().out
+    path = tmp_path / "iter_0000001" / MANIFEST
+    content = json.loads(path.read_text())["manifest"]
+    change(content["tensors"])
+    path.write_text(seal("manifest", json.dumps(content)))
+    with mock.patch("sys.argv", ["inspect_checkpoint.py", "--load", str(tmp_path), "--verify"]):
+        assert inspect_checkpoint.main() == 1
+    assert sentence in capsys.readouterr().out
 
 
 # --- straight into a run -------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ class Job:
             flags["max_failed_attempts"] = 1
         # Only where a rank hangs: on a machine that does much else, a healthy one may take seconds.
         if any(fault.kind in (*HANGS, "collective", "stoploader") for fault in self.plan.faults):
-            flags["hang_limit_s"] = 4
+            flags |= {"hang_limit_s": 4, "hang_limit_data_s": 4}
         if any(fault.kind == "flip" for fault in self.plan.faults):
             flags["check_replicas_interval"] = 1
         launcher = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "4"]

@@ -106,6 +106,7 @@ class Campaign:
             "global_batch_size": 4 * ranks,
             "run_dir": self._run,
             "hang_limit_s": limit,
+            "hang_limit_data_s": limit,
             "hang_limit_start_s": START_LIMIT,
         }
         self.log.touch()

@@ -63,7 +63,17 @@ def test_nothing_is_left_behind_by_attempts_that_end_as_they_should(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"failed": 9}', b'{"newest_iteration": 5, "failed": "9"}', b"\0" * 4096],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"failed": 9}',
+        b'{"newest_iteration": 5, "failed": "9"}',
+        b"\0" * 4096,
+        b"[" * 100_000,
+    ],
 )
 def test_a_damaged_file_never_blocks_a_run(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)

@@ -205,6 +205,12 @@ def test_the_files_have_every_field(tmp_path: Path) -> None:
     assert read_failure(tmp_path / FILE) is None
 
 
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
+def test_a_damaged_file_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    assert read_failure(tmp_path / FILE) is None
+
+
 def test_the_number_is_that_of_the_attempt_under_way(tmp_path: Path) -> None:
     assert attempt_number(tmp_path, 1.0) == 1
     write_current(tmp_path, Attempt(attempt=7, start=1.0, end=2.0, outcome="running"))

@@ -275,3 +275,25 @@ def test_a_restart_is_counted_on_a_node_that_sees_the_other_one_join(tmp_path: P
     nodes = two_nodes(tmp_path, "c10d", RESTART, restarts=2, reads_nodes_every=1e9)
     assert [node.exit_code() for node in nodes] == [0, 0], [node.log.read_text() for node in nodes]
     assert attempts(tmp_path) == 2
+
+
+LISTENING = """
+inodes = set()
+for name in os.listdir(f"/proc/{os.getppid()}/fd"):
+    with suppress(OSError):
+        inodes.add(os.readlink(f"/proc/{os.getppid()}/fd/{name}"))
+for family in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{family}").read().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            print("LISTENS", fields[1].split(":")[0], flush=True)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads /proc")
+def test_a_standalone_launcher_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
+    """Its stores accept what anybody sends who can reach them."""
+    node = start(tmp_path, f"from contextlib import suppress\n{LISTENING}", "--standalone", "--nproc-per-node", "1")
+    assert node.exit_code() == ExitCode.COMPLETE
+    listening = [line.split()[1] for line in node.log.read_text().splitlines() if line.startswith("LISTENS")]
+    assert listening and set(listening) <= {"0100007F", "00000000000000000000000001000000"}

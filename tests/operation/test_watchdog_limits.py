@@ -1,13 +1,26 @@
 """When the watchdog decides that a rank hangs, on a simulated clock: never in a sound run, and soon after a limit."""
 
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from megatron.config.operation import OperationConfig
 from megatron.operation.heartbeat import Heartbeat, Section, Snapshot
-from megatron.operation.watchdog import FACTOR, FIRST_ITERATIONS, LONGEST_PERIOD, Limits, Overrun, Watchdog
+from megatron.operation.watchdog import (
+    FACTOR,
+    FEW,
+    FIRST_ITERATIONS,
+    LEARNED_FACTOR,
+    LEARNED_SECONDS,
+    LONGEST_PERIOD,
+    STOPPED_SECONDS,
+    Limits,
+    Overrun,
+    Processes,
+    Watchdog,
+)
 
 SECOND = 10**9
 STEP = (
@@ -29,6 +42,7 @@ class SimulatedRank:
         heartbeat = Heartbeat().snapshot()
         nothing = dict.fromkeys(Section, 0)
         self.snapshot = replace(heartbeat, section=Section.START, entered_ns=0, iteration=0, section_ns=nothing)
+        self.snapshot = replace(self.snapshot, attached_ns=0)
 
     def enter(self, section: Section) -> None:
         before = self.snapshot
@@ -45,8 +59,16 @@ class SimulatedRank:
 class Simulation:
     """A rank and its watchdog, which samples at its own period."""
 
-    def __init__(self, limits: Limits = DEFAULT, jitter: random.Random | None = None) -> None:
-        self.rank, self.watchdog = SimulatedRank(), Watchdog(1, 0, limits)
+    def __init__(
+        self,
+        limits: Limits = DEFAULT,
+        jitter: random.Random | None = None,
+        earlier: Mapping[str, float] | None = None,
+    ) -> None:
+        self.rank, self.watchdog = SimulatedRank(), Watchdog(1, 0, limits, earlier)
+        self.processes: Callable[[], Processes] = Processes
+        """What the kernel says, if the watchdog asks."""
+        self.others_wait = False
         self.jitter = jitter or random.Random(0)
         self.alarms: list[tuple[float, Overrun]] = []
         """Seconds and overrun."""
@@ -63,7 +85,9 @@ class Simulation:
 
     def _sample(self, snapshot: Snapshot | None) -> None:
         now_ns = self.rank.now_ns
-        self.alarms += [(now_ns / SECOND, one) for one in self.watchdog.sample(now_ns, [snapshot])]
+        stuck = {number: self.processes() for number in self.watchdog.stuck(now_ns)}
+        alarms = self.watchdog.sample(now_ns, [snapshot], stuck, self.others_wait)
+        self.alarms += [(now_ns / SECOND, one) for one in alarms]
         late = self.jitter.uniform(1.0, 1.3)
         self._next_ns = now_ns + round(self.watchdog.period() * late * SECOND)
 
@@ -96,7 +120,7 @@ def test_quiet_steps_never_alarm(chance: random.Random, count: int, seconds: flo
 def test_a_hang_is_decided_within_two_seconds_of_its_limit(
     chance: random.Random, section: Section, limit: float
 ) -> None:
-    run = Simulation(Limits(step=limit), chance)
+    run = Simulation(Limits(step=limit, data=limit), chance)
     run.steps(300, 1.0)
     began = run.rank.now_ns / SECOND
     run.stay(section, 10 * limit)
@@ -150,7 +174,7 @@ def test_the_first_iterations_may_compile_for_as_long_as_a_start() -> None:
 @pytest.mark.parametrize("section", [section for section, _ in STEP])
 def test_a_hang_after_a_few_fast_iterations_is_decided_by_the_limit_of_iterations(section: Section) -> None:
     """The launcher has sampled hardly any of them."""
-    run = Simulation(Limits(step=2.0, start=1800.0))
+    run = Simulation(Limits(step=2.0, start=1800.0, data=2.0))
     run.stay(Section.START, 5.0)
     run.steps(2 * FIRST_ITERATIONS + 1, 0.03)
     began = run.rank.now_ns / SECOND
@@ -224,12 +248,221 @@ def test_a_job_that_was_suspended_is_not_a_hang_and_a_hang_after_it_is_found() -
     assert run.alarms
 
 
+# --- limits that are learned ---------------------------------------------------------------------------------
+
+RARE = (Section.SAVE, Section.EVALUATION)
+
+
+@pytest.mark.parametrize("section", RARE)
+@pytest.mark.parametrize("seconds", [0.4, 30.0, 170.0, 500.0])
+def test_after_a_few_stays_a_section_is_not_given_half_an_hour(section: Section, seconds: float) -> None:
+    run = Simulation()
+    for count in range(10):
+        run.steps(20, 1.0)
+        run.stay(section, seconds)
+        has_learned = count + 1 >= FEW
+    assert has_learned and run.alarms == []
+    run.steps(20, 1.0)
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 7200.0)
+    expected = min(max(LEARNED_SECONDS, LEARNED_FACTOR * seconds), max(1800.0, FACTOR * seconds))
+    assert expected < run.alarms[0][0] - began <= 1.02 * expected + 10.0
+
+
+def test_two_stays_teach_nothing() -> None:
+    run = Simulation()
+    for _ in range(FEW - 1):
+        run.steps(20, 1.0)
+        run.stay(Section.SAVE, 0.4)
+    run.steps(20, 1.0)
+    run.stay(Section.SAVE, 1800.0)
+    assert run.alarms == []
+
+
+@pytest.mark.parametrize(
+    ("section", "steps"), [(Section.START, 0), (Section.LOAD, 0), (Section.SAVE, 20), (Section.FORWARD_BACKWARD, 2)]
+)
+def test_the_next_attempt_has_the_limits_that_the_last_one_has_learned(section: Section, steps: int) -> None:
+    """Also for the first iterations, whose limit is that of a start."""
+    first = Simulation()
+    first.stay(Section.START, 8.0)
+    first.stay(Section.LOAD, 2.0)
+    for _ in range(FEW + 1):
+        first.steps(20, 1.0)
+        first.stay(Section.SAVE, 0.4)
+    first.steps(1, 1.0)
+    earlier = first.watchdog.stays(first.rank.now_ns)
+    assert earlier.keys() == {"start", "load", "save", "first-iterations"}
+    assert earlier["start"] == pytest.approx(8.0) and earlier["load"] == pytest.approx(2.0)
+    run = Simulation(earlier=earlier)
+    run.stay(Section.START, 10.0)
+    run.stay(Section.LOAD, 3.0)
+    run.steps(steps, 1.0)
+    assert run.alarms == []
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 1800.0)
+    limit = 80.0 if section == Section.START else 60.0
+    assert limit <= run.alarms[0][0] - began <= limit + 3.0
+
+
+def test_a_compilation_is_learned_although_fast_iterations_follow_before_the_next_sample() -> None:
+    run = Simulation()
+    run.stay(Section.START, 8.0)
+    run.steps(1, 0.01)
+    run.stay(Section.FORWARD_BACKWARD, 100.0)
+    run.steps(200, 0.03)
+    assert run.watchdog.stays(run.rank.now_ns)["first-iterations"] == pytest.approx(100.0, rel=0.02)
+
+
+def test_an_attempt_without_enough_iterations_teaches_nothing_of_them() -> None:
+    run = Simulation()
+    run.stay(Section.START, 8.0)
+    run.steps(FIRST_ITERATIONS, 1.0)
+    assert "first-iterations" not in run.watchdog.stays(run.rank.now_ns)
+
+
+def test_after_a_wrong_decision_the_limit_of_the_next_attempt_is_larger() -> None:
+    """A restart on other nodes may compile everything anew."""
+    run = Simulation(earlier={"first-iterations": 1.0})
+    run.stay(Section.START, 8.0)
+    run.steps(1, 1.0)
+    run.stay(Section.FORWARD_BACKWARD, 65.0)
+    assert run.alarms
+    again = Simulation(earlier=run.watchdog.stays(run.rank.now_ns))
+    again.stay(Section.START, 8.0)
+    again.steps(1, 1.0)
+    again.stay(Section.FORWARD_BACKWARD, 600.0)
+    assert again.alarms == []
+
+
+@pytest.mark.parametrize("section", [Section.START, Section.LOAD, Section.SAVE, Section.EVALUATION])
+def test_a_limit_that_is_given_keeps_its_meaning(section: Section) -> None:
+    run = Simulation(Limits(60.0, 900.0, 900.0, 900.0, 900.0), earlier={section.label: 1.0})
+    run.steps(20, 1.0)
+    run.stay(section, 890.0)
+    assert run.alarms == []
+
+
+# --- what cannot be slow, and what may be --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [section for section in Section if section != Section.SPARE])
+def test_a_process_that_is_stopped_is_noticed_in_a_minute_in_any_section(section: Section) -> None:
+    run = Simulation()
+    run.steps(2, 1.0)
+    run.processes = lambda: Processes(is_stopped=True)
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 100.0)
+    assert run.alarms and STOPPED_SECONDS < run.alarms[0][0] - began <= 60.0
+
+
+def test_a_debugger_that_attaches_now_and_then_is_no_alarm() -> None:
+    run, looks = Simulation(), iter(range(10**6))
+    run.steps(20, 1.0)
+    run.processes = lambda: Processes(is_stopped=next(looks) % 20 < 15)
+    run.stay(Section.SAVE, 1000.0)
+    assert run.alarms == []
+
+
+@pytest.mark.parametrize("section", [Section.START, Section.LOAD, Section.SAVE, Section.EVALUATION])
+def test_reading_and_writing_is_progress(section: Section) -> None:
+    """A slow file system: no hang, and nothing to learn from."""
+    run, written = Simulation(earlier={section.label: 0.4}), 0
+
+    def write() -> Processes:
+        nonlocal written
+        written += 100_000
+        return Processes(transferred=written)
+
+    run.steps(20, 1.0)
+    run.processes = write
+    run.stay(section, 3600.0)
+    assert run.alarms == []
+    run.processes = lambda: Processes(transferred=written)
+    began = run.rank.now_ns / SECOND
+    run.stay(section, 300.0)
+    assert run.alarms[0][0] - began <= 100.0
+
+
+def test_a_few_bytes_are_no_progress() -> None:
+    """The thread that renews a lock writes them while the rank hangs."""
+    run, written = Simulation(earlier={"save": 0.4}), 0
+
+    def renew() -> Processes:
+        nonlocal written
+        written += 200
+        return Processes(transferred=written)
+
+    run.steps(20, 1.0)
+    run.processes = renew
+    run.stay(Section.SAVE, 100.0)
+    assert run.alarms
+
+
+@pytest.mark.parametrize("section", [Section.SAVE, Section.LOAD, Section.STEP])
+def test_a_stall_of_the_storage_is_no_hang(section: Section) -> None:
+    """A server that fails over takes minutes; the process waits in the kernel (state D)."""
+    run = Simulation(earlier={section.label: 0.4})
+    run.steps(20, 1.0)
+    run.processes = lambda: Processes(waits_for_storage=True)
+    run.stay(section, 300.0)
+    assert run.alarms == [] and run.watchdog.waits_for_storage
+    run.processes = Processes
+    run.steps(1, 1.0)
+    run.stay(section, 100.0)
+    assert run.alarms
+
+
+def test_a_wait_for_a_device_in_a_step_is_a_hang() -> None:
+    run = Simulation()
+    run.steps(20, 1.0)
+    run.processes = lambda: Processes(waits_for_storage=True)
+    run.stay(Section.FORWARD_BACKWARD, 70.0)
+    assert run.alarms
+
+
+def test_waiting_for_data_may_take_minutes_and_not_for_ever() -> None:
+    run = Simulation()
+    run.steps(100, 1.0)
+    run.stay(Section.DATA, 590.0)
+    assert run.alarms == []
+    run.steps(100, 1.0)
+    run.stay(Section.DATA, 6000.0)
+    assert run.alarms[0][1].limit == 600.0
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["the rank is of this node", "the rank is of another node"])
+def test_ranks_that_wait_for_a_rank_that_waits_for_data_do_not_hang(is_here: bool) -> None:
+    """Nor at the moment at which the data has arrived, and that rank does its microbatch. Then they do."""
+    slow, waiting = SimulatedRank(), SimulatedRank()
+    ranks = [slow, waiting] if is_here else [waiting]
+    watchdog = Watchdog(len(ranks), 0, DEFAULT)
+    for rank in (slow, waiting):
+        rank.snapshot = replace(rank.snapshot, first_iteration=0, iteration=100)
+    alarms: list[Overrun] = []
+    entered = {0: (Section.DATA, Section.GRADS_REDUCE), 300: (Section.FORWARD_BACKWARD, Section.GRADS_REDUCE)}
+    for second in range(340):
+        for rank, section in zip((slow, waiting), entered.get(second, ())):
+            if rank.snapshot.section != section:
+                rank.enter(section)
+        others_wait = not is_here and second < 300
+        alarms += watchdog.sample(second * SECOND, [rank.snapshot for rank in ranks], {}, others_wait)
+        for rank in (slow, waiting):
+            rank.stay(1.0)
+    assert alarms == []
+    for second in range(340, 380):
+        alarms += watchdog.sample(second * SECOND, [rank.snapshot for rank in ranks])
+    assert alarms
+
+
 def test_a_loader_that_may_take_longer_is_waited_for() -> None:
     operation = OperationConfig(hang_limit_s=60.0, hang_limit_start_s=900.0)
-    assert Limits.of_flags(operation, None).step == 60.0
-    assert Limits.of_flags(operation, 30.0).step == 60.0
-    assert Limits.of_flags(operation, 300.0).step > 300.0
-    assert Limits.of_flags(operation, 0.0).step == 900.0
+    assert Limits.of_flags(operation, None).data == 600.0
+    assert Limits.of_flags(operation, 30.0).data == 600.0
+    assert Limits.of_flags(operation, 1000.0).data > 1000.0
+    assert Limits.of_flags(operation, 0.0).data == 900.0
+    assert Limits.of_flags(OperationConfig(hang_limit_s=700.0), None).data == 700.0
+    assert {Limits.of_flags(operation, timeout).step for timeout in (None, 30.0, 1000.0, 0.0)} == {60.0}
 
 
 def test_no_limit_disables_the_watchdog_and_short_limits_shorten_its_period() -> None:

@@ -3,15 +3,20 @@
 import json
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import launch
+from megatron.operation import launch, watch, watchdog
 from megatron.operation.causes import Cause
+from megatron.operation.heartbeat import HeartbeatMemory
+from megatron.operation.nodes import Nodes
 from megatron.operation.processes import end_processes
 from tests.end_to_end.run_process import REPOSITORY, descendants, wait_until
 from tests.forked import fork_context
@@ -81,6 +86,60 @@ def test_on_one_node_a_stopped_rank_is_named_and_restarted(tmp_path: Path) -> No
     assert [group["ranks"] for group in found["groups"]] == [[0], [1]]
 
 
+def launch_impatiently(words: list[str], log: Path) -> None:
+    with mock.patch.object(watchdog, "STOPPED_SECONDS", 1.0):
+        run_launcher(words, log)
+
+
+@pytest.mark.parametrize("section", ["START", "SAVE"])
+def test_a_stopped_rank_is_named_in_a_section_of_which_nothing_is_known(tmp_path: Path, section: str) -> None:
+    script, log = tmp_path / "rank.py", tmp_path / "node0.log"
+    body = STOPPED.replace("Section.OPTIMIZER)", f"Section.{section})")
+    script.write_text(TEMPLATE.format(repository=str(REPOSITORY), directory=tmp_path, body=body))
+    words = [*TWO, "--max-restarts", "1", str(script)]
+    process = fork_context().Process(target=launch_impatiently, args=(words, log))
+    process.start()
+    assert Node(process, log).exit_code() == ExitCode.COMPLETE
+    (found,) = failures(tmp_path)
+    assert (found["rank"], found["cause"]) == (1, Cause.STOPPED_PROCESS)
+
+
+def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path) -> None:
+    """And not one that ends its ranks, and may wait for their save."""
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
+    moment = 1000.0
+    with mock.patch("megatron.operation.watch.time.monotonic", lambda: moment):
+        launchers = [watch.RankWatch(memory, ["--run-dir", str(tmp_path)]) for _ in range(3)]
+        for node, launcher in enumerate(launchers):
+            launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
+        found = None
+        for second in range(0, 100, 5):
+            moment = 1000.0 + second
+            launchers[1].find_hang([]) if second < 20 else None
+            launchers[2].leave() if second == 20 else launchers[2].find_hang([]) if second < 20 else None
+            found = launchers[0].find_hang([])
+            if found is not None:
+                break
+    assert found is not None and (found.cause, found.rank) == (Cause.NODE_LOST, 1)
+    assert 15.0 + watch.LOST_SECONDS < second <= 20.0 + watch.LOST_SECONDS + 5.0
+    memory.close()
+
+
+def test_the_launchers_of_other_nodes_know_that_a_rank_waits_for_storage() -> None:
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
+    launchers = [watch.RankWatch(memory, []) for _ in range(2)]
+    for node, launcher in enumerate(launchers):
+        launcher.start([node], 2, {0: os.getpid()}, nodes, node, 0)
+    attempts = [launcher._attempt for launcher in launchers if launcher._attempt is not None]
+    for waits in (True, False):
+        attempts[1].watchdog.waits_for_storage = waits
+        for node in (1, 0, 0):
+            attempts[node].beat_at = 0.0
+            launchers[node]._find_lost_nodes(attempts[node], nodes, 1000.0)
+        assert attempts[0].others_wait == waits
+    memory.close()
+
+
 def test_without_restarts_the_last_box_names_the_rank(tmp_path: Path) -> None:
     node = start(tmp_path, STOPPED, *TWO)
     assert node.exit_code() == ExitCode.CRASH
@@ -113,11 +172,44 @@ def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
     end(nodes[0])
 
 
+SILENT = f"""{RANK}
+open(os.path.join(os.path.dirname(run), f"pid.{{RANK}}"), "w").write(str(os.getpid()))
+heartbeat.enter(Section.SAVE)
+open(os.path.join(os.path.dirname(run), f"waits.{{RANK}}"), "w").close()
+time.sleep(600)
+"""
+"""In a save, of which nothing is known; no rank has an error."""
+
+
+@pytest.mark.slow(reason="launchers on two nodes, and 45 s")
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_a_node_that_is_lost_is_named_within_a_minute_although_no_rank_fails(tmp_path: Path, kind: str) -> None:
+    nodes = two_nodes(tmp_path, kind, SILENT, restarts=0)
+    wait_until(lambda: len(list(tmp_path.glob("waits.*"))) == 2, PATIENCE)
+    lost = next(node for node in nodes if not _is_first(node, tmp_path))
+    end(lost)
+    began = time.monotonic()
+    wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
+    assert watch.LOST_SECONDS - 10.0 < time.monotonic() - began < 60.0
+    (found,) = failures(tmp_path)
+    assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
+    for node in nodes:
+        if node is not lost:
+            end(node)
+
+
+def _is_first(node: Node, directory: Path) -> bool:
+    """Whether rank 0 is on this node."""
+    assert node.process.pid is not None
+    return int((directory / "pid.0").read_text()) in descendants(node.process.pid)
+
+
 def end(node: Node) -> None:
     """Kill a launcher with everything that it has started."""
     assert node.process.pid is not None
     for pid in [node.process.pid, *descendants(node.process.pid)]:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     node.process.join(PATIENCE)
 
 

@@ -149,3 +149,12 @@ def test_the_installed_module_starts_on_several_processes(installed: Path) -> No
     assert "iteration        2/" in run_installed(installed, "megatron-llama", *launch, *flags)
     python = ["python", "-m", "megatron.operation.launch", *launch[1:]]
     assert "iteration        2/" in run_installed(installed, *python, *flags)
+
+
+def test_on_windows_an_import_says_what_to_do() -> None:
+    code = "import sys; sys.platform = 'win32'; import megatron"
+    outcome = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert outcome.returncode == 1
+    assert "ImportError: Megatron-Llama runs on Linux and macOS" in outcome.stderr and "WSL" in outcome.stderr

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.config.activations import ActivationConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.core.communication import CollectiveRecord
+from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.data_parallel.sharing import Sharing
 from megatron.core.data_parallel.wrap import wrap_data_parallel
@@ -631,3 +631,19 @@ def test_without_overlap_only_groups_longer_than_the_pipeline_receive_ahead(
     run.p2p = p2p
     next(run.steps())
     assert p2p.start_receive.call_count == 1 + ahead
+
+
+def test_the_error_of_a_send_is_raised_when_its_tensor_is_freed() -> None:
+    """gloo reports it to a thread. Without it, the stage waits for an answer that cannot come."""
+
+    class Failed:
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    p2p = P2PCommunicator(cast(Any, None), lambda: torch.empty(0))
+    p2p._sends = [Work([Failed()], lambda: torch.empty(0))]
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        p2p.free_sent()

@@ -17,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.operation.environment import (
     COMPILE_THREADS,
     CONNECTIONS,
+    LAZY_CONNECTIONS,
     choose_hardware_queues,
     compile_threads,
     prepare_environment,
@@ -113,10 +114,10 @@ def test_a_number_that_cuda_does_not_accept_is_refused(given: str) -> None:
 def test_variables_are_set_unless_the_user_has_set_them() -> None:
     environment: dict[str, str] = {}
     prepare_environment(run_with(TP), environment, num_cores=96, local_world_size=8)
-    assert environment == {CONNECTIONS: "1", COMPILE_THREADS: "12"}
-    given = {CONNECTIONS: "4", COMPILE_THREADS: "3"}
+    assert environment == {CONNECTIONS: "1", COMPILE_THREADS: "12", LAZY_CONNECTIONS: "1"}
+    given = {CONNECTIONS: "4", COMPILE_THREADS: "3", LAZY_CONNECTIONS: "0"}
     assert prepare_environment(run_with(TP), given, num_cores=96, local_world_size=8).is_given
-    assert given == {CONNECTIONS: "4", COMPILE_THREADS: "3"}
+    assert given == {CONNECTIONS: "4", COMPILE_THREADS: "3", LAZY_CONNECTIONS: "0"}
 
 
 def test_the_ranks_of_a_node_share_its_cores() -> None:

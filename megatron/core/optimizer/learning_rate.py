@@ -15,7 +15,7 @@ class LearningRateSchedule:
     peak: float
     minimum: float
     initial: float
-    warmup: int
+    warmup: float
     decay: int
     """Warm-up and decay together."""
     style: str
@@ -61,7 +61,8 @@ def build_learning_rate_schedule(
     assert config.lr is not None
     if train_samples is not None:
         decay = config.lr_decay_samples or train_samples
-        warmup, annealing = config.lr_warmup_samples, config.lr_wsd_decay_samples or 0
+        warmup: float = config.lr_warmup_samples
+        annealing = config.lr_wsd_decay_samples or 0
     else:
         assert train_iters is not None
         decay = planned_samples or train_iters * global_batch_size
@@ -70,7 +71,7 @@ def build_learning_rate_schedule(
         warmup = config.lr_warmup_iters * global_batch_size
         annealing = (config.lr_wsd_decay_iters or 0) * global_batch_size
     if config.lr_warmup_fraction is not None:
-        warmup = int(config.lr_warmup_fraction * decay)
+        warmup = config.lr_warmup_fraction * decay  # a fraction of a sample counts, as in Megatron-LM
     if warmup + annealing > decay:
         unit = "iters" if train_samples is None else "samples"
         raise ConfigError(

@@ -32,8 +32,11 @@ class P2PCommunicator:
             self._receives[step.incoming.result] = communicator.start_receive(self._empty(), step.incoming.source)
 
     def free_sent(self) -> None:
-        """Free the tensors whose send is complete."""
-        self._sends = [work for work in self._sends if not work.is_complete]
+        """Free the tensors whose send is complete; raises the error of a send that failed."""
+        complete = [work for work in self._sends if work.is_complete]
+        self._sends = [work for work in self._sends if work not in complete]
+        for work in complete:
+            work.wait()
 
     def receive(self, step: Step) -> Tensor | None:
         """The input of ``step``, received or from this stage itself; None without input."""

@@ -1,7 +1,7 @@
 """Comparison of the architecture and the learning-rate schedule of the flags with a checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from megatron.architectures.transformer_config import YARN_FIELDS, TransformerConfig
@@ -79,6 +79,8 @@ def resolve_lr_schedule(
         return wanted
     if config.use_checkpoint_opt_param_scheduler:
         return saved
+    if replace(wanted, warmup=int(wanted.warmup)) == saved:
+        return saved  # earlier versions ended --lr-warmup-fraction at a whole sample
     there = asdict(saved)
     different = [
         f"{name} {value} (checkpoint: {there[name]})" for name, value in asdict(wanted).items() if there[name] != value

@@ -71,7 +71,7 @@ def evaluate(
     """Loss over ``num_microbatches`` on every data-parallel rank, without gradients."""
     # Every rank that has the output layer reads the labels of the losses that it computes.
     table = None if module.executor.token_losses is None else token_bytes
-    counted = CountedBytes(microbatches, table)
+    counted = CountedBytes(_timed(microbatches, timers), table)
     sums = torch.zeros(3, dtype=torch.float64, device=module.topology.device)
     for first in range(0, num_microbatches, _PORTION):
         # A portion at a time: the launcher's time limit is for one, and a whole text may take hours.
@@ -80,6 +80,16 @@ def evaluate(
     sums[2] = counted.num_bytes
     with timers("evaluation"):
         return TokenLoss(*module.start_sum(sums).wait().tolist())
+
+
+def _timed(microbatches: Iterator[Microbatch], timers: Timers) -> Iterator[Microbatch]:
+    """Waiting for data has a limit of its own."""
+    while True:
+        with timers("evaluation-data", level=2):
+            microbatch = next(microbatches, None)
+        if microbatch is None:
+            return
+        yield microbatch
 
 
 def train_step(
