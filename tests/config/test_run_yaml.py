@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.architectures.registry import PRESETS
@@ -56,7 +56,11 @@ def configs(draw: st.DrawFn) -> RunConfig:
         if kind is ModelConfig and draw(st.booleans()):
             default, chosen = preset(draw(st.sampled_from(sorted(PRESETS)))), chosen - {"model"}
         groups[group] = replace(default, **{name: draw(values_for(hints[name])) for name in sorted(chosen - {"model"})})
-    return RunConfig(**groups)
+    config = RunConfig(**groups)
+    tokenizer = config.tokenizer
+    # The parser infers the type from the two files.
+    assume(tokenizer.tokenizer_type is not None or None in (tokenizer.vocab_file, tokenizer.merge_file))
+    return config
 
 
 @given(configs())
