@@ -4,7 +4,6 @@ attempt learns its limits."""
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,7 @@ def write_stays(directory: Path, key: str, attempt: str, stays: Mapping[str, flo
     others = [one for one in _read(directory) if one.get("attempt") != attempt]
     own = {"attempt": attempt, _COMMAND: key, **{label: round(seconds, 3) for label, seconds in stays.items()}}
     text = json.dumps({"schema": _SCHEMA, "attempts": [*others, own][-_ATTEMPTS:]})
-    draft = directory / f".{FILE}.{secrets.token_hex(4)}"
+    draft = directory / f".{FILE}.draft"  # one name, which the next attempt replaces if a launcher is killed here
     try:
         draft.write_text(text + "\n", encoding="utf-8")
         os.replace(draft, directory / FILE)

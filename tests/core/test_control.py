@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from megatron.config.run import RunConfig
 from megatron.core.control import CONTROL_TIMEOUT, ControlGroup
@@ -152,7 +151,7 @@ def count_connections(rank: int, size: int, store: Path, pipe: Connection) -> No
     environment: dict[str, str] = {}
     prepare_environment(RunConfig(), environment, num_cores=1, local_world_size=1)
     os.environ.update(environment)
-    dist.init_process_group("gloo", store=FileStore(str(store), size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     before = count_sockets()
     control = ControlGroup(range(size), rank)
     control.open()

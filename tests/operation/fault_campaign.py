@@ -40,7 +40,7 @@ from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
 from megatron.config.faults import ITERATION, LOAD, SAVE, START, Fault
 from megatron.errors import ExitCode
-from megatron.operation import accounting, attempts, failure, named_nodes, run_files
+from megatron.operation import accounting, attempts, failure, named_nodes, run_files, stays
 from megatron.operation.causes import Cause
 from megatron.operation.faults import FILE as INJECTED
 from megatron.operation.faults import injected
@@ -396,6 +396,7 @@ PERMANENT = {
     named_nodes.FILE,
     *run_files.FILES,
     run_files.EARLIER,
+    stays.FILE,
 }
 """What remains beside the checkpoints."""
 
