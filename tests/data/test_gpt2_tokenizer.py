@@ -101,7 +101,6 @@ def test_beside_another_tokenizer_the_flags_are_named_and_change_nothing(files: 
             "--tokenizer-model t is not used by --tokenizer-type GPT2BPETokenizer",
         ),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --merge-file m", "--merge-file and --tokenizer-t"),
-        ("--vocab-file v --merge-file m", "--tokenizer-type is missing: set it to GPT2BPETokenizer, if it is"),
     ],
 )
 def test_where_they_would_matter_they_are_refused(words: str, sentence: str) -> None:
