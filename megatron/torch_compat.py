@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 import torch
@@ -237,6 +238,13 @@ def start_ranks_by(start: Callable[[Any, Sequence[str], Mapping[str, str]], Pope
             return start(self, args, env)
 
     vars(api)["get_subprocess_handler"] = RankHandler
+
+
+def handle_signals_by(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Let torch's elastic agent, which installs a handler of signals at every start of the ranks, install this one."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    vars(api)["_terminate_process_handler"] = handler
 
 
 def start_rank(handler: Any, arguments: Sequence[str], environment: Mapping[str, str]) -> Popen[Any]:

@@ -33,9 +33,9 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = None
     """Save and exit with code 75 after this many minutes."""
     exit_signal_handler: bool = True
-    """Finish the iteration, save and exit with code 75 on SIGINT or --exit-signal."""
+    """Finish the iteration, save and exit with code 75 on SIGINT, SIGTERM or --exit-signal."""
     exit_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
-    """Signal for a graceful stop, in addition to SIGINT."""
+    """Signal for a graceful stop, in addition to SIGINT and SIGTERM."""
     seed: int = 1234
     """Seed of the initial weights and of the sample order."""
     check_for_nan_in_loss_and_grad: bool = True

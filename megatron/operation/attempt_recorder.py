@@ -26,6 +26,7 @@ from megatron.operation.accounting import (
     with_commit,
     write_current,
 )
+from megatron.operation.attempts import take_back_running
 from megatron.operation.causes import Cause
 from megatron.operation.failure import FILE, read_failure
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Snapshot
@@ -209,6 +210,14 @@ class LaunchedAttempts:
         if self._recorder is not None and self._run_dir is not None:
             failure = reported_failure(self._run_dir, self._beginning.epoch) if outcome == "failed" else None
             self._recorder.finish(self._memory.read(local_rank), outcome, exit_code, failure)
+
+    def stop_requested(self) -> None:
+        """A signal stops the attempt under way, so it is not counted as failed, even if it is killed before its end."""
+        if self._local_rank is None:
+            return
+        self._open(self._local_rank)
+        if self._recorder is not None and self._run_dir is not None:
+            take_back_running(self._run_dir)
 
     def _notice_restart(self, local_rank: int) -> None:
         """End the record, and begin another, if the ranks have restarted in process (``--inprocess-restart``)."""

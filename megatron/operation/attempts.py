@@ -65,6 +65,16 @@ class AttemptCounter:
                 self._path.unlink(missing_ok=True)
 
 
+def take_back_running(directory: Path) -> None:
+    """Do not count the attempt under way: it is stopped on request, and may be killed before its end."""
+    found = read(directory / FILE)
+    with suppress(OSError):
+        if found is not None and found.failed > 1:
+            write(directory / FILE, FailedAttempts(found.newest_iteration, found.failed - 1))
+        elif found is not None:
+            (directory / FILE).unlink()
+
+
 def read(path: Path) -> FailedAttempts | None:
     """The content of the file; None if it is missing or damaged, which must not stop a run."""
     try:

@@ -6,7 +6,8 @@
 Flags, rendezvous and restarts are torchrun's. Its agent is replaced by one that
 
 - does not restart ranks that ended with 2, 75 or 93 (megatron/errors.py), and returns that code;
-- passes a signal on to the ranks and waits for their save (--shutdown-timeout, 600 s unless given);
+- passes a signal on to the ranks and waits for their save (--shutdown-timeout, 600 s unless given), however often a
+  batch system repeats the signal;
 - ends the other ranks 5 s after one has crashed, where torchrun waits up to 30 s;
 - restarts, or ends the job, on all nodes together, with pauses if attempts fail at once;
 - ends ranks that hang, and records why an attempt failed (megatron/operation/watch.py);
@@ -25,6 +26,7 @@ from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -51,6 +53,7 @@ from megatron.operation.warm import WarmProcesses
 from megatron.operation.watch import RankWatch
 from megatron.torch_compat import (
     LOOPBACK,
+    handle_signals_by,
     leave_rendezvous,
     listen_on_loopback,
     redirected_to,
@@ -63,6 +66,8 @@ SAVE_SECONDS = 600
 """Default of --shutdown-timeout: time for the ranks to finish an iteration and save."""
 CRASH_SECONDS = 5
 """Time for other ranks to end after a crash; none of their collectives can complete."""
+SIGNAL_SECONDS = 1.0
+"""Time for a signal that has ended a rank to reach the launcher, too: a batch system signals all processes of a job."""
 KILL_SECONDS = 10
 """Time for a killed process to end; it needs longer only if it waits in the kernel for a device."""
 JOIN_SECONDS = 30
@@ -83,13 +88,48 @@ def final_code(exit_codes: Iterable[int]) -> ExitCode | None:
     return next((code for code in FINAL if code in found), None)
 
 
+class StopSignals:
+    """The signals that stop a job. The first one raises torch's ``SignalException``; the same again are ignored, except
+    SIGINT, whose second one kills the ranks."""
+
+    def __init__(self, names: str) -> None:
+        """``names`` is the value of --signals-to-handle; raises :class:`ConfigError`."""
+        try:
+            self.numbers = frozenset(signal.Signals[name.strip()] for name in names.split(","))
+        except KeyError as error:
+            raise ConfigError(
+                f"--signals-to-handle {names}: {error.args[0]} is no signal of this system: use names like SIGTERM."
+            ) from None
+        handle_signals_by(self._stop)
+        for number in self.numbers:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        for repeated in self.numbers - {signal.SIGINT}:
+            signal.signal(repeated, signal.SIG_IGN)
+        raise SignalException(f"Process {os.getpid()} received {signal.Signals(number).name}", signal.Signals(number))
+
+    def have_ended(self, exit_codes: Iterable[int]) -> bool:
+        """Whether one of the signals has ended one of the ranks, which did not handle signals yet."""
+        return any(-code in self.numbers for code in exit_codes)
+
+
 class Agent(LocalElasticAgent):
     """Starts, watches and restarts the ranks of a node."""
 
     def __init__(
-        self, save_seconds: int, is_elastic: bool, warm: WarmProcesses | None, run_dir: Path | None, **arguments: Any
+        self,
+        save_seconds: int,
+        is_elastic: bool,
+        warm: WarmProcesses | None,
+        run_dir: Path | None,
+        signals: StopSignals,
+        **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        self._signals = signals
+        self._is_stopping = False
+        """Whether a signal has ended the training."""
         self.exit_code = ExitCode.COMPLETE
         """Exit code of the job, after :meth:`run`."""
         self._save_seconds = save_seconds
@@ -206,8 +246,7 @@ class Agent(LocalElasticAgent):
             result = super().run(role)
         except SignalException:
             # The ranks received the signal, too, and have ended.
-            codes = self._rank_codes().values()
-            self.exit_code = final_code(codes) or (ExitCode.CRASH if any(codes) or not codes else ExitCode.COMPLETE)
+            self.exit_code = self._code_after_signal()
             result = RunResult(WorkerState.STOPPED)
         except RendezvousError as error:
             # The agent that ended the job has closed the rendezvous.
@@ -227,8 +266,25 @@ class Agent(LocalElasticAgent):
             return RunResult(WorkerState.STOPPED)  # the failed ranks are on other nodes
         return result
 
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except SignalException:
+            self._is_stopping = True
+            self._attempts.stop_requested()
+            raise
+
+    def _code_after_signal(self) -> ExitCode:
+        codes = self._rank_codes().values()
+        code = final_code(codes)
+        if code is None and (not codes or self._signals.have_ended(codes)):
+            return ExitCode.STOPPED  # nothing was lost
+        return code or (ExitCode.CRASH if any(codes) else ExitCode.COMPLETE)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._rank_codes()
+        if self._signals.have_ended(codes.values()):
+            time.sleep(SIGNAL_SECONDS)
         failed = [rank for rank, code in codes.items() if code]
         hang = None if failed else self._watch.find_hang(codes)
         if hang is not None:
@@ -384,7 +440,9 @@ class Agent(LocalElasticAgent):
         codes = self._rank_codes().values()
         if exit_code is None:
             exit_code = next((code for code in codes if code), 0)
-        if final_code(codes) == ExitCode.STOPPED:
+        if final_code(codes) == ExitCode.STOPPED or (
+            self._is_stopping and self._code_after_signal() == ExitCode.STOPPED
+        ):
             self._attempts.end("stopped", ExitCode.STOPPED)
         else:
             self._attempts.end("failed" if any(codes) or not codes else "complete", exit_code)
@@ -475,6 +533,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         is_elastic = prepare_elastic(options)
+        signals = StopSignals(options.signals_to_handle)
     except ConfigError as error:
         print(f"ERROR: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -486,7 +545,7 @@ def main(arguments: Sequence[str]) -> int:
     def build_agent(**keywords: Any) -> Agent:
         warm = WarmProcesses() if options.warm_processes else None
         run_dir = run_directory_in(options.training_script_args)
-        agents.append(Agent(save_seconds, is_elastic, warm, run_dir, **keywords))
+        agents.append(Agent(save_seconds, is_elastic, warm, run_dir, signals, **keywords))
         start_ranks_by(agents[0].start_rank)
         return agents[0]
 
@@ -504,6 +563,8 @@ def main(arguments: Sequence[str]) -> int:
         if agents[0].exit_code != ExitCode.STOPPED:
             print(error, file=sys.stderr, flush=True)
     except SignalException as error:
+        if not agents:
+            return ExitCode.STOPPED
         print(f"{error}: killing the ranks that still run.", file=sys.stderr, flush=True)
         return ExitCode.CRASH
     if not agents:

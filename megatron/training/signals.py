@@ -23,26 +23,27 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._count = 0
+        self._interrupts = 0
         self.previous: dict[signal.Signals, Handler] = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler; at the second signal it restores the previous handlers."""
+        """Signal handler; at the second SIGINT it restores the previous handlers."""
         self.received = self.received or signal.Signals(number).name
-        self._count += 1
-        if self._count == 2:
+        self._interrupts += number == signal.SIGINT
+        if self._interrupts == 2:
             for watched, handler in self.previous.items():
                 signal.signal(watched, handler)
 
 
 @contextmanager
 def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
-    """Record SIGINT and ``--exit-signal``; the third signal has its usual effect.
+    """Record SIGINT, SIGTERM and ``--exit-signal``; the third SIGINT has its usual effect.
 
-    Ctrl-C under torchrun may arrive twice: from the terminal and from torchrun.
+    Ctrl-C under torchrun may arrive twice: from the terminal and from torchrun. A batch system may send its signal more
+    often: to the rank, to the launcher, and again through ``srun``.
     """
     watch = SignalWatch()
-    names = ("SIGINT", config.exit_signal) if config.exit_signal_handler else ()
+    names = {"SIGINT", "SIGTERM", config.exit_signal} if config.exit_signal_handler else set()
     numbers = [signal.Signals[name] for name in names]
     previous = {number: signal.signal(number, watch.note) for number in numbers}
     watch.previous = dict(previous)

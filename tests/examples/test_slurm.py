@@ -14,26 +14,39 @@ from tests.end_to_end.run_process import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
-STEP = """
-trap 'sleep 0.2; exit 75' USR1   # the run saves
-echo $$ > pid
+SRUN = """
 printf '%s\\n' "$@" > step
 [ -n "$STATUS" ] && exit "$STATUS"
-while true; do sleep 0.05; done
+shift
+setsid "$@" &
+echo $! > task
+wait $!
 """
-RUN = 'shift; "$@"'
 """A step of one node, which really runs what it is given."""
 KILLED = 'shift; "$@"; rm -f "$CODES"; exit 143'
 """One whose node fails before it can say how the run ended."""
+RECIPE = """
+trap 'sleep 0.2; exit 75' USR1 TERM   # the run saves
+touch started
+while true; do sleep 0.05; done
+"""
+SIGNAL = """
+descendants() { for pid in "$@"; do echo "$pid"; descendants $(cat /proc/$pid/task/*/children 2> /dev/null); done; }
+kill -s "$1" $(descendants $(cat task)) 2> /dev/null
+true
+"""
+"""SLURM's daemon, which signals every process that a step has started: its shells, the launcher, the ranks and their
+loaders. The batch script and srun are not among them, unless SLURM ends the job."""
 COMMANDS = {
-    "srun": STEP,
-    "scancel": 'echo "scancel $*" >> record; kill -USR1 "$(cat pid)"',
+    "srun": SRUN,
+    "signal_step": SIGNAL,
+    "scancel": 'echo "scancel $*" >> record; signal_step "${1#--signal=}"',
     "scontrol": 'if [ "$1" = show ]; then echo node4; echo node5; else echo "scontrol $*" >> record; fi',
 }
 REQUEUE = "scontrol requeue 10042\n"
 
 
-def submit(directory: Path, srun: str = STEP, recipe: str = "recipe.sh", **changes: str) -> subprocess.Popen[str]:
+def submit(directory: Path, srun: str = SRUN, recipe: str = "recipe.sh", **changes: str) -> subprocess.Popen[str]:
     """Start the script as SLURM would, with commands of SLURM that write down how they were called."""
     for name, body in {**COMMANDS, "srun": srun}.items():
         (directory / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
@@ -60,14 +73,57 @@ def record(directory: Path) -> str:
 
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(tmp_path: Path) -> None:
     failures(tmp_path).write_text("failed\n" * 20)
+    (tmp_path / "recipe.sh").write_text(RECIPE)
     job = submit(tmp_path)
-    wait_until(lambda: (tmp_path / "step").exists(), 120)
+    wait_until(lambda: (tmp_path / "started").exists(), 120)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=120) == 75
     assert record(tmp_path) == f"scancel --signal=USR1 10042\n{REQUEUE}"
     assert not failures(tmp_path).exists()
     words = (tmp_path / "step").read_text(encoding="utf-8").split("\n")
     assert words[-7:] == ["recipe.sh", "--exit-signal-handler", "--exit-signal", "SIGUSR1", "--seed", "7", ""]
+
+
+def preempt(directory: Path) -> None:
+    """Send SIGTERM to all processes of the step, as at the beginning of the grace of a preemption."""
+    subprocess.run([directory / "signal_step", "TERM"], cwd=directory, check=True)
+
+
+def test_a_preempted_job_is_queued_again_with_the_code_of_its_run(tmp_path: Path) -> None:
+    """The shell of the step gets SIGTERM, too, and must outlive the save: srun kills the other nodes when it ends."""
+    (tmp_path / "recipe.sh").write_text(RECIPE)
+    job = submit(tmp_path)
+    wait_until(lambda: (tmp_path / "started").exists(), 120)
+    preempt(tmp_path)
+    assert job.wait(timeout=120) == 75
+    assert record(tmp_path) == REQUEUE and not failures(tmp_path).exists()
+
+
+TRAINING = """
+source {repository}/examples/launch.sh
+FLAGS=(
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 1000000 --lr 1e-3 --split 90,10,0 --log-interval 20
+    --peak-tflops 1 --device cpu --num-workers 1 --async-save --save-interval 1000000
+)
+launch "$@"
+"""
+
+
+@pytest.mark.slow(reason="trains")
+def test_a_preempted_run_saves(tmp_path: Path) -> None:
+    """All processes get SIGTERM from SLURM's daemon, and the ranks once more from the launcher."""
+    (tmp_path / "recipe.sh").write_text(TRAINING.format(repository=REPOSITORY))
+    output = tmp_path / "run"
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    knobs = {"OUTPUT": str(output), "GPUS_PER_NODE": "2", "VOCAB_SIZE": "1000", "OMP_NUM_THREADS": "1", "PATH": path}
+    job = submit(tmp_path, recipe=str(tmp_path / "recipe.sh"), **knobs)
+    wait_until(lambda: (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0, 120)
+    preempt(tmp_path)
+    text, _ = job.communicate(timeout=120)
+    assert job.returncode == 75, text
+    assert int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()) > 0
+    assert record(tmp_path) == REQUEUE and read(output / "checkpoints" / FILE) is None
 
 
 @pytest.mark.parametrize(
@@ -140,14 +196,14 @@ sys.exit(code)
 """An attempt that begins at the checkpoint of an iteration and ends with a code, as ``life`` says for a ``start``."""
 
 
-def starts(directory: Path, life: str, srun: str = RUN, at_most: int = 60) -> tuple[int, int]:
+def starts(directory: Path, life: str, srun: str = SRUN, at_most: int = 60) -> tuple[int, int]:
     """Queue the job as long as it asks for that: its starts, and the last exit code."""
     (directory / "attempt.py").write_text(ATTEMPT.format(repository=str(REPOSITORY), life=life))
     (directory / "recipe.sh").write_text(f"exec {sys.executable} attempt.py\n")
     return queue(directory, srun, at_most)
 
 
-def queue(directory: Path, srun: str = RUN, at_most: int = 60) -> tuple[int, int]:
+def queue(directory: Path, srun: str = SRUN, at_most: int = 60) -> tuple[int, int]:
     for number in range(1, at_most + 1):
         before = record(directory)
         code = submit(directory, srun, MAX_FAILURES="1000").wait(timeout=60)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.operation import launch
+from megatron.operation.attempts import FILE, FailedAttempts, read
 from megatron.operation.launch import final_code
 from tests.end_to_end.run_process import REPOSITORY, free_port, wait_until
 from tests.forked import fork_context
+from tests.operation.jobs import children
 
 PATIENCE = 150.0
 RANK = """
@@ -157,8 +160,78 @@ def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_pa
     assert node.process.pid is not None
     started = time.monotonic()
     os.kill(node.process.pid, signal.SIGTERM)
-    assert node.exit_code() == ExitCode.CRASH
+    assert node.exit_code() == ExitCode.STOPPED
     assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
+
+
+def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tmp_path: Path) -> None:
+    """SLURM also signals the ranks themselves, some of them before the launcher."""
+    node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2")
+    wait_until(lambda: attempts(tmp_path) == 1, PATIENCE)
+    assert node.process.pid is not None
+    for rank in children(node.process.pid):
+        os.kill(rank, signal.SIGTERM)
+    time.sleep(0.3)
+    os.kill(node.process.pid, signal.SIGTERM)
+    assert node.exit_code() == ExitCode.STOPPED
+    assert attempts(tmp_path) == 1
+    assert "failed" not in node.log.read_text()
+
+
+def test_a_job_that_waits_for_its_nodes_is_stopped(tmp_path: Path) -> None:
+    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    node = start(tmp_path, "sys.exit(0)", *flags, "--rdzv-id", "job", "--local-addr", "127.0.0.1")
+    time.sleep(3.0)
+    assert node.process.pid is not None
+    os.kill(node.process.pid, signal.SIGTERM)
+    assert node.exit_code() == ExitCode.STOPPED
+
+
+def test_a_signal_that_is_repeated_does_not_end_the_save(tmp_path: Path) -> None:
+    """SLURM's daemon sends SIGTERM, and srun once more."""
+    saved = str(tmp_path / "saved")
+    save = f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), open({saved!r}, 'w'), os._exit(75)))"
+    node = start(tmp_path, f"{save}; open({str(tmp_path)!r} + '/waits.0', 'w'); time.sleep(600)", *TWO)
+    wait_until(lambda: (tmp_path / "waits.0").exists() and attempts(tmp_path) == 1, PATIENCE)
+    time.sleep(0.3)
+    assert node.process.pid is not None
+    for _ in range(3):
+        os.kill(node.process.pid, signal.SIGTERM)
+        time.sleep(0.3)
+    assert node.exit_code() == ExitCode.STOPPED
+    assert (tmp_path / "saved").exists()
+
+
+COUNTED = """
+import dataclasses
+from pathlib import Path
+from megatron.config.operation import OperationConfig
+from megatron.operation.attempts import AttemptCounter
+from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.run_settings import RunSettings
+settings = RunSettings(RANK, 1, {directory!r}, OperationConfig(), ("host",))
+Heartbeat.attach(os.environ, 0).write_settings(settings.to_json())
+AttemptCounter(Path({directory!r}), 3).begin(None)
+hang()
+"""
+
+
+def test_a_preemption_that_leaves_no_time_to_save_is_no_failed_attempt(tmp_path: Path) -> None:
+    """Else three preemptions before the first checkpoint end with 93. The launcher is killed, too, after the grace."""
+    for number in range(4):
+        node = start(tmp_path, COUNTED.format(directory=str(tmp_path)), "--standalone", "--nproc-per-node", "1")
+        wait_until(lambda: (tmp_path / "waits.0").exists(), PATIENCE)
+        assert read(tmp_path / FILE) == FailedAttempts(None, 1), f"attempt {number}"
+        pid = node.process.pid
+        assert pid is not None
+        ranks = children(pid)
+        os.kill(pid, signal.SIGTERM)
+        wait_until(lambda: not (tmp_path / FILE).exists(), 10)
+        for killed in (pid, *ranks):
+            with suppress(ProcessLookupError):
+                os.kill(killed, signal.SIGKILL)
+        node.process.join(PATIENCE)
+        (tmp_path / "waits.0").unlink()
 
 
 @pytest.mark.slow(reason="waits for a time limit")
