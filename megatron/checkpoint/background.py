@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
 from megatron.checkpoint.staging import Staging
-from megatron.errors import CheckpointError
 
 
 class SharedMemory:
@@ -65,7 +65,8 @@ class BackgroundProcess:
     """A process that runs jobs in order.
 
     ``failure`` describes the first failed job, or the failed process: it is killed after ``timeout`` seconds without
-    progress. After a failure the remaining jobs are dropped; the next :meth:`submit` starts a new process.
+    progress. After a failure all jobs are dropped until :meth:`begin`. A process that has died without a job is
+    replaced before the next one.
     """
 
     def __init__(self, timeout: float, staging: Staging | None = None) -> None:
@@ -84,19 +85,28 @@ class BackgroundProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    def begin(self) -> None:
+        """Accept jobs again after a failure; no job may be unfinished."""
+        assert not self.unfinished
+        self.failure = None
+
     def submit(self, job: Mapping[str, Any]) -> int:
-        if not self.unfinished:
-            self.failure = None
-        if self._process is None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
+        """Give the process a job; its number. A process that cannot get it is a failure."""
         self._last_number += 1
-        self.unfinished.append(self._last_number)
-        self._progress_at = time.monotonic()
+        if self.failure is not None:
+            return self._last_number
+        if self._process is not None and not self.unfinished and self._process.poll() is not None:
+            self.cancel()
         try:
+            if self._process is None:
+                self._process = self._start()
+            self.unfinished.append(self._last_number)
+            self._progress_at = time.monotonic()
             self._write(f"{json.dumps({**job, 'number': self._last_number})}\n".encode())
         except BrokenPipeError:
             self._fail("The background writer has died")
+        except OSError as error:
+            self._fail(f"The background writer cannot be started ({error}): free memory or processes.")
         return self._last_number
 
     def _write(self, content: bytes) -> None:
@@ -128,27 +138,22 @@ class BackgroundProcess:
         memory = self._memory.reserve(image.size)
         self._memory.staging.copy(memory, image.lay_out(memory), image.device)
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         package = Path(megatron.__path__[0]).parent
         path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "megatron.checkpoint.background_main", str(self._memory.descriptor)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[self._memory.descriptor],
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"The background writer cannot be started ({error}): free memory or processes."
-            ) from error
-        assert self._process.stdout is not None
-        assert self._process.stdin is not None
-        for pipe in (self._process.stdin, self._process.stdout):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._memory.descriptor],
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert process.stdin is not None and process.stdout is not None
+        for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
         self._unread = b""
+        return process
 
     def poll(self, patient: bool = False) -> None:
         """Read reports; almost free. A ``patient`` caller ignores a stalled process."""
@@ -200,7 +205,8 @@ class BackgroundProcess:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                pipe.close()
+                with suppress(BrokenPipeError):  # from the buffered rest of a job
+                    pipe.close()
             self._process = None
 
     def close(self) -> None:
@@ -218,6 +224,7 @@ class AsyncSaveTask:
     def __init__(self, iteration: int, process: BackgroundProcess) -> None:
         self.iteration = iteration
         self._process = process
+        process.begin()
         self._own: int | None = None
         self._commit: int | None = None
 

@@ -1,5 +1,6 @@
 """Saves behind the training's back: the same bytes as others, and writers that die, stall or fail."""
 
+import errno
 import os
 import re
 import signal
@@ -128,6 +129,74 @@ def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
     assert list_checkpoints(tmp_path) == [1] and left_in(tmp_path) == []
     assert finish(save(tmp_path, 3, process, tensors())) is None
     assert list_checkpoints(tmp_path) == [1, 3]
+    process.close()
+
+
+def kill_idle(process: BackgroundProcess) -> None:
+    """Kill a process that has no job."""
+    process.poll()
+    assert not process.unfinished and process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(process.pid or 0), 10)
+
+
+def test_an_idle_writer_that_has_died_is_replaced_before_the_next_save(
+    tmp_path: Path, process: BackgroundProcess
+) -> None:
+    for iteration in (1, 2):
+        assert finish(save(tmp_path, iteration, process, tensors())) is None
+        kill_idle(process)
+    copying = copy(iteration_directory(tmp_path, 1), tmp_path / "second", process)
+    assert copying.finish_own() is None and copying.finish() is None
+    assert list_checkpoints(tmp_path) == [1, 2] and list_checkpoints(tmp_path / "second") == [1]
+
+
+def test_a_writer_that_dies_while_it_gets_its_job_fails_that_save_alone(
+    tmp_path: Path, process: BackgroundProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert finish(save(tmp_path, 1, process, tensors())) is None
+    kill_idle(process)
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "poll", lambda self: None)  # as if it died right after this
+        saving = save(tmp_path, 2, process, tensors())
+        assert saving.poll() == "The background writer has died"
+    # Its commit was dropped, too.
+    assert finish(saving) == "The background writer has died" and saving.is_over
+    assert time.monotonic() - started < TIMEOUT / 2
+    saving.abandon()
+    assert left_in(tmp_path) == []
+    assert finish(save(tmp_path, 3, process, tensors())) is None
+    assert list_checkpoints(tmp_path) == [1, 3]
+
+
+def test_a_commit_after_a_failed_write_of_the_same_save_is_dropped(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    (ranks.directory / file_of_rank(0)).mkdir()
+    ranks.write(0)
+    wait_until(lambda: ranks.savings[0].poll() is not None, TIMEOUT)
+    started = time.monotonic()
+    ranks.commit()
+    failure = ranks.savings[0].finish_own()
+    assert failure is not None and "Cannot write" in failure
+    assert ranks.savings[0].finish() == failure == ranks.savings[0].poll()
+    assert time.monotonic() - started < TIMEOUT / 2
+    ranks.close()
+
+
+def test_a_writer_that_cannot_be_started_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = BackgroundProcess(TIMEOUT)
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", no_memory)
+        saving = save(tmp_path, 1, process, tensors())
+        failure = finish(saving)
+    assert failure is not None and "cannot be started" in failure and "Cannot allocate memory" in failure
+    saving.abandon()
+    assert finish(save(tmp_path, 2, process, tensors())) is None
     process.close()
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from megatron.checkpoint.background_main import OUTCOMES
 from megatron.checkpoint.directory import new_saving_directory
+from megatron.training.checkpoints.saver import Saver
+from megatron.training.checkpoints.state import RunState
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -128,6 +130,28 @@ def test_a_copy_that_cannot_be_made_is_a_warning(
     assert kept(tmp_path / "first") == [1, 2, 3, 4]
     assert kept(tmp_path / "second") == []
     assert f"iteration 4 is not mirrored to {tmp_path / 'second'}: rank 0: Cannot copy" in caplog.text
+
+
+def test_writers_and_copiers_that_die_between_saves_cost_nothing(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, killed = Saver.save, set[int]()
+
+    def kill_idle(self: Saver, state: RunState) -> None:
+        assert self._background is not None
+        self.settle()
+        for process in (self._background._process, *(mirror._process for mirror in self._mirrors)):
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                killed.add(process.pid)
+        save(self, state)
+
+    monkeypatch.setattr(Saver, "save", kill_idle)
+    call_training(command(corpus, tmp_path, async_save=True, redundant_save=tmp_path / "second")).succeeded()
+    assert len(killed) == 6
+    assert kept(tmp_path / "first") == kept(tmp_path / "second") == [1, 2, 3, 4]
+    assert "not saved" not in caplog.text and "not mirrored" not in caplog.text
 
 
 @pytest.mark.slow(reason="several runs; tests/checkpoint/test_background.py has each failure")

@@ -1,8 +1,9 @@
 """A campaign of random faults: each seed is a job of two ranks that is disturbed, restarted and checked.
 
-    python -m tests.operation.fault_campaign --seeds 20 [--first-seed S]
+    python -m tests.operation.fault_campaign --seeds 20 [--first-seed S] [--writers]
 
-A seed decides the layout, the faults (``--inject-fault``), and what happens to the launcher. The job runs under
+A seed decides the layout, the faults (``--inject-fault``), and what happens to the launcher, or which background
+process (of ``--async-save`` or ``--redundant-save``) is killed at which stage of a save. The job runs under
 ``megatron.operation.launch``, and is started again as a scheduler would, until it is complete. Then these must hold:
 
 - every checkpoint that was ever committed is still there, unchanged;
@@ -11,6 +12,7 @@ A seed decides the layout, the faults (``--inject-fault``), and what happens to 
 - each launch ended with the documented exit code;
 - the failure report of an attempt with one fault names its cause and its rank, and no failure is reported twice;
 - no process and no temporary file remains;
+- a background process that is killed costs at most its save or copy, and no restart;
 - the classes of every attempt add up to its duration.
 
 A seed that fails is printed with the command that repeats it. Moments that a fault names repeat exactly, moments of
@@ -38,6 +40,7 @@ from typing import Any
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.storage import file_of_rank
 from megatron.config.faults import ITERATION, LOAD, SAVE, START, Fault
 from megatron.errors import ExitCode
 from megatron.operation import accounting, attempts, failure, named_nodes, run_files, stays
@@ -64,6 +67,8 @@ LAST_FAULT = ITERATIONS - SAVE_INTERVAL
 PATIENCE = 180.0
 """Seconds for one launch, with its restarts, on a machine that does much else."""
 MOST_LAUNCHES = 4
+WRITER = b"megatron.checkpoint.background_main"
+"""Background processes run this module."""
 
 Flags = Mapping[str, FlagValue | Path]
 
@@ -76,6 +81,8 @@ LAYOUTS: dict[str, Flags] = {
     "background": {"async_save": True, "async_save_timeout": 2, "num_workers": 1},
 }
 """``background``: a background writer and a loader process for each rank."""
+MIRROR: Flags = {"async_save_timeout": 2}
+"""``--redundant-save`` with a copier for each rank; only for kills of copiers."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,24 @@ class Blow:
         return f"{self.number.name} to the launcher {self.delay:.2f} s after iteration {self.iteration}"
 
 
+STAGES = ("idle", "writing", "committing")
+"""Of a background process: without a job; with a file to write; on rank 0 waiting for the others' files to commit, on
+another rank with its file written while rank 0 waits."""
+
+
+@dataclass(frozen=True)
+class WriterKill:
+    """SIGKILL to the background process of a rank."""
+
+    stage: str
+    rank: int
+    iteration: int
+    """The checkpoint after which it comes, or in the next save."""
+
+    def __str__(self) -> str:
+        return f"SIGKILL to the background process of rank {self.rank}, {self.stage}, after iteration {self.iteration}"
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one seed does."""
@@ -100,6 +125,7 @@ class Plan:
     layout: str
     faults: tuple[Fault, ...]
     blow: Blow | None = None
+    writer: WriterKill | None = None
 
     @property
     def is_endless(self) -> bool:
@@ -107,7 +133,7 @@ class Plan:
         return any(fault.times is None for fault in self.faults)
 
     def __str__(self) -> str:
-        parts = [",".join(map(str, self.faults)), str(self.blow or "")]
+        parts = [",".join(map(str, self.faults)), str(self.blow or ""), str(self.writer or "")]
         return f"seed {self.seed} {self.layout}: {'; '.join(part for part in parts if part)}"
 
 
@@ -127,8 +153,12 @@ RARE = ("flip", "collective", "stoploader")
 NUMBERS = {"exit": 7.0, "slow": 1.5, "delay": 0.02, "slowsave": 0.3}
 
 
-def make_plan(seed: int) -> Plan:
-    """The plan of a seed: one or two events that end an attempt, and sometimes one that does not."""
+def make_plan(seed: int, writers: bool = False) -> Plan:
+    """The plan of a seed: one or two events that end an attempt, and sometimes one that does not; or the kill of a
+    background process, with ``writers`` always."""
+    behind = random.Random(f"writer {seed}")
+    if behind.random() < 0.1 or writers:
+        return _writer_plan(seed, behind)
     rare = random.Random(f"rare {seed}")
     if rare.random() < 0.1:
         return _rare_plan(seed, rare)
@@ -164,6 +194,14 @@ def _rare_plan(seed: int, chance: random.Random) -> Plan:
         return Plan(seed, "data", (Fault(kind, ITERATION, first, rank=rank, target=target, number=bit),))
     layout = "background" if kind == "stoploader" else chance.choice(sorted(LAYOUTS))
     return Plan(seed, layout, (Fault(kind, ITERATION, first, rank=rank),))
+
+
+def _writer_plan(seed: int, chance: random.Random) -> Plan:
+    """The kill of a background process. Iterations take longer, so that there is time between saves."""
+    iteration = SAVE_INTERVAL * chance.randint(1, LAST_FAULT // SAVE_INTERVAL - 1)
+    kill = WriterKill(chance.choice(STAGES), chance.randrange(RANKS), iteration)
+    delay = Fault("delay", ITERATION, 1, ITERATIONS, number=0.05)
+    return Plan(seed, chance.choice(("background", "mirror")), (delay,), writer=kill)
 
 
 def _fatal(chance: random.Random, layout: str) -> Fault:
@@ -216,12 +254,18 @@ class Job:
     commits: dict[int, bytes] = field(default_factory=dict)
     """Manifest of every checkpoint that was ever seen, by iteration."""
     violations: list[str] = field(default_factory=list)
+    is_writer_killed: bool = False
     _family: set[tuple[int, str]] = field(default_factory=set)
     """Every process of the job that was seen: its number and when it was started."""
 
     @property
     def save(self) -> Path:
         return self.directory / "save"
+
+    @property
+    def written(self) -> Path:
+        """Where the background processes write."""
+        return self.directory / "mirror" if self.plan.layout == "mirror" else self.save
 
     @property
     def temporary(self) -> Path:
@@ -252,8 +296,10 @@ class Job:
         self.launches.append(Launch(process.exitcode, self.injected() - before, log.read_text()))
 
     def _words(self) -> list[str]:
-        flags = {**RUN, **LAYOUTS[self.plan.layout], "save": self.save, "load": self.save}
+        flags = {**RUN, **layout_flags(self.plan.layout), "save": self.save, "load": self.save}
         flags |= {"save_interval": SAVE_INTERVAL}
+        if self.written != self.save:
+            flags["redundant_save"] = self.written
         # After a repetition of the endless fault the job must end with 93; then it goes on without it.
         is_over = bool(self.launches) and self.plan.is_endless
         if self.plan.faults and not is_over:
@@ -277,6 +323,7 @@ class Job:
         """Until the launcher has ended: note commits and processes, and hit it when that is due."""
         assert process.pid is not None
         deadline, due, noted = time.monotonic() + PATIENCE, math.inf, 0.0
+        killer = None if self.plan.writer is None else WriterKiller(self.plan.writer, self.written, process.pid)
         while process.is_alive():
             now = time.monotonic()
             if now > deadline:
@@ -291,6 +338,8 @@ class Job:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, blow.number)
                 blow, due = None, math.inf
+            if killer is not None and not self.is_writer_killed:
+                self.is_writer_killed = killer.act()
             self.note_commits()
             process.join(0.02)
         self.note_commits()
@@ -320,6 +369,56 @@ class Job:
         return {fault for fault, _ in injected(self.save / INJECTED)}
 
 
+class WriterKiller:
+    """Kills the background process of a rank below ``launcher``, which writes to ``root``."""
+
+    def __init__(self, kill: WriterKill, root: Path, launcher: int) -> None:
+        self._kill, self._root, self._launcher = kill, root, launcher
+        self._stopped: int | None = None
+        """A process that must not go on before the kill: its own while it has a file to write; while a commit is waited
+        for, the other rank's."""
+        self._due = math.inf
+
+    def act(self) -> bool:
+        """Do what is due; whether the kill has happened."""
+        if self._stopped is None:
+            if not (self._root / f"iter_{self._kill.iteration:07d}").exists():
+                return False
+            if self._kill.stage == "idle":
+                return self._signal(self._kill.rank, signal.SIGKILL) is not None
+            other = self._kill.rank if self._kill.stage == "writing" else 1 - self._kill.rank
+            self._stopped = self._signal(other, signal.SIGSTOP)
+            return False
+        if not self._is_at_stage():
+            return False
+        self._signal(self._kill.rank, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self._stopped, signal.SIGCONT)
+        return True
+
+    def _is_at_stage(self) -> bool:
+        """Some time after the directory of the save is there, or the file of the rank that has to write it."""
+        sign = "" if self._kill.stage == "writing" else f"/{file_of_rank(self._kill.rank)}"
+        if self._due == math.inf and list(self._root.glob(f".iter_*.saving-*{sign}")):
+            self._due = time.monotonic() + 0.15
+        return time.monotonic() >= self._due
+
+    def _signal(self, rank: int, number: signal.Signals) -> int | None:
+        """Send a signal to the background process of ``rank``; its number, if it exists."""
+        for pid in descendants(self._launcher):
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if WRITER in words and f"RANK={rank}".encode() in variables:
+                    os.kill(pid, number)
+                    return pid
+        return None
+
+
+def layout_flags(layout: str) -> Flags:
+    return MIRROR if layout == "mirror" else LAYOUTS[layout]
+
+
 def _has_logged(log: Path, iteration: int) -> bool:
     return iteration == 0 or (log.exists() and f"] iteration {iteration:8d}/" in log.read_text())
 
@@ -347,6 +446,23 @@ def check(job: Job, reference: Path) -> list[str]:
     found += check_injected(job.plan, job.injected())
     found += check_attempts(job.save)
     found += check_report(job.plan, read_reports(job.save))
+    if job.plan.writer is not None:
+        found += check_writer(job, reference)
+    return found
+
+
+def check_writer(job: Job, reference: Path) -> list[str]:
+    """The kill of a background process costs at most one save, or two copies: its own, and the one that would have
+    begun meanwhile. Nothing restarts, and the last checkpoint is complete."""
+    found = [] if job.is_writer_killed else ["the background process was never killed"]
+    if len(attempts := accounting.read_attempts(job.save)) != 1:
+        found.append(f"{len(attempts)} attempts after the kill of a background process")
+    if job.written != job.save:
+        found += check_bits(job.written, reference)
+        found += check_leftovers(job.written, job.temporary)
+    missing = {path.name for path in reference.glob("iter_*")} - {path.name for path in job.written.glob("iter_*")}
+    if len(missing) > (1 if job.written == job.save else 2):
+        found.append(f"after the kill of one background process {sorted(missing)} are missing in {job.written}")
     return found
 
 
@@ -495,6 +611,8 @@ def check_report(plan: Plan, reports: Sequence[Mapping[str, Any]]) -> list[str]:
     in the next attempt. So there may be one report for each rank, but none names a rank a second time.
     """
     fatal = [fault for fault in plan.faults if fault.kind not in (*HARMLESS, *IN_BACKGROUND[1:])]
+    if not fatal and plan.blow is None:
+        return [f"a failure is reported: {one['message']}" for one in reports]
     fault = fatal[0] if len(fatal) == 1 and fatal[0].kind in CAUSES else None
     if plan.blow is not None or fault is None or fault.times is None or fault.moment == SAVE:
         return []
@@ -526,14 +644,16 @@ class References:
         """The directory with the checkpoints of the undisturbed run."""
         save = self._directory / layout
         if not (save / TRACKER).exists():
-            flags = {**RUN, **LAYOUTS[layout], "save": save, "save_interval": SAVE_INTERVAL}
+            flags = {**RUN, **layout_flags(layout), "save": save, "save_interval": SAVE_INTERVAL}
             fork_training(words_of(flags), RANKS).succeeded()
         return save
 
 
-def run_seed(seed: int, directory: Path, references: References, forks: bool = True) -> tuple[Job, list[str]]:
+def run_seed(
+    seed: int, directory: Path, references: References, forks: bool = True, writers: bool = False
+) -> tuple[Job, list[str]]:
     """Run the job of a seed; its violations."""
-    plan = make_plan(seed)
+    plan = make_plan(seed, writers)
     reference = references.checkpoints(plan.layout)
     job = Job(plan, directory, forks)
     job.run()
@@ -543,7 +663,9 @@ def run_seed(seed: int, directory: Path, references: References, forks: bool = T
 def report(job: Job, violations: Sequence[str]) -> str:
     """What a failing seed has done, and how to repeat it."""
     lines = [f"FAILED: {job.plan}", *(f"  - {violation}" for violation in violations)]
-    lines += [f"  repeat it: python -m tests.operation.fault_campaign --seeds 1 --first-seed {job.plan.seed} --keep"]
+    writers = " --writers" if job.plan.writer is not None else ""
+    again = f"python -m tests.operation.fault_campaign --seeds 1 --first-seed {job.plan.seed} --keep{writers}"
+    lines += [f"  repeat it: {again}"]
     lines += [f"  exit codes: {[one.exit_code for one in job.launches]}"]
     lines += [line for one in job.launches for line in one.log.splitlines()[-40:]]
     return "\n".join(lines)
@@ -556,12 +678,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="keep the files of failed seeds")
     parser.add_argument("--no-fork", action="store_true", help="start the ranks as usual: 5 s of CPU each")
+    parser.add_argument("--writers", action="store_true", help="only kills of background processes")
     options = parser.parse_args(arguments)
     base, failed, started = Path(tempfile.mkdtemp(prefix="faults-")), [], time.monotonic()
     references = References(base / "references")
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         began = time.monotonic()
-        job, violations = run_seed(seed, base / str(seed), references, not options.no_fork)
+        job, violations = run_seed(seed, base / str(seed), references, not options.no_fork, options.writers)
         codes = "/".join(str(one.exit_code) for one in job.launches)
         print(f"{job.plan}: exit {codes}, {time.monotonic() - began:.1f} s", flush=True)
         if violations:

@@ -5,6 +5,8 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tests.operation.fault_campaign import (
     Launch,
     Plan,
     References,
+    WriterKill,
     check_attempts,
     check_bits,
     check_commits,
@@ -27,6 +30,7 @@ from tests.operation.fault_campaign import (
     check_leftovers,
     check_loads,
     check_report,
+    check_writer,
     make_plan,
     run_seed,
 )
@@ -41,6 +45,17 @@ def assert_holds(seed: int, directory: Path, references: References) -> None:
     job, violations = run_seed(seed, directory, references)
     assert not violations, campaign.report(job, violations)
     shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_the_kill_of_a_background_process_costs_a_save_and_no_restart(
+    tmp_path: Path, references: References, seed: int
+) -> None:
+    """One that commits, and one that copies; the others are in the campaign."""
+    job, violations = run_seed(seed, tmp_path / "job", references, writers=True)
+    assert job.plan.writer is not None and job.plan.writer.stage != "idle"
+    assert not violations, campaign.report(job, violations)
+    shutil.rmtree(tmp_path / "job")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,11 +75,15 @@ def test_five_hundred_disturbed_jobs_end_as_undisturbed_ones(tmp_path: Path, ref
 def test_plans_are_repeatable_and_cover_the_table() -> None:
     plans = [make_plan(seed) for seed in range(500)]
     assert plans == [make_plan(seed) for seed in range(500)]
-    assert {plan.layout for plan in plans} == LAYOUTS.keys()
+    assert {plan.layout for plan in plans} == {*LAYOUTS, "mirror"}
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
     wanted = {*campaign.FATAL, *campaign.HANGS, *campaign.HARMLESS, *campaign.IN_BACKGROUND, *campaign.RARE}
     assert kinds.keys() == wanted and min(kinds.values()) >= 5
     assert {plan.blow.number for plan in plans if plan.blow is not None} == {signal.SIGKILL, signal.SIGTERM}
+    kills = [make_plan(seed, writers=True) for seed in range(50)]
+    assert {(plan.layout, plan.writer.stage, plan.writer.rank) for plan in kills if plan.writer is not None} == set(
+        product(("background", "mirror"), campaign.STAGES, range(campaign.RANKS))
+    )
     for plan in plans:
         assert plan.faults or plan.blow
         assert parse_faults(",".join(map(str, plan.faults))) == plan.faults if plan.faults else True
@@ -194,6 +213,19 @@ def test_a_fault_that_was_not_injected_is_noticed() -> None:
 def test_a_wrong_report_is_noticed(spec: str, reports: list[tuple[str, int | None]], is_right: bool) -> None:
     found = [{"cause": cause, "rank": rank, "message": "..."} for cause, rank in reports]
     assert (check_report(plan_of(spec), found) == []) == is_right
+
+
+def test_what_the_kill_of_a_background_process_must_not_cost_is_noticed(save: Path, undisturbed: Path) -> None:
+    plan = Plan(0, "background", (), writer=WriterKill("writing", 0, 8))
+    job = Job(plan, save.parent, is_writer_killed=True)
+    shutil.rmtree(save / "iter_0000012")
+    assert not check_writer(job, undisturbed)
+    shutil.rmtree(save / "iter_0000016")
+    attempt = accounting.Attempt(attempt=2, start=0.0, end=1.0, outcome="complete", seconds={"step": 1.0})
+    accounting.append_attempt(save, attempt)
+    found = check_writer(replace(job, is_writer_killed=False), undisturbed)
+    assert [text.split()[0] for text in found] == ["the", "2", "after"]
+    assert "a failure is reported" in check_report(plan, [{"cause": "exception", "rank": 0, "message": "..."}])[0]
 
 
 def test_seconds_without_a_class_are_noticed(tmp_path: Path) -> None:
