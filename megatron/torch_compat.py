@@ -227,6 +227,16 @@ def leave_rendezvous(rendezvous_handler: Any, seconds: float) -> None:
         rendezvous_handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + seconds)
 
 
+def rendezvous_store(rendezvous_handler: Any) -> Any:
+    """The store of a rendezvous, which also the launchers that wait for a place share; None if it has none (yet)."""
+    return getattr(rendezvous_handler, "_store", None)
+
+
+def connection_to(store: Any) -> Any:
+    """The same store over a connection of its own, for another thread."""
+    return store.clone()
+
+
 def start_ranks_by(start: Callable[[Any, Sequence[str], Mapping[str, str]], Popen[Any]]) -> None:
     """Let torch's elastic agent start a process with ``start(handler, arguments, environment)``; ``start_rank`` is its
     own way. A handler has the ``local_rank_id`` and the files ``_stdout`` and ``_stderr`` (None: not redirected)."""

@@ -24,6 +24,7 @@ class Cause(StrEnum):
     STRAGGLER = "straggler"
     NO_PROGRESS = "no_progress"
     NODE_LOST = "node_lost"
+    LINK_LOST = "link_lost"
     DISK = "disk"
     DATA = "data"
     PREEMPTED = "preempted"
@@ -102,6 +103,10 @@ EXPLANATIONS: Mapping[Cause, Explanation] = {
     Cause.NODE_LOST: Explanation(
         "The launcher of a node no longer answers.",
         "Look at the node: power, network, kernel. Start again without it, or with a spare.",
+    ),
+    Cause.LINK_LOST: Explanation(
+        "A launcher could not reach the host of the rendezvous: one of the two hosts or the link between them is lost.",
+        "Look at the network of both hosts, and at the report of the other launchers if there is one.",
     ),
     Cause.DISK: Explanation(
         "Files could not be read or written.",

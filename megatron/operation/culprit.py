@@ -44,6 +44,8 @@ class Evidence:
     waits_for_lock: bool = False
     """Whether the main thread tries all the time to get the interpreter's lock."""
     committed_iteration: int | None = None
+    is_lost: bool = False
+    """Whether the launcher of the rank does not answer, so that nothing else is known."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,6 +92,10 @@ def find_culprit(evidence: Sequence[Evidence]) -> Verdict:
 
 def _is_stopped(one: Evidence, others: Sequence[Evidence]) -> bool:
     return one.state is not None and one.state in STOPPED
+
+
+def _is_lost(one: Evidence, others: Sequence[Evidence]) -> bool:
+    return one.is_lost
 
 
 def _is_gone(one: Evidence, others: Sequence[Evidence]) -> bool:
@@ -152,6 +158,7 @@ def _child(one: Evidence, states: str) -> str:
 
 
 _CRITERIA: Sequence[tuple[Test, Cause | None, Callable[[Evidence], str]]] = (
+    (_is_lost, Cause.NODE_LOST, lambda one: "the launcher of its node does not answer: the node or its link is lost"),
     (_is_gone, Cause.KILLED, lambda one: "its process has ended"),
     (_is_stopped, Cause.STOPPED_PROCESS, lambda one: f"its process is stopped (state {one.state})"),
     (

@@ -243,6 +243,26 @@ def failure_of_lost_nodes(nodes: Mapping[str, Sequence[int]]) -> Failure:
     )
 
 
+def failure_of_lost_rendezvous(host: str, endpoint: str) -> Failure:
+    """The launcher with the store at ``endpoint`` has ended, and another one, on ``host``, notices it."""
+    return Failure(
+        cause=Cause.NODE_LOST,
+        message=f"The launcher on {host} has lost the rendezvous host {endpoint}: its launcher or the host has ended.",
+        exit_code=ExitCode.CRASH,
+        host=endpoint.rpartition(":")[0],
+    )
+
+
+def failure_of_lost_link(host: str, endpoint: str, seconds: float, limit: float) -> Failure:
+    """The store at ``endpoint`` does not answer the launcher on ``host``."""
+    return Failure(
+        cause=Cause.LINK_LOST,
+        message=f"The launcher on {host} cannot reach the rendezvous host {endpoint}: no answer for {seconds:.1f} s, "
+        f"the limit is {limit:.1f} s.",
+        exit_code=ExitCode.CRASH,
+    )
+
+
 def _cause(end: RankEnd, out_of_memory: bool) -> Cause:
     if end.cause is not None:
         return cause_named(end.cause)

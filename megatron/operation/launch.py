@@ -26,15 +26,20 @@ from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+)
 from torch.distributed.launcher import api as launcher
 
 from megatron.console import protect_console
@@ -46,17 +51,19 @@ from megatron.operation.failure import Failure
 from megatron.operation.heartbeat import HEARTBEATS, HeartbeatMemory, Section
 from megatron.operation.named_nodes import CAUSES, NamedNodes, Naming
 from megatron.operation.node_order import NodeOrder, NodeReport, order_nodes
-from megatron.operation.nodes import Nodes
+from megatron.operation.nodes import Nodes, RunEnd
 from megatron.operation.processes import LAUNCHER, end_processes
 from megatron.operation.run_settings import run_directory_in
+from megatron.operation.stop_signals import StopSignals
+from megatron.operation.store_watch import StoreWatch
 from megatron.operation.warm import WarmProcesses
 from megatron.operation.watch import RankWatch
 from megatron.torch_compat import (
     LOOPBACK,
-    handle_signals_by,
     leave_rendezvous,
     listen_on_loopback,
     redirected_to,
+    rendezvous_store,
     renew_store_address,
     start_rank,
     start_ranks_by,
@@ -77,6 +84,7 @@ LAST_CALL_SECONDS = 15
 YIELD_SECONDS = 4.0
 """Time for a node that waits to take the place of one that was named twice."""
 _PARTING_SECONDS = 60.0
+_READ_SECONDS = 10.0  # for launchers that wait for a place to read the end; they look once a second
 _NODES_SECONDS = 1.0  # between two reads of the state of other nodes
 _LONG_ATTEMPT_SECONDS = 60.0  # of ranks without a heartbeat, after which a failure is not counted as one at once
 _WARM_AFTER_SECONDS = 3.0  # of training
@@ -88,30 +96,8 @@ def final_code(exit_codes: Iterable[int]) -> ExitCode | None:
     return next((code for code in FINAL if code in found), None)
 
 
-class StopSignals:
-    """The signals that stop a job. The first one raises torch's ``SignalException``; the same again are ignored, except
-    SIGINT, whose second one kills the ranks."""
-
-    def __init__(self, names: str) -> None:
-        """``names`` is the value of --signals-to-handle; raises :class:`ConfigError`."""
-        try:
-            self.numbers = frozenset(signal.Signals[name.strip()] for name in names.split(","))
-        except KeyError as error:
-            raise ConfigError(
-                f"--signals-to-handle {names}: {error.args[0]} is no signal of this system: use names like SIGTERM."
-            ) from None
-        handle_signals_by(self._stop)
-        for number in self.numbers:
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        for repeated in self.numbers - {signal.SIGINT}:
-            signal.signal(repeated, signal.SIG_IGN)
-        raise SignalException(f"Process {os.getpid()} received {signal.Signals(number).name}", signal.Signals(number))
-
-    def have_ended(self, exit_codes: Iterable[int]) -> bool:
-        """Whether one of the signals has ended one of the ranks, which did not handle signals yet."""
-        return any(-code in self.numbers for code in exit_codes)
+_LOST = (RendezvousConnectionError, DistError)
+"""Errors of a store whose launcher or host has ended."""
 
 
 class Agent(LocalElasticAgent):
@@ -124,9 +110,15 @@ class Agent(LocalElasticAgent):
         warm: WarmProcesses | None,
         run_dir: Path | None,
         signals: StopSignals,
+        endpoint: str | None,
         **arguments: Any,
     ) -> None:
+        """``endpoint`` is the rendezvous host with its port, None for a job on one node."""
         super().__init__(**arguments)
+        self._endpoint = endpoint
+        self._store_watch: StoreWatch | None = None
+        self._run_end: RunEnd | None = None
+        self._is_cut_off = False
         self._signals = signals
         self._is_stopping = False
         """Whether a signal has ended the training."""
@@ -167,6 +159,7 @@ class Agent(LocalElasticAgent):
             time.sleep(self._pause)
             self._pause = 0.0
         handler = worker_group.spec.rdzv_handler
+        self._watch_store()
         self._named.refresh()
         if socket.gethostname() in self._named.suspects() and handler.get_backend() != "static":
             # Further launchers than the nodes that the job needs wait for a place.
@@ -174,6 +167,27 @@ class Agent(LocalElasticAgent):
             time.sleep(YIELD_SECONDS)
         renew_store_address(handler)
         super()._rendezvous(worker_group)
+        self._watch_store()  # a static one has a store only now
+
+    def _watch_store(self) -> None:
+        """Watch the store of the rendezvous, and announce this launcher there."""
+        handler = self._worker_group.spec.rdzv_handler
+        store = rendezvous_store(handler)
+        if self._store_watch is None and self._endpoint is not None and store is not None:
+            self._store_watch = StoreWatch(store, self._watch.silence_limit, self._leave_cut_off)
+            self._run_end = RunEnd(store, handler.get_run_id())
+            self._run_end.announce()
+
+    def _leave_cut_off(self, seconds: float, limit: float) -> None:
+        """End the ranks and this process, whose main thread may never return from a call to the store."""
+        assert self._endpoint is not None
+        self._is_cut_off = True
+        if isinstance(self._pcontext, SubprocessContext):
+            ranks = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+            end_processes(ranks, signal.SIGKILL, 0, KILL_SECONDS)
+        self._watch.record_lost_link(self._endpoint, seconds, limit)
+        print_end(ExitCode.CRASH)
+        os._exit(ExitCode.CRASH)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -248,12 +262,8 @@ class Agent(LocalElasticAgent):
             # The ranks received the signal, too, and have ended.
             self.exit_code = self._code_after_signal()
             result = RunResult(WorkerState.STOPPED)
-        except RendezvousError as error:
-            # The agent that ended the job has closed the rendezvous.
-            code = self._nodes.exit_code() if self._nodes is not None else None
-            if code is None and self._store is None and not isinstance(error, RendezvousTimeoutError):
-                code = ExitCode.COMPLETE
-                print("The job ended before it needed this node.", file=sys.stderr, flush=True)
+        except (RendezvousError, DistError) as error:
+            code = self._code_without_rendezvous(error)
             if code is None:
                 raise
             self.exit_code, result = code, RunResult(WorkerState.STOPPED)
@@ -262,6 +272,8 @@ class Agent(LocalElasticAgent):
                 self._warm.end()
         if not self._survivors:
             self._part_from_nodes()
+        if self._store_watch is not None:
+            self._store_watch.end()
         if result is None or (result.is_failed() and not result.failures):
             return RunResult(WorkerState.STOPPED)  # the failed ranks are on other nodes
         return result
@@ -273,6 +285,26 @@ class Agent(LocalElasticAgent):
             self._is_stopping = True
             self._attempts.stop_requested()
             raise
+        except RendezvousGracefulExitError as error:
+            raise RendezvousClosedError from error  # torch takes any end of a job that it waited for as complete
+        except _LOST:
+            # The ranks have lost a node, too, and cannot save.
+            self._close(CRASH_SECONDS)
+            raise
+
+    def _code_without_rendezvous(self, error: Exception) -> ExitCode | None:
+        """Exit code of this launcher after an error of the rendezvous; None if only the traceback explains it."""
+        # The launcher that ended the job has closed the rendezvous.
+        code = self._nodes.exit_code() if self._nodes is not None else None
+        if code is None and isinstance(error, RendezvousClosedError):
+            code = self._run_end.read() if self._run_end is not None else None
+            text = "before it needed this node" if code is not None else "without saying how"
+            print(f"The job ended {text}.", file=sys.stderr, flush=True)
+            code = ExitCode.CRASH if code is None else code
+        if code is None and isinstance(error, _LOST) and self._endpoint is not None:
+            self._watch.record_lost_rendezvous(self._endpoint)
+            code = ExitCode.CRASH
+        return code
 
     def _code_after_signal(self) -> ExitCode:
         codes = self._rank_codes().values()
@@ -282,6 +314,8 @@ class Agent(LocalElasticAgent):
         return code or (ExitCode.CRASH if any(codes) else ExitCode.COMPLETE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        while self._is_cut_off:
+            time.sleep(1.0)  # another thread ends this process
         codes = self._rank_codes()
         if self._signals.have_ended(codes.values()):
             time.sleep(SIGNAL_SECONDS)
@@ -490,13 +524,22 @@ class Agent(LocalElasticAgent):
         return code is not None or nodes.must_restart(self._restarts)
 
     def _part_from_nodes(self) -> None:
-        if self._nodes is None or self.exit_code == ExitCode.COMPLETE:
+        """Let the other launchers read the end of the job, and those that wait for a place in the rendezvous."""
+        nodes, end = self._nodes, self._run_end
+        if end is None:
             return
-        self._nodes.end_job(self.exit_code)
-        with suppress(RendezvousError):
-            self._rdzv_handler.set_closed()  # for agents that wait in the rendezvous
-        with suppress(SignalException):
-            self._nodes.part(_PARTING_SECONDS)
+        if self._store is None:
+            end.leave(seconds=0.0)  # it had no part in the run
+            return
+        has_failed = nodes is not None and self.exit_code != ExitCode.COMPLETE
+        with suppress(RendezvousError, SignalException):
+            if nodes is not None and has_failed:
+                nodes.end_job(self.exit_code)
+            end.publish(self.exit_code)
+            self._rdzv_handler.set_closed()
+            if nodes is not None and has_failed:
+                nodes.part(_PARTING_SECONDS)
+            end.leave(_READ_SECONDS)
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -541,11 +584,12 @@ def main(arguments: Sequence[str]) -> int:
     if save_seconds is None:
         save_seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SAVE_SECONDS))
     agents: list[Agent] = []
+    endpoint = rendezvous_endpoint(options)
 
     def build_agent(**keywords: Any) -> Agent:
         warm = WarmProcesses() if options.warm_processes else None
         run_dir = run_directory_in(options.training_script_args)
-        agents.append(Agent(save_seconds, is_elastic, warm, run_dir, signals, **keywords))
+        agents.append(Agent(save_seconds, is_elastic, warm, run_dir, signals, endpoint, **keywords))
         start_ranks_by(agents[0].start_rank)
         return agents[0]
 
@@ -567,12 +611,30 @@ def main(arguments: Sequence[str]) -> int:
             return ExitCode.STOPPED
         print(f"{error}: killing the ranks that still run.", file=sys.stderr, flush=True)
         return ExitCode.CRASH
+    except RendezvousConnectionError as error:
+        if agents or endpoint is None:
+            raise
+        print(
+            f"ERROR: the rendezvous host {endpoint} cannot be reached: {error.__cause__}.", file=sys.stderr, flush=True
+        )
+        return ExitCode.CRASH
     if not agents:
         return ExitCode.CRASH
     code = agents[0].exit_code
     if code != ExitCode.COMPLETE:
-        print(f"The job ends with exit code {int(code)} ({code.name}).", file=sys.stderr, flush=True)
+        print_end(code)
     return code
+
+
+def print_end(code: ExitCode) -> None:
+    print(f"The job ends with exit code {int(code)} ({code.name}).", file=sys.stderr, flush=True)
+
+
+def rendezvous_endpoint(options: Namespace) -> str | None:
+    """Host and port of the rendezvous of several nodes; None for a job on one node."""
+    if options.standalone or torchrun.parse_min_max_nnodes(options.nnodes)[1] == 1:
+        return None
+    return str(options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -16,6 +16,45 @@ _PREFIX = "megatron/launch"
 _JOIN_SECONDS = 300.0  # for all launchers to begin an attempt
 
 
+class RunEnd:
+    """How the run ended, for launchers that wait for a place in the rendezvous and share only its ``store``."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self._prefix = f"{_PREFIX}/end/{run_id}"
+
+    def announce(self) -> None:
+        """Say, once, that this launcher will call :meth:`leave`."""
+        with suppress(DistError):
+            self._store.add(f"{self._prefix}/announced", 1)
+
+    def publish(self, code: ExitCode) -> None:
+        """Say how the run has ended."""
+        with suppress(DistError):
+            # Any other code has precedence over 0.
+            self._store.compare_set(f"{self._prefix}/exit_code", "", str(int(ExitCode.COMPLETE)))
+            if code != ExitCode.COMPLETE:
+                self._store.set(f"{self._prefix}/exit_code", str(int(code)))
+
+    def leave(self, seconds: float) -> None:
+        """Wait for so long until the other launchers have read the end: this one may take the store with it."""
+        deadline = time.monotonic() + seconds
+        with suppress(DistError):
+            self._store.add(f"{self._prefix}/ended", 1)
+            while self._count("ended") < self._count("announced") and time.monotonic() < deadline:
+                time.sleep(0.1)
+
+    def read(self) -> ExitCode | None:
+        """The exit code of the run; None if it has not ended, or the store is lost."""
+        with suppress(DistError):
+            if self._store.check([f"{self._prefix}/exit_code"]):
+                return ExitCode(int(self._store.get(f"{self._prefix}/exit_code")))
+        return None
+
+    def _count(self, name: str) -> int:
+        return self._store.add(f"{self._prefix}/{name}", 0)
+
+
 class Nodes:
     """The launchers of one rendezvous, which share ``store``.
 

@@ -26,8 +26,11 @@ from megatron.operation.failure import (
     attempt_number,
     failure_of_ends,
     failure_of_hang,
+    failure_of_lost_link,
     failure_of_lost_nodes,
+    failure_of_lost_rendezvous,
     position,
+    read_failure,
     write_failure,
 )
 from megatron.operation.heartbeat import HeartbeatMemory, Snapshot
@@ -63,6 +66,8 @@ _STAYS_SECONDS = 30.0
 """Between two writes of what the ranks' stays teach."""
 _OVER = "over"
 """Last sign of life of a launcher, in an attempt that ends."""
+_LEAST_SILENCE = 15.0
+"""Seconds of silence of the store that mean nothing: torch needs as long to notice a lost node."""
 _LOCK_SECONDS = 0.3
 """For so long the wait for the interpreter's lock is observed."""
 _LOCK_RATES = 20.0, 400.0
@@ -329,6 +334,22 @@ class RankWatch:
         else:
             self._record(failure_of_ends(every, exit_code, self._out_of_memory.rose()))
 
+    def record_lost_rendezvous(self, endpoint: str) -> None:
+        """Record that the launcher with the store of all launchers has ended."""
+        self._record(failure_of_lost_rendezvous(self._host, endpoint), replace=False)
+
+    def record_lost_link(self, endpoint: str, seconds: float, limit: float) -> None:
+        """Record that the store does not answer this launcher; a report of the other launchers is kept."""
+        self._record(failure_of_lost_link(self._host, endpoint, seconds, limit), replace=False)
+
+    def silence_limit(self) -> float:
+        """Seconds for which the store of the launchers may be silent: as long as a rank in a step. 0: no limit."""
+        settings = self._attempt.settings if self._attempt is not None else {}
+        known = [float(one.operation.hang_limit_s) for one in settings.values()]
+        given = _number_after("--hang-limit-s", self._words)
+        limit = known[0] if known else OperationConfig().hang_limit_s if given is None else given
+        return max(limit, _LEAST_SILENCE) if limit else 0.0
+
     def publish_health(self) -> None:
         """Tell the other launchers that no rank of this node has failed."""
         attempt = self._attempt
@@ -390,16 +411,19 @@ class RankWatch:
         )
         self._record(failure)
 
-    def _record(self, failure: Failure) -> None:
+    def _record(self, failure: Failure, replace: bool = True) -> None:
+        """Print and write a report; without ``replace``, a report of this attempt by another launcher is kept."""
         self.failure = failure
         directory = self._directory()
         note = ""
         if directory is not None and failure.cause != Cause.IN_USE:
             try:
                 assert self._attempt is not None
-                if self._attempt.number is None:
-                    self._attempt.number = attempt_number(directory, self._attempt.started)
-                write_failure(directory, failure, self._attempt.number)
+                newest = read_failure(directory / FILE) if not replace else None
+                if newest is None or newest.get("time", 0.0) < self._attempt.started:
+                    if self._attempt.number is None:
+                        self._attempt.number = attempt_number(directory, self._attempt.started)
+                    write_failure(directory, failure, self._attempt.number)
                 note = f" See {directory / FILE}."
             except OSError as error:
                 note = f" {directory / FILE} cannot be written ({error.strerror})."
@@ -415,7 +439,7 @@ class RankWatch:
 
 def _evidence_of_lost(rank: int, host: str) -> Evidence:
     """Of a rank whose launcher does not answer."""
-    return Evidence(rank=rank, local_rank=0, host=host, pid=None, section="start", seconds=0.0, state=None)
+    return Evidence(rank=rank, local_rank=0, host=host, pid=None, section="start", seconds=0.0, is_lost=True)
 
 
 def _seconds_since_entered(snapshot: Snapshot | None) -> float:

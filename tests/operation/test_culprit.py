@@ -97,6 +97,7 @@ STOPPED_LOADER = ChildProcess(77, "T", "loader process")
     [
         ({"state": "T", "stack": None}, Cause.STOPPED_PROCESS, "stopped"),
         ({"state": None, "stack": None, "pid": None}, Cause.KILLED, "ended"),
+        ({"state": None, "stack": None, "pid": None, "is_lost": True}, Cause.NODE_LOST, "launcher"),
         ({"state": "D", "stack": None}, Cause.HANG, "kernel"),
         ({"children": (STOPPED_LOADER,), "section": "data"}, Cause.STOPPED_PROCESS, "loader process 77"),
         ({"waits_for_lock": True}, Cause.HANG, "interpreter's lock"),

@@ -88,9 +88,13 @@ class Job:
         return found.failed if found is not None else 0
 
     def cancel(self) -> None:
-        self.cluster.run("scancel", str(self.number))
-        self.wait(lambda: self.state not in ("RUNNING", "COMPLETING", "PENDING"))
-        self.wait(lambda: not self.cluster.run("squeue", "-h"))
+        """Also of a job that is being requeued, for which the first ``scancel`` has no effect."""
+
+        def is_gone() -> bool:
+            self.cluster.run("scancel", str(self.number))
+            return not self.cluster.run("squeue", "-h")
+
+        self.wait(is_gone)
 
 
 def test_a_job_that_is_complete_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:

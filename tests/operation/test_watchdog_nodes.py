@@ -18,7 +18,7 @@ from megatron.operation.causes import Cause
 from megatron.operation.heartbeat import HeartbeatMemory
 from megatron.operation.nodes import Nodes
 from megatron.operation.processes import end_processes
-from tests.end_to_end.run_process import REPOSITORY, descendants, wait_until
+from tests.end_to_end.run_process import REPOSITORY, descendants, free_port, wait_until
 from tests.forked import fork_context
 from tests.operation.test_launch import PATIENCE, TWO, Node, start, two_nodes
 from tests.operation.test_launch import RANK as TEMPLATE
@@ -235,3 +235,56 @@ def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: P
     assert (found["rank"], found["cause"]) == (1, Cause.HANG)
     assert "does not end after SIGKILL" in found["message"]
     assert len(list(tmp_path.glob("started.*"))) == 2
+
+
+# --- the host of the rendezvous, and links -------------------------------------------------------------------
+
+TRAINS = f"""{RANK.replace("hang_limit_s=1.0", "hang_limit_s=20.0")}
+directory = os.path.dirname(run)
+heartbeat.enter(Section.OPTIMIZER)
+open(os.path.join(directory, f"waits.{{RANK}}"), "w").close()
+while not os.path.exists(os.path.join(directory, "end")):
+    time.sleep(0.05)
+    heartbeat.start_iteration(41)
+sys.exit(int(open(os.path.join(directory, "end")).read()))
+"""
+
+
+def launchers(directory: Path, count: int) -> list[Node]:
+    """Launchers of a job on two nodes, of which the first has the store of the rendezvous, and the third waits."""
+    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", "127.0.0.1"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--max-restarts", "3", "--rdzv-conf"]
+    nodes = []
+    for node in range(count):
+        nodes.append(start(directory, TRAINS, *flags, f"is_host={'false' if node else 'true'}", node=node))
+        if node == 1:
+            wait_until(lambda: len(list(directory.glob("waits.*"))) == 2, PATIENCE)
+    return nodes
+
+
+@pytest.mark.slow(reason="launchers on two nodes")
+def test_a_rendezvous_host_that_is_lost_is_named(tmp_path: Path) -> None:
+    nodes = launchers(tmp_path, 2)
+    end(nodes[0])
+    assert nodes[1].exit_code() == ExitCode.CRASH
+    text = nodes[1].log.read_text()
+    assert "lost the rendezvous host 127.0.0.1:" in text and "Traceback" not in text
+    (found,) = failures(tmp_path)
+    assert (found["cause"], found["host"]) == (Cause.NODE_LOST, "127.0.0.1")
+
+
+@pytest.mark.slow(reason="launchers on three nodes")
+@pytest.mark.parametrize("code", [ExitCode.COMPLETE, ExitCode.ACTION_REQUIRED, None], ids=["complete", "2", "lost"])
+def test_a_launcher_that_waits_ends_with_0_only_if_the_run_is_complete(tmp_path: Path, code: ExitCode | None) -> None:
+    """Kubernetes takes 0 for success."""
+    nodes = launchers(tmp_path, 3)
+    time.sleep(6.0)  # until the third waits for a place
+    if code is None:
+        end(nodes[0])
+        assert [node.exit_code() for node in nodes[1:]] == [ExitCode.CRASH] * 2, nodes[2].log.read_text()
+        assert "lost the rendezvous host 127.0.0.1:" in nodes[2].log.read_text()
+    else:
+        (tmp_path / "draft").write_text(str(int(code)))
+        (tmp_path / "draft").rename(tmp_path / "end")
+        assert [node.exit_code() for node in nodes] == [code] * 3, nodes[2].log.read_text()
+        assert "ended before it needed this node" in nodes[2].log.read_text()
