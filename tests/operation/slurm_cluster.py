@@ -84,8 +84,12 @@ class Cluster:
         wait_until(lambda: Path(files["socket"]).exists(), 30)
         self._start(self.controller, "slurmctld", "-D", "-c")
         for node in self.nodes:
-            self._start(node, "slurmd", "-D", "-N", node.name)
+            self.start_node(node)
         wait_until(lambda: self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * 2, 60)
+
+    def start_node(self, node: Host) -> None:
+        """Start the daemon of a node, also after all its processes were killed."""
+        self._start(node, "slurmd", "-D", "-N", node.name)
 
     def _start(self, host: Host, *words: str) -> None:
         log = self.directory / f"{words[0]}.{host.name}.out"

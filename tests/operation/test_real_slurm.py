@@ -139,3 +139,16 @@ def test_a_job_whose_time_is_up_saves_and_is_requeued(cluster: Cluster, tmp_path
     job.wait_for_log("requeueing: stopped on request, and saved")
     assert job.saved() is not None and job.failed_attempts() == 0
     job.cancel()
+
+
+def test_a_job_that_loses_a_node_goes_on_when_the_node_is_back(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, flags="--train-iters 1000000 --save-interval 50")
+    job.wait(lambda: job.saved() is not None)
+    node = cluster.nodes[1]
+    node.kill()
+    job.wait(lambda: job.starts == 1)
+    saved = job.saved()
+    assert saved is not None
+    cluster.start_node(node)
+    job.wait(lambda: (job.saved() or 0) > saved)
+    job.cancel()
