@@ -120,6 +120,8 @@ def run_line(session: Session, line: Line, end: float, watch: GpuWatch, start: S
         error = f"{max(0.0, left):.0f} s were left, and it takes {line.seconds:.0f}"
         append(out, Result(line.name, WHOLE, Verdict.NOT_STARTED, error=error))
     else:
+        # The next sign of the line may be minutes away.
+        print(f"{line.name} ... {line.answers}".rstrip(), flush=True)
         before = watch.read()
         exit_code, outcome = run_processes(session, line, started + min(line.limit, left), start)
         seconds, after = time.monotonic() - started, watch.read()
@@ -131,10 +133,13 @@ def run_line(session: Session, line: Line, end: float, watch: GpuWatch, start: S
         }
         if not session.is_tiny:
             found = comparison(line, read_results(out))
+            expected = found.pop("verdict", outcome.verdict)
             figures |= found
-            verdict = max(outcome.verdict, found.get("verdict", outcome.verdict), key=SEVERITY.index)
-            outcome = outcome._replace(verdict=verdict)
-        append(out, Result(line.name, WHOLE, *outcome[:1], figures, *outcome[1:], seconds=round(seconds, 1)))
+            outcome = outcome._replace(verdict=max(outcome.verdict, expected, key=SEVERITY.index))
+        append(
+            out,
+            Result(line.name, WHOLE, outcome.verdict, figures, outcome.error, outcome.where, round(seconds, 1)),
+        )
     results = read_results(out)
     print(row_text(line.name, results[line.name]), flush=True)
     (out / TABLE).write_text(as_text(results), encoding="utf-8")
@@ -143,7 +148,7 @@ def run_line(session: Session, line: Line, end: float, watch: GpuWatch, start: S
 
 
 def comparison(line: Line, results: dict[str, list[Result]]) -> Figures:
-    """The line's figure beside its expectation; empty without one of the two."""
+    """The line's figure, its expectation and the verdict; the expectation alone without a figure."""
     expects = line.expects
     if expects is None:
         return {}

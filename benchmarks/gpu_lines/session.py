@@ -32,7 +32,7 @@ class SessionConfig:
     """Rehearse with tiny shapes."""
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise :class:`ConfigError` for what cannot run; ``names`` are those of all lines."""
+        """Raise :class:`ConfigError` for what cannot run; ``names`` are the names of all lines."""
         refuse_urls({"--out": self.out, "--archive": self.archive}, "name a local one")
         unknown = [name for name in self.only if name not in names]
         if unknown:

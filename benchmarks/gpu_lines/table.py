@@ -42,7 +42,7 @@ def row_text(name: str, results: Sequence[Result]) -> str:
 
 
 def rows_of(name: str, results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """The row of a line, then those of its results if there are several."""
+    """The row of a line, then a row for each of its results if there are several."""
     whole = whole_of(results) or Result(name, WHOLE, Verdict.HUNG, error="it has not ended")
     parts, figures = own_results(results), whole.figures
     note = note_of(whole) or (brief(parts[0].figures) if len(parts) == 1 else _counts(parts))
