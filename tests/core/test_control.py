@@ -18,7 +18,7 @@ from megatron.core.control import CONTROL_TIMEOUT, ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.core.topology import RankGrid, Topology
 from megatron.operation.environment import prepare_environment
-from megatron.torch_compat import set_group_timeout
+from megatron.torch_compat import ranks_store, set_group_timeout
 from tests.forked import fork_context
 from tests.rank_pool import RankPool
 
@@ -61,7 +61,8 @@ def test_it_uses_gloo_with_a_timeout_of_hours_once_it_is_connected(monkeypatch: 
 
 
 def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
-    """Rank 0 works under the control group, and then before a collective of training."""
+    """Rank 0 works for ``work`` seconds under the control group, and then comes to a collective of training only when
+    rank 1 has given it up, however late rank 1 came to it."""
     topology = Topology(RankGrid(tp=2, dp=2), dist.get_rank(), CPU)
     ranks = topology.tensor_parallel
     # Not before: connections may take longer on a busy machine.
@@ -72,17 +73,19 @@ def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
         return "built"
 
     built = run_on_rank0(topology.control, build)
+    given_up = "rank 1 has given up"
     try:
         if topology.rank == 0:
-            time.sleep(work)
+            ranks_store().wait([given_up], timedelta(seconds=PATIENCE))
         ranks.all_reduce(torch.ones(1))
     except RuntimeError as error:
+        ranks_store().set(given_up, "")
         return built, str(error)
     return built, "no error"
 
 
 def test_long_work_of_rank_0_times_out_in_training_alone(four_ranks: RankPool) -> None:
-    (_, *others) = four_ranks.run(wait_for_long_work, 1.0, 4.0, world_size=4)
+    (_, *others) = four_ranks.run(wait_for_long_work, 2.0, 3.0, world_size=4, timeout=2 * PATIENCE)
     assert [built for built, _ in others] == ["built"] * 3
     assert "Timed out" in others[0][1]  # rank 1 waits for rank 0; ranks 2 and 3 have a group of their own
     assert [error for _, error in others[1:]] == ["no error"] * 2
