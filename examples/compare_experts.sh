@@ -9,7 +9,7 @@
 # Arguments are flags for every run, and override the flags here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/environment.sh requirements.txt
+source tools/environment.sh plots,tensorboard
 
 RUN=${RUN:-runs/experts}           # curves, logs and the drawing
 ITERATIONS=${ITERATIONS:-900}

@@ -5,7 +5,7 @@
 #   bash examples/quickstart.sh            RUN=my_dir ITERATIONS=1000 bash examples/quickstart.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source tools/environment.sh requirements.txt
+source tools/environment.sh plots,tensorboard
 
 RUN=${RUN:-runs/quickstart}        # everything is written here
 ITERATIONS=${ITERATIONS:-240}
@@ -45,7 +45,7 @@ if [ "$(cat "$TRACKER" 2>/dev/null)" != "$ITERATIONS" ]; then
         pretrain_llama.py "${RECIPE[@]}" $PRECISION \
         --eval-interval $((ITERATIONS < 60 ? ITERATIONS : 60)) --eval-iters 8 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 60 --override-opt-param-scheduler \
-        --log-interval 10 --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard" || status=$?
+        --log-interval 10 --log-format compact --metrics-jsonl "$RUN/metrics.jsonl" --tensorboard-dir "$RUN/tensorboard" || status=$?
     if [ "$status" != 0 ] && [ "$status" != 75 ]; then
         exit "$status"
     fi
@@ -74,3 +74,11 @@ python tools/generate_text.py --load "$RUN/checkpoints" --max-new-tokens 80 --pr
 
 def read_file(path):
 "
+
+step "What next"
+cat <<TEXT
+In this environment (source .venv/bin/activate):
+  python tools/report_run.py $RUN/checkpoints --metrics $RUN/metrics.jsonl --html $RUN/report.html   # a page on the run
+  python tools/generate_text.py --load $RUN/checkpoints --prompt "class Queue:"                  # another sample
+docs/tutorial.md goes the same way step by step, with your own text, to a model on Hugging Face.
+TEXT

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if ! command -v torchrun > /dev/null; then  # no environment with torch is active
-    source tools/environment.sh requirements.txt
+    source tools/environment.sh plots,tensorboard
 fi
 
 RUN=${RUN:-runs/wsd}       # everything is written here

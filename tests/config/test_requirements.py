@@ -8,7 +8,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.package.lock import COMMAND, closure, locked, requirements_in
+from tests.package.lock import (
+    COMMAND,
+    CUDA_LOCK,
+    IS_CUDA_BUILD,
+    LOCK,
+    closure,
+    cuda_build,
+    locked,
+    requirements_in,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 OF_QUICKSTART = ("data", "wandb", "tensorboard", "plots")
@@ -78,7 +87,7 @@ def test_training_needs_no_extra() -> None:
 
 
 def test_the_lock_satisfies_all_requirements() -> None:
-    versions = locked()
+    versions = locked(LOCK)
     for requirement in requirements_in("requirements-dev.txt"):
         name = canonicalize_name(requirement.name)
         assert name in versions, f"{name} is not in requirements.lock: {COMMAND}"
@@ -86,4 +95,33 @@ def test_the_lock_satisfies_all_requirements() -> None:
 
 
 def test_the_lock_has_what_the_packages_need() -> None:
-    assert closure(requirements_in("requirements-dev.txt")).keys() <= locked().keys(), f"add what is new: {COMMAND}"
+    """Of torch's CPU build alone, if it is installed: the CUDA build needs more."""
+    found = closure(requirements_in("requirements-dev.txt")).keys()
+    wanted = found - cuda_build().keys() if IS_CUDA_BUILD else found
+    assert wanted <= locked(LOCK).keys(), f"add what is new: {COMMAND}"
+
+
+def test_both_locks_have_what_the_packages_need_with_the_cuda_build() -> None:
+    """With its recorded metadata, where the CPU build is installed."""
+    build = cuda_build()
+    found = closure(requirements_in("requirements-dev.txt"), build)
+    more = locked(CUDA_LOCK)
+    assert locked(LOCK).keys().isdisjoint(more)
+    assert found.keys() <= locked(LOCK).keys() | more.keys(), f"add what is new: {COMMAND}"
+    assert {name: build[name].version for name in more} == more
+    assert build.keys() == {"torch", *more}
+    versions = locked(LOCK) | more
+    for name, one in build.items():
+        for requirement in map(Requirement, one.requires):
+            version = versions[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(version), f"{name} needs {requirement}, and the locks have {version}"
+    assert versions["torch"] == build["torch"].version
+
+
+@pytest.mark.skipif(not IS_CUDA_BUILD, reason="the CPU build of torch is installed")
+def test_the_recorded_metadata_is_that_of_the_cuda_build() -> None:
+    found = closure(requirements_in("requirements-dev.txt"))
+    assert cuda_build().keys() == found.keys() - (locked(LOCK).keys() - {"torch"}), f"record it again: {COMMAND}"
+    assert {name: sorted(found[name].requires) for name in cuda_build()} == {
+        name: sorted(one.requires) for name, one in cuda_build().items()
+    }

@@ -108,14 +108,14 @@ def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     clone = tmp_path_factory.mktemp("clone")
     for name in ("examples", "megatron", "tools"):
         shutil.copytree(REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (REPOSITORY / "pretrain_llama.py", *REPOSITORY.glob("requirements*.txt")):
+    for path in (*REPOSITORY.glob("p*.*"), *REPOSITORY.glob("requirements*.txt")):
         shutil.copy(path, clone)
     programs = clone / ".venv" / "bin"
     programs.mkdir(parents=True)
     (programs / "python").symlink_to(sys.executable)
     (programs / "activate").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
     # tools/environment.sh finds this note of what is installed and installs nothing.
-    command = f"cat requirements*.txt | cksum > {programs.parent}/.installed-requirements.txt"
+    command = f"cat requirements*.txt pyproject.toml | cksum > {programs.parent}/.installed-plots,tensorboard"
     subprocess.run(command, shell=True, cwd=clone, check=True)
     quickstart = Quickstart(clone)
     quickstart.run_directory.mkdir()
@@ -135,7 +135,8 @@ def test_corpus_is_megabytes_of_real_text(source: Path) -> None:
 
 def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_to_do(quickstart: Quickstart) -> None:
     process = quickstart.start()
-    wait_until(lambda: f"iteration {LOGGED:8d}/" in quickstart.log.read_text() or process.poll() is not None, TIMEOUT)
+    first = f"\n{LOGGED}/{ITERATIONS}  loss"
+    wait_until(lambda: first in quickstart.log.read_text() or process.poll() is not None, TIMEOUT)
     os.killpg(process.pid, signal.SIGINT)
     output = quickstart.finish(process)
     assert "stopped: signal SIGINT" in output, output
@@ -174,6 +175,19 @@ def assert_finished(quickstart: Quickstart, output: str) -> None:
     ]
     assert f"validation loss {final:.3f}, that is" in output
     assert re.search(r"== A sample\nimport os\n\ndef read_file\(path\):\n.", output, re.DOTALL)
+    assert output.count(f"validation at iteration {ITERATIONS}") == ("== Training" in output)
+    assert "== What next" in output
+
+
+def test_what_it_proposes_next_works(quickstart: Quickstart) -> None:
+    commands = re.findall(r"^  (python .*)$", quickstart.log.read_text(), re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        process = quickstart.start_script(["-c", f"source .venv/bin/activate; {command}"], {})
+        output = quickstart.finish(process)
+        assert process.returncode == 0, output
+    assert output.startswith("class Queue:")
+    assert (quickstart.run_directory / "report.html").stat().st_size > 10_000
 
 
 def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quickstart) -> None:
