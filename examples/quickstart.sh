@@ -78,7 +78,7 @@ def read_file(path):
 step "What next"
 cat <<TEXT
 In this environment (source .venv/bin/activate):
-  python tools/report_run.py $RUN/checkpoints --metrics $RUN/metrics.jsonl --html $RUN/report.html   # a page on the run
-  python tools/generate_text.py --load $RUN/checkpoints --prompt "class Queue:"                  # another sample
+  report:  python tools/report_run.py $RUN/checkpoints --metrics $RUN/metrics.jsonl --html $RUN/report.html
+  sample:  python tools/generate_text.py --load $RUN/checkpoints --prompt "class Queue:"
 docs/tutorial.md goes the same way step by step, with your own text, to a model on Hugging Face.
 TEXT

@@ -180,7 +180,7 @@ def assert_finished(quickstart: Quickstart, output: str) -> None:
 
 
 def test_what_it_proposes_next_works(quickstart: Quickstart) -> None:
-    commands = re.findall(r"^  (python .*)$", quickstart.log.read_text(), re.MULTILINE)
+    commands = re.findall(r"^  \w+:  (python .*)$", quickstart.log.read_text(), re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
         process = quickstart.start_script(["-c", f"source .venv/bin/activate; {command}"], {})
