@@ -1,10 +1,12 @@
 """``pretrain_llama.py`` whose rank R injects a fault when the file ``fault.R`` of a directory asks for it; the first
-argument is the directory. The file has a kind of ``--inject-fault`` and the section of the heartbeat in which the rank
-injects it: a run injects its own faults only at the end of a step, a loading or a save."""
+argument is the directory. The file has a kind of ``--inject-fault``, the section of the heartbeat in which the rank
+injects it (a run injects its own faults only at the end of a step, a loading or a save), how often the process enters
+the section before, and the first attempt of the launcher in which it does so."""
 
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from megatron.commands import pretrain_llama
@@ -17,21 +19,33 @@ def main() -> None:
     directory = Path(sys.argv.pop(1))
     request = directory / f"fault.{os.environ['RANK']}"
     (directory / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
-    enter = Heartbeat.enter
+    enter, prepare = Heartbeat.enter, pretrain_llama.import_for_training
+    entered: Counter[str] = Counter()
+
+    def reach(label: str) -> None:
+        entered[label] += 1
+        if not request.exists():
+            return
+        kind, wanted, before, attempt = request.read_text().split()
+        is_due = entered[label] > int(before) and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= int(attempt)
+        if wanted == label and is_due:
+            from megatron.operation.faults import EVENT_FAULTS
+
+            request.unlink()
+            (directory / "began").write_text(repr(time.time()))
+            EVENT_FAULTS[kind](parse_faults(f"{kind}@1")[0])
 
     def enter_and_break(heartbeat: Heartbeat, section: Section) -> Section:
         left = enter(heartbeat, section)
-        if request.exists():
-            kind, _, wanted = request.read_text().partition(" ")
-            if wanted == section.label:
-                from megatron.operation.faults import EVENT_FAULTS
-
-                request.unlink()
-                (directory / "began").write_text(repr(time.time()))
-                EVENT_FAULTS[kind](parse_faults(f"{kind}@1")[0])
+        reach(section.label)
         return left
 
+    def prepare_and_break() -> None:
+        reach(Section.START.label)
+        prepare()
+
     setattr(Heartbeat, "enter", enter_and_break)  # noqa: B010 (mypy takes an assignment for a mistake)
+    pretrain_llama.import_for_training = prepare_and_break
     pretrain_llama.die_with_launcher()
     code = pretrain_llama.main(sys.argv[1:])
     sys.stdout.flush()

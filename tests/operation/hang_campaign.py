@@ -1,9 +1,11 @@
 """Faults that make ranks of a real training hang, one after the other, and what the launcher reports of them.
 
-    python -m tests.operation.hang_campaign --faults 200 [--ranks 2] [--seed N] [--quiet-seconds S]
+    python -m tests.operation.hang_campaign --faults 200 [--ranks 2] [--seed N] [--quiet-seconds S] [--anywhere]
 
-One launcher restarts the ranks after each fault. Faults are random: kind, rank, and section of the iteration. Prints a
-line for every fault and a summary; the exit code is 1 if a report is wrong.
+One launcher restarts the ranks after each fault. Faults are random: kind, rank, and section of the iteration. With
+``--anywhere`` the limits are those without flags, every second fault is a kill, and half of the faults come in a save,
+an evaluation, the loading or the start, or in the first iterations after a restart. Prints a line for every fault and a
+summary; the exit code is 1 if a report is wrong or late.
 """
 
 import argparse
@@ -33,7 +35,11 @@ from tests.operation.process_stacks import describe_processes
 
 KINDS = ("stop", "sleep", "gil", "fifo", "loader")
 SECTIONS = ("step", "data", "forward-backward", "grads-reduce", "optimizer")
+PLACES = ("start", "load", "evaluation", "save", "first iterations")
+"""Where half of the faults of ``--anywhere`` come."""
 LIMIT = 2.0
+LEARNED_LIMIT = 60.0
+"""Without flags the limits are learned, and at least so long."""
 PATIENCE = 240.0
 START_LIMIT = 180.0
 """Limit of the watchdog for a start and the first iterations: shorter than the patience, so that it reports first."""
@@ -53,15 +59,37 @@ class Fault:
     rank: int
     section: str
     """Where it hangs; a stopped loader is noticed in the section ``data``."""
+    before: int = 0
+    """How often the rank has entered the section in its attempt."""
+    is_next_attempt: bool = False
+    """Whether it comes in the attempt that the last fault has caused, however early."""
 
     @staticmethod
     def draw(chance: random.Random, ranks: int) -> "Fault":
         kind = chance.choice(KINDS)
         return Fault(kind, chance.randrange(ranks), "data" if kind == "loader" else chance.choice(SECTIONS))
 
+    @staticmethod
+    def draw_anywhere(chance: random.Random, ranks: int, number: int) -> "Fault":
+        """Of two faults one is a kill, of four two come outside of quiet iterations."""
+        kind = "kill" if number % 2 else chance.choice([one for one in KINDS if one != "loader"])
+        rank = chance.randrange(ranks)
+        if number % 4 < 2:  # not data: a rank that waits for data has ten minutes
+            return Fault(kind, rank, chance.choice([one for one in SECTIONS if one != "data"]))
+        place = chance.choice(PLACES)
+        if place == "first iterations":
+            return Fault(kind, rank, "forward-backward", chance.randrange(5), is_next_attempt=True)
+        return Fault(kind, rank, place, is_next_attempt=place in ("start", "load"))
+
     @property
     def cause(self) -> Cause:
+        if self.kind == "kill":
+            return Cause.KILLED
         return Cause.STOPPED_PROCESS if self.kind in ("stop", "loader") else Cause.HANG
+
+    def __str__(self) -> str:
+        when = f", {self.before} times after a restart" if self.is_next_attempt else ""
+        return f"{self.kind} of rank {self.rank} in {self.section}{when}"
 
 
 @dataclass(frozen=True)
@@ -85,14 +113,16 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "right" if self.is_right else "WRONG"
-        fault = f"{self.fault.kind} of rank {self.fault.rank} in {self.fault.section}"
-        return f"{verdict}: {fault}: after {self.seconds:.1f} s: {self.content['message']}"
+        return f"{verdict}: {self.fault}: after {self.seconds:.1f} s: {self.content['message']}"
 
 
 class Campaign:
     """A launcher whose ranks train until they are told to break."""
 
-    def __init__(self, directory: Path, faults: int, ranks: int = 2, forks: bool = True, limit: float = LIMIT) -> None:
+    def __init__(
+        self, directory: Path, faults: int, ranks: int = 2, forks: bool = True, limit: float | None = LIMIT
+    ) -> None:
+        """``limit`` is that of the flags; without one, limits are learned, and the ranks also save and evaluate."""
         self._directory, self._ranks = directory, ranks
         self.log, self._run = directory / "log", directory / "run"
         launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(faults)]
@@ -105,10 +135,12 @@ class Campaign:
             "num_workers": 1,
             "global_batch_size": 4 * ranks,
             "run_dir": self._run,
-            "hang_limit_s": limit,
-            "hang_limit_data_s": limit,
-            "hang_limit_start_s": START_LIMIT,
         }
+        if limit is None:
+            flags |= {"save": directory / "checkpoints", "load": directory / "checkpoints"}
+            flags |= {"save_interval": 5, "eval_interval": 5, "eval_iters": 1}
+        else:
+            flags |= {"hang_limit_s": limit, "hang_limit_data_s": limit, "hang_limit_start_s": START_LIMIT}
         self.log.touch()
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         variables = {**environment(), "PYTHONPATH": path}
@@ -171,7 +203,8 @@ class Campaign:
             os.kill(loader, signal.SIGSTOP)
         else:
             draft = self._directory / "draft"
-            draft.write_text(f"{fault.kind} {fault.section}")
+            attempt = len(reports) if fault.is_next_attempt else 0
+            draft.write_text(f"{fault.kind} {fault.section} {fault.before if attempt else 0} {attempt}")
             draft.replace(self._directory / f"fault.{fault.rank}")
         self._wait(lambda: len(self._reports()) > len(reports))
         (new,) = self._reports()[len(reports) :]
@@ -209,7 +242,7 @@ def run_campaign(
     ranks: int,
     quiet_seconds: float = 0.0,
     forks: bool = True,
-    limit: float = LIMIT,
+    limit: float | None = LIMIT,
 ) -> list[Report]:
     """Inject the faults in one job; with ``quiet_seconds`` of training before, in which nothing may be reported."""
     with Campaign(directory, len(faults), ranks, forks, limit) as campaign:
@@ -219,7 +252,8 @@ def run_campaign(
             assert campaign.false_alarms() == 0, campaign.log.read_text()[-5000:]
         reports: list[Report] = []
         for fault in faults:
-            campaign.wait_until_quiet()
+            if not (fault.is_next_attempt and reports):
+                campaign.wait_until_quiet()
             assert campaign.false_alarms() == len(reports), campaign.newest_report()
             reports.append(campaign.inject(fault))
             print(reports[-1], flush=True)
@@ -233,15 +267,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet-seconds", type=float, default=0.0)
     parser.add_argument("--no-fork", action="store_true", help="start the ranks as usual: 3 s of CPU each")
+    parser.add_argument("--anywhere", action="store_true", help="also kills, and outside of quiet iterations")
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    faults = [Fault.draw(chance, options.ranks) for _ in range(options.faults)]
+    faults = [
+        Fault.draw_anywhere(chance, options.ranks, number) if options.anywhere else Fault.draw(chance, options.ranks)
+        for number in range(options.faults)
+    ]
     with tempfile.TemporaryDirectory() as directory:
-        reports = run_campaign(Path(directory), faults, options.ranks, options.quiet_seconds, not options.no_fork)
+        limit = None if options.anywhere else LIMIT
+        reports = run_campaign(
+            Path(directory), faults, options.ranks, options.quiet_seconds, not options.no_fork, limit
+        )
     right = Counter(report.fault.kind for report in reports if report.is_right)
     drawn = Counter(fault.kind for fault in faults)
     print(f"right: {right.total()} of {len(reports)}", {kind: f"{right[kind]} of {drawn[kind]}" for kind in drawn})
-    beyond = sorted(report.seconds - report.limit for report in reports)
+    least = LEARNED_LIMIT if options.anywhere else 0.0
+    beyond = sorted(report.seconds - max(report.limit, least) for report in reports)
     late = sum(seconds > 2.0 for seconds in beyond)
     print(f"seconds beyond the limit: median {statistics.median(beyond):.2f}, longest {beyond[-1]:.2f}; {late} above 2")
     return int(right.total() < len(reports) or late > 0)
