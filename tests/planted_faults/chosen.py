@@ -1,0 +1,503 @@
+"""Chosen faults: over every room, and every kind of mistake that changes of this code have made or may make."""
+
+from tests.planted_faults.fault import Fault
+
+LAYOUTS = "parallel/test_layouts.py"
+
+COLLECTIVES = (
+    Fault(
+        "tensor parallelism without the all-reduce of outputs",
+        "        return self.communicator.start_all_reduce(partial)",
+        "        return Work((), lambda: partial)",
+        (LAYOUTS,),
+    ),
+    Fault(
+        "the loss without the logits of labels on other ranks",
+        "return log_sum_exp - self.ranks.all_reduce(label_logits), log_sum_exp",
+        "return log_sum_exp - label_logits, log_sum_exp",
+        ("core/test_ops.py", LAYOUTS),
+    ),
+    Fault(
+        "gradients are not summed over the replicas of HSDP",
+        "            self._replicas.all_reduce(self.view.shard)",
+        "            pass",
+        ("core/test_bucket.py", LAYOUTS),
+    ),
+    Fault(
+        "the gradient norm of this rank's shards alone",
+        "return float(self._ranks.all_reduce(total).sqrt())",
+        "return float(total.sqrt())",
+        ("core/test_optimizer.py", LAYOUTS),
+    ),
+    Fault(
+        "routers count the tokens of this rank's part of a sequence alone",
+        "pending = self._sequence_ranks.start_all_reduce(counts)",
+        "pending = Work((), lambda: counts)",
+        ("moe/test_balance.py", "parallel/test_expert_layouts.py"),
+    ),
+    Fault(
+        "ring attention without the gradients that arrive",
+        "                grad_key_value += grads_so_far",
+        "                grad_key_value = grad_key_value",
+        ("context_parallel", LAYOUTS),
+    ),
+    Fault(
+        "all-gathers receive from the wrong neighbour",
+        "source, target = (self.rank - step) % self.size, (self.rank + step) % self.size",
+        "source, target = (self.rank + step) % self.size, (self.rank - step) % self.size",
+        ("core/test_communication.py", LAYOUTS),
+    ),
+)
+
+SCALES = (
+    Fault(
+        "the load balancing loss is divided by tokens and not by their square",
+        "return products * (counts.shape[-1] / (topk * num_tokens**2))",
+        "return products * (counts.shape[-1] / (topk * num_tokens))",
+        ("moe/test_routing.py", "moe/test_balance.py"),
+    ),
+    Fault(
+        "weights of one expert by sigmoid are normalized to 1",
+        "weights = scores if rule.topk == 1 else _normalized(scores)",
+        "weights = _normalized(scores)",
+        ("moe/test_routing.py", "model/test_llama4_definition.py"),
+    ),
+    Fault(
+        "clipping without the small number in the denominator",
+        "return limit / (grad_norm + 1e-6)",
+        "return limit / grad_norm",
+        ("core/test_optimizer.py", "parallel/test_layouts.py"),
+    ),
+    Fault(
+        "gradients are divided by all tokens instead of the unmasked ones",
+        "            expected_tokens / loss.num_tokens / scale,",
+        "            1.0 / scale,",
+        (LAYOUTS, "training"),
+    ),
+    Fault(
+        "the cosine decay without its half",
+        '"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),',
+        '"cosine": 1.0 * (1.0 + math.cos(math.pi * progress)),',
+        ("core/test_learning_rate.py",),
+    ),
+    Fault(
+        "Llama 3.1's scaling keeps frequencies that it should divide",
+        "return frequencies * (keep + (1 - keep) / scaling_factor)",
+        "return frequencies * (keep + (1 - keep) * scaling_factor)",
+        ("core/test_rope_scaling.py", "model/test_transformers_parity.py"),
+    ),
+    Fault(
+        "the gradient of a rotation is rotated forward",
+        "ctx.rotate(gradients[0][..., : ctx.rotated_size], ctx.table.conj())",
+        "ctx.rotate(gradients[0][..., : ctx.rotated_size], ctx.table)",
+        ("core/test_ops.py", "model/test_transformers_parity.py"),
+    ),
+    Fault(
+        "the z-loss without the multiplier",
+        "return cross_entropy + multiplier * squares",
+        "return cross_entropy + squares",
+        ("pipeline/test_executor.py", LAYOUTS),
+    ),
+    Fault(
+        "Adam's epsilon is not scaled under muP",
+        "return self._flags.adam_eps / info.fan_in_mult",
+        "return self._flags.adam_eps",
+        ("model/test_mup.py", "update_rules/test_adam.py"),
+    ),
+)
+
+BORDERS = (
+    Fault(
+        "the first id of the next rank belongs to this one, too",
+        "is_outside = (rows < 0) | (rows >= weight.shape[0])  # ids on other ranks",
+        "is_outside = (rows < 0) | (rows > weight.shape[0])  # ids on other ranks",
+        (LAYOUTS,),
+    ),
+    Fault(
+        "padding of the vocabulary gets probability",
+        "        flat = logits[:, : self.width]\n",
+        "        flat = logits\n",
+        ("core/test_ops.py", LAYOUTS),
+    ),
+    Fault(
+        "chunks of the loss leave out a token",
+        "yield slice(start, start + self.chunk_size)",
+        "yield slice(start, start + max(1, self.chunk_size - 1))",
+        ("core/test_chunked_loss.py",),
+    ),
+    Fault(
+        "the loss scale doubles a step late",
+        "if self._good_steps >= self.window:",
+        "if self._good_steps > self.window:",
+        ("core/test_loss_scaler.py",),
+    ),
+    Fault(
+        "a sample ends a token early",
+        "ranges[-1] = (documents[-1], 0, last_offset + 1)",
+        "ranges[-1] = (documents[-1], 0, last_offset)",
+        ("data/test_sample_order.py", "data/test_megatron_core.py"),
+    ),
+    Fault(
+        "documents begin at their last token",
+        "starts[1:] = tokens[:-1] == document_end",
+        "starts[1:] = tokens[1:] == document_end",
+        ("data/test_documents.py",),
+    ),
+    Fault(
+        "the loss is masked before the end of a document",
+        "be predicted.\n        loss_mask[tokens == masked_token] = 0.0",
+        "be predicted.\n        loss_mask[text[1:] == masked_token] = 0.0",
+        ("data/test_sources.py", "data/test_sample_order.py"),
+    ),
+    Fault(
+        "an empty document takes the place of the next one",
+        'positions = np.searchsorted(ends, targets, side="right")',
+        'positions = np.searchsorted(ends, targets, side="left")',
+        ("data/test_sample_order.py", "data/test_megatron_core.py"),
+    ),
+    Fault(
+        "the epoch before the last one takes its samples",
+        "apart = num_samples - before_last < int(_LAST_EPOCH_APART_BELOW * per_epoch)",
+        "apart = num_samples - before_last <= int(_LAST_EPOCH_APART_BELOW * per_epoch)",
+        ("data/test_sample_order.py",),
+    ),
+    Fault(
+        "the nucleus of --top-p holds one token too many",
+        "return likely.where(before < config.top_p, 0.0), ids",
+        "return likely.where(before <= config.top_p, 0.0), ids",
+        ("inference/test_sampling.py",),
+    ),
+    Fault(
+        "texts are a token longer than --max-new-tokens",
+        "    if count < limit:\n        return None",
+        "    if count <= limit:\n        return None",
+        ("inference/test_generator.py",),
+    ),
+    Fault(
+        "neighbouring boxes count as overlapping",
+        "found = np.flatnonzero(((self.offsets < end) & (begin < self.offsets + self.shapes)).all(axis=1))",
+        "found = np.flatnonzero(((self.offsets <= end) & (begin < self.offsets + self.shapes)).all(axis=1))",
+        ("checkpoint",),
+    ),
+    Fault(
+        "a file of a forged manifest may be beyond the list",
+        "if ((tensor.files < 0) | (tensor.files >= num_files)).any() or",
+        "if ((tensor.files < 0) | (tensor.files > num_files)).any() or",
+        ("checkpoint/test_damage.py", "checkpoint"),
+    ),
+    Fault(
+        "one failed attempt more than --max-failed-attempts",
+        "        if failed >= self._limit:",
+        "        if failed > self._limit:",
+        ("operation/test_attempts.py",),
+    ),
+    Fault(
+        "the pause before a restart doubles a failure late",
+        "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))",
+        "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 3))",
+        ("operation/test_backoff.py",),
+    ),
+    Fault(
+        "a ramp of batch sizes counts a batch that crosses a step twice",
+        "iterations = -(-remaining // size)",
+        "iterations = remaining // size + 1",
+        ("training/test_batch_schedule.py",),
+    ),
+)
+
+STALE = (
+    Fault(
+        "a recomputed layer never computes its output again",
+        "        linear.skip_output = False",
+        "        linear.skip_output = True",
+        (LAYOUTS,),
+    ),
+    Fault(
+        "gradients of the last step stay in the shard",
+        "    def expect(self, num_microbatches: int) -> None:\n        self._is_filled = False\n",
+        "    def expect(self, num_microbatches: int) -> None:\n",
+        ("core/test_bucket.py", LAYOUTS),
+    ),
+    Fault(
+        "the gradient of an unused parameter is that of the last step",
+        '"""End the step: the gradient of an unused parameter is zero."""\n        if not self.is_filled:',
+        '"""End the step: the gradient of an unused parameter is zero."""\n        if self.is_filled:',
+        ("core/test_main_grad.py", LAYOUTS),
+    ),
+    Fault(
+        "the counts of a step's experts are those of all steps",
+        "        self.counts.zero_()\n",
+        "",
+        ("moe/test_balance.py", "moe/test_expert_bias.py"),
+    ),
+    Fault(
+        "timers add the spans that were reported before",
+        "            spans.clear()\n        return measured",
+        "            pass\n        return measured",
+        ("training/test_timers.py",),
+    ),
+    Fault(
+        "a slow rank's samples before a gap count",
+        "snapshot.section in (Section.START, Section.LOAD):\n            rank.spans.clear()",
+        "snapshot.section in (Section.START, Section.LOAD):\n            pass",
+        ("operation/test_watchdog_limits.py",),
+    ),
+)
+
+DEFAULTS = (
+    Fault(
+        "another default of --adam-beta1",
+        "    adam_beta1: float = 0.9\n",
+        "    adam_beta1: float = 0.95\n",
+        ("tools/test_flag_reference.py", "docs"),
+    ),
+    Fault(
+        "another default of the hang limit",
+        "    step: float = 60.0\n",
+        "    step: float = 600.0\n",
+        ("operation/test_watchdog_limits.py",),
+    ),
+    Fault(
+        "another surplus of blended corpora",
+        "MID_LEVEL_SURPLUS = 0.005",
+        "MID_LEVEL_SURPLUS = 0.006",
+        ("data/test_sample_order.py", "data/test_megatron_core.py"),
+    ),
+    Fault(
+        "uint16 for vocabularies to its end",
+        "_FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_500",
+        "_FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_536",
+        ("data/test_indexed_dataset.py",),
+    ),
+)
+
+LOST_ERRORS = (
+    Fault(
+        "a manifest whose digest does not match is read",
+        'this code reads {known}")\n        if not is_sealed("manifest", text):',
+        'this code reads {known}")\n        if not text:',
+        ("checkpoint/test_damage.py",),
+    ),
+    Fault(
+        "the commit does not look at the lock",
+        "        check_token(root, lock_token)\n",
+        "        pass\n",
+        ("checkpoint/test_lock.py",),
+    ),
+    Fault(
+        "the failure of another rank is not raised",
+        "            if failure is not None:\n                raise failure",
+        "            if failure is not None and failure is error:\n                raise failure",
+        ("core/test_control.py", "training", "end_to_end"),
+    ),
+    Fault(
+        "a token outside of the vocabulary passes",
+        "if lowest < 0 or highest >= vocab_size:",
+        "if lowest < 0 or highest > vocab_size:",
+        ("data/test_indexed_dataset.py",),
+    ),
+    Fault(
+        "a truncated .bin file is read as it is",
+        "        if self.stored_bytes < needed:",
+        "        if self.stored_bytes + self.dtype.itemsize < needed:",
+        ("data/test_indexed_dataset.py",),
+    ),
+    Fault(
+        "a blend that takes more samples than a corpus has",
+        "            if needed > available:",
+        "            if needed > available + 1:",
+        ("data/test_sources.py", "data/test_sample_order.py"),
+    ),
+    Fault(
+        "a norm that is not finite is applied",
+        "if not math.isfinite(grad_norm) or not accepts(grad_norm):",
+        "if math.isnan(grad_norm) or not accepts(grad_norm):",
+        ("core/test_optimizer.py", "parallel/test_loss_scale.py"),
+    ),
+    Fault(
+        "heads that tensor parallelism does not divide",
+        'divided = values_of(model, "num_attention_heads", "num_query_groups")',
+        'divided = values_of(model, "num_attention_heads")',
+        ("config/test_checks.py",),
+    ),
+    Fault(
+        "a schedule whose messages cross is accepted",
+        "        if sent[key] != received[key]:",
+        "        if sorted(map(str, sent[key])) != sorted(map(str, received[key])):",
+        ("pipeline/test_verifier.py",),
+    ),
+    Fault(
+        "a prompt that fills the positions is accepted",
+        "        if len(prompt) >= max_length:",
+        "        if len(prompt) > max_length:",
+        ("inference/test_generator.py",),
+    ),
+)
+
+ORDER = (
+    Fault(
+        "gradients are reduced after the first microbatch",
+        "        self._missing = self._uses * num_microbatches\n",
+        "        self._missing = self._uses\n",
+        ("core/test_bucket.py", LAYOUTS),
+    ),
+    Fault(
+        "the chunks of a sequence stay in the order of the ranks",
+        "[2 * rank + 1 for rank in reversed(range(self.size))]",
+        "[2 * rank + 1 for rank in range(self.size)]",
+        ("context_parallel",),
+    ),
+    Fault(
+        "the second rename of a checkpoint before the first",
+        "        with suppress(FileNotFoundError):\n            os.rename(final, replaced)\n"
+        "        try:\n            os.rename(saving, final)",
+        "        remove_checkpoint(final)\n        try:\n            os.rename(saving, final)",
+        ("checkpoint/test_directory.py", "checkpoint/test_faults.py"),
+    ),
+    Fault(
+        "what a checkpoint removes first is not its manifest",
+        "        (directory / MANIFEST).unlink(missing_ok=True)\n    except OSError:\n        return\n",
+        "    except OSError:\n        return\n",
+        ("checkpoint/test_directory.py", "checkpoint/test_retention.py"),
+    ),
+    Fault(
+        "samples of a step are counted before its size is read",
+        "        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)\n"
+        "        progress.consumed_samples += self.batches.global_batch_size(progress.consumed_samples)\n",
+        "        progress.consumed_samples += self.batches.global_batch_size(progress.consumed_samples)\n"
+        "        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)\n",
+        ("training", "end_to_end/test_resume.py"),
+    ),
+    Fault(
+        "weight gradients are computed in the reverse order",
+        "    deferred.reverse()\n    gathering",
+        "    gathering",
+        ("pipeline/test_executor.py", LAYOUTS),
+    ),
+    Fault(
+        "the second evaluation split is consumed by a resumed run",
+        "        return self.interval is not None and trainer.state.progress.iteration % self.interval == 0",
+        "        return self.interval is not None and trainer.state.progress.iteration % self.interval == 1",
+        ("end_to_end/test_training_run.py",),
+    ),
+)
+
+SENTENCES = (
+    Fault(
+        "the remedy of a large blend names the wrong flag",
+        'f"{available}: lower its weight in --data-path."',
+        'f"{available}: lower its weight in --split."',
+        ("data/test_sources.py", "data"),
+    ),
+    Fault(
+        "Megatron-LM's line with a field in another order",
+        '    "loss_scale": "loss scale: {:.1f}",\n    "grad_norm": "grad norm: {:.3f}",\n',
+        '    "grad_norm": "grad norm: {:.3f}",\n    "loss_scale": "loss scale: {:.1f}",\n',
+        ("training/test_writers.py",),
+    ),
+    Fault(
+        "the slowest rank is shown as the fastest",
+        "ends = {name: (min(times.values()), max(times.values())) for name, times in _by_name(local).items()}",
+        "ends = {name: (max(times.values()), min(times.values())) for name, times in _by_name(local).items()}",
+        ("training/test_timers.py",),
+    ),
+    Fault(
+        "the seconds left of a run are those that have passed",
+        "        remaining = self.train_iters - record.iteration\n",
+        "        remaining = record.iteration\n",
+        ("training/test_writers.py",),
+    ),
+)
+
+FIGURES = (
+    Fault(
+        "the bubble of ZB-H1 is that of 1F1B",
+        'bubble = np.where(self._is["schedule", "zb-h1"], np.maximum(bubble - filled, 0.0), bubble)',
+        "bubble = bubble + 0.0 * filled",
+        ("planner/test_step_time.py", "planner"),
+    ),
+    Fault(
+        "the optimizer updates the parameters of all ranks",
+        "parameters = self._parameters() / np.where(is_sharded, self.dp * self.cp, 1.0)",
+        "parameters = self._parameters()",
+        ("planner",),
+    ),
+    Fault(
+        "a plan counts activations of one microbatch less",
+        "held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),",
+        "held=np.array([*(0 for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),",
+        ("planner/test_memory_formula.py",),
+    ),
+    Fault(
+        "lost iterations count as kept",
+        '    seconds["step"], seconds["lost"] = attempt.second("step") - lost, attempt.second("lost") + lost\n',
+        '    seconds["lost"] = attempt.second("lost") + lost\n',
+        ("operation/test_accounting.py",),
+    ),
+    Fault(
+        "gaps between attempts are no time of the run",
+        '    seconds["idle"] += sum(gaps(settled))\n',
+        "",
+        ("operation/test_accounting.py",),
+    ),
+    Fault(
+        "the rank grid's stages are neighbours of the wrong ranks",
+        "        return (high * self.pp + stage) * self._stage_stride + low",
+        "        return (high * self.pp + stage) + low * self._stage_stride",
+        ("core/test_topology.py",),
+    ),
+    Fault(
+        "FLOPs of attention over the full square",
+        "return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths",
+        "return 6.0 * gemm_parameters + 12.0 * self.query_size * lengths",
+        ("training/test_flops.py",),
+    ),
+    Fault(
+        "tied embeddings count twice",
+        "        tables = 2 if self.untie_embeddings_and_output_weights else 1\n",
+        "        tables = 2\n",
+        ("training/test_description.py", "training", "planner/test_arithmetic.py"),
+    ),
+    Fault(
+        "a curve that leaves its band for a while is within it",
+        "return abs(self.mean) <= band and self.highest <= band",
+        "return abs(self.mean) <= band",
+        ("tools/test_compare_losses.py",),
+    ),
+    Fault(
+        "99.97 % is written as 100 %",
+        "digits = 2 if 0.9995 > share >= 0.9945 or 0.0 < share < 0.0005 else 1",
+        "digits = 2 if 0.0 < share < 0.0005 else 1",
+        ("reports",),
+    ),
+    Fault(
+        "bars begin where the part before them begins",
+        "        shapes += _part(part, start, scale)\n        start += part.size\n",
+        "        shapes += _part(part, start, scale)\n        start = part.size\n",
+        ("reports/test_charts.py", "tools/test_plan_report.py"),
+    ),
+    Fault(
+        "DualPipe-V says that it holds fewer activations",
+        "live_activations=lambda stage, shape: min(2 * shape.stages + 1, 2 * shape.microbatches),",
+        "live_activations=lambda stage, shape: min(2 * shape.stages, 2 * shape.microbatches),",
+        ("pipeline/test_schedules.py",),
+    ),
+    Fault(
+        "interleaved backward passes begin with the first chunk",
+        "for group in groups for chunk in reversed(chunks) for microbatch in group]",
+        "for group in groups for chunk in chunks for microbatch in group]",
+        ("pipeline/test_schedules.py",),
+    ),
+)
+
+CHOSEN: tuple[Fault, ...] = (
+    *COLLECTIVES,
+    *SCALES,
+    *BORDERS,
+    *STALE,
+    *DEFAULTS,
+    *LOST_ERRORS,
+    *ORDER,
+    *SENTENCES,
+    *FIGURES,
+)
