@@ -1,6 +1,7 @@
 """The table of chosen faults follows the code, and the tool finds out what sees a fault."""
 
 import ast
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "from megatron.code import larger\n\n\ndef test_larger():\n    assert larger(2, 1) and not larger(1, 1)\n"
     )
     monkeypatch.setattr(runner, "REPOSITORY", root)
-    runner.subprocess.run(["git", "init", "-q", str(root)], check=True)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
     return root
 
 
