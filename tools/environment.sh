@@ -32,9 +32,9 @@ install_torch() {
     local index=${TORCH_INDEX-https://download.pytorch.org/whl/cpu} torch
     torch=$(grep '^torch==' "$repository/requirements.txt")
     if [ -z "${TORCH_INDEX+set}" ] && command -v nvidia-smi > /dev/null; then
-        echo "nvidia-smi is there: $torch is the build that pip finds (TORCH_INDEX chooses another)."
+        echo "$torch is the build that pip finds, because nvidia-smi is there (TORCH_INDEX chooses another)."
     elif [ -z "$index" ]; then
-        echo "TORCH_INDEX is empty: $torch is the build that pip finds."
+        echo "$torch is the build that pip finds, because TORCH_INDEX is empty."
     elif python - "$index" <<'PYTHON' && python -m pip install --quiet --no-deps --index-url "$index" "$torch"
 import sys
 from urllib.request import urlopen
@@ -47,7 +47,7 @@ PYTHON
     then
         echo "$torch is the build of $index (TORCH_INDEX chooses another)."
     else
-        echo "$index has no $torch for this machine, or does not answer: it is the build that pip finds."
+        echo "$torch is the build that pip finds, because $index does not answer, or has none for this machine."
     fi
 }
 
