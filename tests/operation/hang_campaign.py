@@ -40,7 +40,8 @@ PLACES = ("start", "load", "evaluation", "save", "first iterations")
 LIMIT = 2.0
 LEARNED_LIMIT = 60.0
 """Without flags the limits are learned, and at least so long."""
-PATIENCE = 240.0
+PATIENCE = 600.0
+"""Seconds for a report: longer than the limits that are learned on a busy machine."""
 START_LIMIT = 180.0
 """Limit of the watchdog for a start and the first iterations: shorter than the patience, so that it reports first."""
 STACKS_AFTER = 100.0
