@@ -41,8 +41,8 @@ class OperationConfig(GuardConfig):
     """Before the model is built, check the nodes: disk, clocks, memory, GPUs, a product and a sum of known bits, and
     the links between the nodes (docs/operations.md). Takes up to 60 s; a failure ends the run with exit code 2."""
     straggler_threshold: float = 1.2
-    """Warn of a rank that was busy this many times as long as the median of the ranks with the same work, in 3 of the
-    last 5 log intervals; 0 disables this."""
+    """Warn of a rank that was busy this many times as long as the median of the ranks with the same work, in 90 % of
+    the log intervals of the last minute, and at least of the last 5; 0 disables this."""
     nan_policy: Literal["stop", "skip", "rollback"] = "stop"
     """At a loss or gradient that is not finite: stop, as --check-for-nan-in-loss-and-grad describes; or skip the update
     on all ranks and count it, until more than 3 in a row or more than 10 of the last 1,000 are skipped, and then exit

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -140,14 +141,21 @@ class Heartbeat:
 
     @classmethod
     def attach(cls, environment: Mapping[str, str], local_rank: int) -> "Heartbeat":
-        """The slot that the launcher provides for this rank, else private memory."""
+        """The slot that the launcher provides for this rank, else private memory; with a warning if it cannot be
+        opened, as in a container of its own."""
         path = environment.get(HEARTBEATS)
         if path is None:
             return cls()
         try:
             descriptor = os.open(path, os.O_RDWR)
-        except OSError:
-            return cls()  # a launcher in another container, or one that has ended
+        except OSError as error:
+            print(
+                f"WARNING: the launcher's heartbeat memory {path} cannot be opened ({error.strerror}), so a hang of "
+                "this rank is not noticed: start the launcher and its ranks in one PID namespace.",
+                file=sys.stderr,
+                flush=True,
+            )
+            return cls()
         with os.fdopen(descriptor, "rb+", buffering=0) as file:
             memory = memoryview(mmap.mmap(file.fileno(), 0))
         start = local_rank * _SLOT_BYTES

@@ -9,8 +9,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-INTERVALS, NEEDED = 5, 3
-"""A rank is slow if it was above the threshold in NEEDED of the last INTERVALS."""
+import numpy as np
+from numpy.typing import NDArray
+
+INTERVALS, SECONDS = 5, 60.0
+"""A rank is judged over at least so many intervals, and at least so long: on a busy machine any rank is slow for a
+while."""
+SHARE = 0.9
+"""A rank is slow if it was above the threshold in this share of them."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,15 @@ def ratios(busy: Sequence[float], peers: Sequence[Sequence[int]]) -> list[float]
 
 @dataclass
 class StragglerDetector:
-    """Remembers the ratios of the last intervals. All ranks observe the same numbers and find the same stragglers."""
+    """Remembers which ranks were slow in the last intervals. All ranks observe the same numbers and find the same
+    stragglers."""
 
     threshold: float
     peers: Sequence[Sequence[int]]
-    _history: dict[int, deque[bool]] = field(default_factory=dict)
+    _window: deque[tuple[float, NDArray[np.bool_]]] = field(default_factory=deque)
+    """(seconds, [ranks] whether above the threshold) of the last intervals."""
+    _seconds: float = 0.0
+    """Of the window."""
     _named: set[int] = field(default_factory=set)
 
     def largest_ratio(self, busy: Sequence[float]) -> float:
@@ -56,22 +66,23 @@ class StragglerDetector:
         """The group of ``rank``."""
         return next(group for group in self.peers if rank in group)
 
-    def observe(self, busy: Sequence[float]) -> list[Straggler]:
-        """The ranks that are slow now and were not after the interval before, from the busy seconds of all ranks."""
-        found = []
+    def observe(self, busy: Sequence[float], seconds: float) -> list[Straggler]:
+        """The ranks that are slow now and were not after the interval before, from the busy seconds of all ranks in an
+        interval of ``seconds``."""
         relative = ratios(busy, self.peers)
-        for group in self.peers:
-            for rank in group:
-                history = self._history.setdefault(rank, deque(maxlen=INTERVALS))
-                history.append(relative[rank] >= self.threshold)
-                is_slow = sum(history) >= NEEDED
-                if is_slow and rank not in self._named:
-                    self._named.add(rank)
-                    found.append(Straggler(rank, relative[rank], len(group)))
-                elif not any(history):
-                    # Named again only after all intervals were good: a rank at the threshold is named once.
-                    self._named.discard(rank)
-        return found
+        self._window.append((seconds, np.array(relative) >= self.threshold))
+        self._seconds += seconds
+        while len(self._window) > INTERVALS and self._seconds - self._window[0][0] >= SECONDS:
+            self._seconds -= self._window.popleft()[0]
+        if len(self._window) < INTERVALS or self._seconds < SECONDS:
+            return []
+        counts = np.sum([slow for _, slow in self._window], axis=0)  # [ranks]
+        # Named again only after all intervals were good: a rank at the threshold is named once.
+        self._named.intersection_update(np.flatnonzero(counts).tolist())
+        slow = set(np.flatnonzero(counts >= SHARE * len(self._window)).tolist())
+        new = [rank for rank in sorted(slow - self._named) if relative[rank] >= self.threshold]
+        self._named.update(new)
+        return [Straggler(rank, relative[rank], len(self.peers_of(rank))) for rank in new]
 
 
 def excess_section(own: Mapping[str, float], peers: Sequence[Mapping[str, float]]) -> str:

@@ -3,8 +3,9 @@
 Limits are learned. The limit of a section of an iteration is 5 times the longest of its last 20 stays, and at least the
 limit of the flags. The other sections, and the first iterations, which may compile kernels, have a long limit until a
 few stays are known, of this attempt or of earlier ones (megatron/operation/stays.py), and then 10 times the longest.
-What cannot be slow has one short limit: a process that is stopped. Waiting for storage is no hang for a while, for
-the rank that waits and for the others, which wait for it.
+What cannot be slow has one short limit: a process that is stopped. A rank that has not attached has no other limit:
+perhaps it cannot, and those that have wait for it in a section with a limit. Waiting for storage is no hang for a
+while, for the rank that waits and for the others, which wait for it.
 
 Pure logic: the caller reads the clock, the heartbeats, and what the kernel says of the processes.
 """
@@ -317,6 +318,8 @@ class Watchdog:
 
     def _limit(self, rank: _Rank) -> float | None:
         section, is_first = rank.section, rank.is_in_first_iterations
+        if rank.last is None:
+            return None
         limit, spans = self.limits.of(section), rank.spans.get(section, ())
         if limit is None or self.limits.step == 0:
             return None
@@ -341,13 +344,12 @@ class Watchdog:
 
     def _overrun(self, number: int, rank: _Rank, now_ns: int) -> Overrun | None:
         limit = self._limit(rank)
-        if limit is None:
-            return None
-        if rank.stopped_ns is not None:
+        if rank.stopped_ns is not None and (limit is not None or rank.last is None):
             seconds = self._since(rank.stopped_ns, now_ns)
-            if seconds > min(limit, STOPPED_SECONDS):
-                return Overrun(number, rank.section, seconds, min(limit, STOPPED_SECONDS))
-        if not (rank.is_confirmed or rank.last is None):
+            shorter = STOPPED_SECONDS if limit is None else min(limit, STOPPED_SECONDS)
+            if seconds > shorter:
+                return Overrun(number, rank.section, seconds, shorter)
+        if limit is None or not rank.is_confirmed:
             return None
         seconds = self._since(rank.progress_ns, now_ns)
         if rank.section != Section.DATA:

@@ -65,7 +65,8 @@ def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
     rank 1 has given it up, however late rank 1 came to it."""
     topology = Topology(RankGrid(tp=2, dp=2), dist.get_rank(), CPU)
     ranks = topology.tensor_parallel
-    # Not before: connections may take longer on a busy machine.
+    # Not before: connections may take longer on a busy machine, and ranks may connect at their first message.
+    dist.barrier(group=ranks.process_group)
     set_group_timeout(ranks.process_group, timedelta(seconds=timeout))
 
     def build() -> str:

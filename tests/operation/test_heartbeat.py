@@ -149,3 +149,12 @@ def test_a_rollback_drops_the_time_since_the_checkpoint() -> None:
     heartbeat.start_training(8)  # a checkpoint of an earlier attempt
     assert heartbeat.step_ns == heartbeat.snapshot().step_ns_at_commit == 0
     assert heartbeat.snapshot().first_iteration == 8
+
+
+def test_memory_that_cannot_be_opened_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """As for a rank in a container of its own; it trains all the same."""
+    heartbeat = Heartbeat.attach({HEARTBEATS: "/proc/1/fd/nothing"}, 0)
+    assert heartbeat.is_private
+    said = capsys.readouterr().err
+    assert said.startswith("WARNING: the launcher's heartbeat memory /proc/1/fd/nothing cannot be opened (No such file")
+    assert said.endswith("start the launcher and its ranks in one PID namespace.\n")

@@ -24,12 +24,12 @@ RUN = {
 SLOW_FROM = 21
 
 
-def test_a_rank_that_takes_30_percent_longer_is_named_within_20_steps(
+def test_a_rank_that_takes_30_percent_longer_is_named_after_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGATRON_FAULTS", "1")
-    flags = {**RUN, "train_iters": SLOW_FROM + 19, "run_dir": tmp_path}
-    outcome = fork_training(words_of({**flags, "inject_fault": f"slow@{SLOW_FROM}+20:rank1:1.3"}), 2).succeeded()
+    flags = {**RUN, "train_iters": 10**6, "exit_duration_in_mins": 1.5, "log_interval": 20, "run_dir": tmp_path}
+    outcome = fork_training(words_of({**flags, "inject_fault": f"slow@{SLOW_FROM}+1000000:rank1:1.3"}), 2)
     named = re.findall(r"Rank (\d) on \S+ is slow", outcome.stdout + outcome.stderr)
     assert named == ["1"], outcome.stdout
 

@@ -194,17 +194,31 @@ def test_a_rank_that_hangs_before_the_first_sample_has_the_limit_of_iterations()
     assert alarms and alarms[0].limit == 2.0
 
 
-def test_a_rank_that_never_attaches_has_the_limit_of_the_start() -> None:
+def test_a_rank_that_never_attaches_has_no_limit() -> None:
+    """It cannot open the memory, or the others wait for it at their start, which has a limit."""
     watchdog = Watchdog(2, 0, Limits(start=10.0))
     running = SimulatedRank().snapshot
+    for second in range(10_000):
+        moving = replace(running, section=Section.STEP, entered_ns=second * SECOND)
+        assert watchdog.sample(second * SECOND, [moving, None]) == []
+    watchdog = Watchdog(2, 0, Limits(start=10.0))
     alarms: list[Overrun] = []
     for second in range(13):
-        moving = replace(running, section=Section.STEP, entered_ns=second * SECOND)
-        alarms = watchdog.sample(second * SECOND, [moving, None])
+        alarms = watchdog.sample(second * SECOND, [running, None])
         if alarms:
             break
-    assert [(one.local_rank, one.section) for one in alarms] == [(1, Section.START)]
-    assert second <= 12
+    assert [(one.local_rank, one.section, one.limit) for one in alarms] == [(0, Section.START, 10.0)]
+
+
+def test_a_rank_that_is_stopped_before_it_attaches_is_noticed() -> None:
+    watchdog = Watchdog(1, 0, Limits())
+    alarms: list[Overrun] = []
+    for second in range(60):
+        stopped = dict.fromkeys(watchdog.stuck(second * SECOND), Processes(is_stopped=True))
+        alarms = watchdog.sample(second * SECOND, [None], stopped)
+        if alarms:
+            break
+    assert [(one.section, one.limit) for one in alarms] == [(Section.START, STOPPED_SECONDS)]
 
 
 def test_progress_within_a_section_counts() -> None:
@@ -473,4 +487,6 @@ def test_no_limit_disables_the_watchdog_and_short_limits_shorten_its_period() ->
     assert off.watchdog.period() == LONGEST_PERIOD
     assert Watchdog(1, 0, DEFAULT).period() == LONGEST_PERIOD
     assert Watchdog(1, 0, Limits(step=2.0)).period() == pytest.approx(0.2)
-    assert Watchdog(1, 0, Limits(start=4.0)).period() == pytest.approx(0.4)
+    starting = Watchdog(1, 0, Limits(start=4.0))
+    starting.sample(0, [SimulatedRank().snapshot])
+    assert starting.period() == pytest.approx(0.4)

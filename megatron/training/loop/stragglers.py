@@ -1,6 +1,7 @@
 """The listener that finds slow ranks (megatron/operation/stragglers.py)."""
 
 import socket
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ class Stragglers(Listener):
     """Compares the ranks once per log interval after the first, and warns of those that are slow.
 
     Busy time is measured in the last iteration of the interval on a GPU, and in all its iterations on a CPU. The
-    collectives are one all-gather of a number, and one of objects whenever a slow rank is found.
+    collectives are one all-gather of two numbers, and one of objects whenever a slow rank is found.
     """
 
     detector: StragglerDetector
@@ -28,6 +29,8 @@ class Stragglers(Listener):
     interval: int
     _before: dict[Section, int] | None = None
     """The busy time of each section when the measurement began."""
+    _compared: float = 0.0
+    """Reading of the monotonic clock at the last comparison."""
     _is_warm: bool = False
     _measures_always: bool = field(init=False)
 
@@ -48,17 +51,19 @@ class Stragglers(Listener):
         if trainer.state.progress.iteration % self.interval != 0:
             return
         self._is_warm = True
+        before, self._compared = self._compared, time.monotonic()
         if self._before is None:
             return
         context = trainer.context
         self.stopwatch.collect()
         self.stopwatch.is_on = self._measures_always
-        now, before = context.heartbeat.busy_ns(), self._before
-        busy = {section.label: (now[section] - before[section]) / 1e9 for section in _TRAINING}
-        own = torch.tensor([sum(busy.values())], dtype=torch.float64).to(context.topology.device)
-        of_ranks = context.topology.world.all_gather(own).tolist()
+        now, began = context.heartbeat.busy_ns(), self._before
+        busy = {section.label: (now[section] - began[section]) / 1e9 for section in _TRAINING}
+        own = torch.tensor([sum(busy.values()), self._compared - before], dtype=torch.float64)
+        gathered = context.topology.world.all_gather(own.to(context.topology.device)).view(-1, 2)
+        of_ranks, seconds = gathered[:, 0].tolist(), float(gathered[:, 1].max())
         result.outcome.metrics[METRIC] = self.detector.largest_ratio(of_ranks)
-        for straggler in self.detector.observe(of_ranks):
+        for straggler in self.detector.observe(of_ranks, seconds):
             self._warn(trainer, straggler, busy)
         # After the collectives: all ranks begin the next measurement together.
         self._before = context.heartbeat.busy_ns() if self._measures_always else None
