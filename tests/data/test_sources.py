@@ -65,7 +65,7 @@ def test_corpora_of_a_split_are_that_split_as_a_whole() -> None:
     train, valid, test = build((7, 1, 0), train_data_path=("a",), valid_data_path=("b",))
     whole, _, _ = build((7, 0, 0), data_path=("a",), split="1")
     assert tokens_of(train) == tokens_of(whole)
-    assert test is None and sorted(set(valid.order.document_index.tolist())) == [0, 1, 2]
+    assert test is None and sorted(set(valid.order.document_index[:].tolist())) == [0, 1, 2]
     assert train.description["split"] is None and train.description["split_matrix"] is None
     assert (train.description["index_split"], valid.description["index_split"]) == ("train", "valid")
 
