@@ -93,6 +93,7 @@ BAD_FILES = [
     ({"data_args_path": "file"}, "0 a 0 b", "--data-args-path has weights .*must not be negative or all zero"),
     ({"data_args_path": "file"}, "-1 a 2 b", "--data-args-path has weights .*must not be negative"),
     ({"per_split_data_args_path": "file"}, "{", "--per-split-data-args-path file is not JSON"),
+    ({"per_split_data_args_path": "file"}, "[" * 100_000, "--per-split-data-args-path file is not JSON"),
     ({"per_split_data_args_path": "file"}, '["a"]', "must contain one object with the key train"),
     ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must contain one object with the key train"),
     ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must contain one object with the key"),
