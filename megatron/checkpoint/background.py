@@ -15,10 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -112,12 +111,10 @@ class BackgroundProcess:
     def _write(self, content: bytes) -> None:
         """Write to the process, which may be stopped: a manifest can be larger than a pipe."""
         assert self._process is not None and self._process.stdin is not None
-        pipe, deadline = self._process.stdin.fileno(), time.monotonic() + self._timeout
-        writable = select.poll()  # select takes no descriptor above 1,023
-        writable.register(pipe, select.POLLOUT)
-        while content:
-            if writable.poll(200):
-                content = content[os.write(pipe, content) :]
+        rest, deadline = memoryview(content), time.monotonic() + self._timeout
+        while rest:
+            if _is_ready(self._process.stdin, select.POLLOUT):
+                rest = rest[os.write(self._process.stdin.fileno(), rest) :]
                 deadline = time.monotonic() + self._timeout
             elif time.monotonic() > deadline:
                 self._fail(_stalled(self._timeout))
@@ -189,7 +186,7 @@ class BackgroundProcess:
         self._progress_at = time.monotonic()
         while number in self.unfinished:
             assert self._process is not None and self._process.stdout is not None
-            select.select([self._process.stdout], [], [], 0.2)
+            _is_ready(self._process.stdout, select.POLLIN)
             self.poll()
         return self.failure
 
@@ -205,13 +202,19 @@ class BackgroundProcess:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                with suppress(BrokenPipeError):  # from the buffered rest of a job
-                    pipe.close()
+                pipe.close()
             self._process = None
 
     def close(self) -> None:
         self.cancel()
         self._memory.close()
+
+
+def _is_ready(pipe: IO[bytes], event: int) -> bool:
+    """Wait up to 0.2 s until ``pipe`` can be read or written."""
+    poll = select.poll()  # select takes no descriptor above 1,023
+    poll.register(pipe, event)
+    return bool(poll.poll(200))
 
 
 def _stalled(timeout: float) -> str:

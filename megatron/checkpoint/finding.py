@@ -140,7 +140,7 @@ def _saved_at(root: AnyPath, iteration: int) -> float:
             original = json.loads(manifest.read_text())["manifest"].get(SOURCE_SAVED_AT)
             return float(manifest.stat().st_mtime_ns if original is None else original)
         return manifest.stat().st_mtime_ns
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return math.inf
 
 

@@ -120,7 +120,7 @@ def _start_of(process: str) -> tuple[str, str]:
     """State of a process and its start, on Linux in clock ticks since boot; empty if the system does not show it."""
     if not _has_proc():
         pid = str(os.getpid()) if process == "self" else process
-        state, _, start = _printed_by("ps", "-o", "stat=,lstart=", "-p", pid).partition(" ")
+        state, _, start = _printed_by("ps", "-o", "stat=", "-o", "lstart=", "-p", pid).partition(" ")
         return state[:1], " ".join(start.split())
     try:
         # The program's name is in parentheses and may contain any characters.

@@ -177,7 +177,7 @@ def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
 def _build_list(kind: type[T], state: Mapping[str, Any], name: str) -> list[T]:
     records = state.get(name, ())
     if not isinstance(records, list | tuple):
-        raise CheckpointError(f"The checkpoint's {name} are no list: load another checkpoint.")
+        raise CheckpointError(f"The checkpoint's {name} are not a list: load another checkpoint.")
     return [_build(kind, record, name[:-1].replace("_", " ")) for record in records]
 
 

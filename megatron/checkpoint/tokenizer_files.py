@@ -52,18 +52,22 @@ def copy_files(files: Mapping[str, Path], directory: Path) -> None:
 
 def copy_tokenizer_of(flags: TokenizerConfig, directory: Path) -> None:
     """Copy the tokenizer's files to ``directory``, if there are any and they exist."""
-    files = files_by_name(flags)
-    if files and all(path.is_file() for path in files.values()):
-        copy_files(files, directory)
+    if _has_files(flags):
+        copy_files(files_by_name(flags), directory)
+
+
+def flags_of_copy(flags: TokenizerConfig, directory: Path) -> TokenizerConfig:
+    """``flags`` for the files that :func:`copy_tokenizer_of` writes, which will be in ``directory``; without any,
+    ``flags`` as they are."""
+    return _flags_in(flags, directory) if _has_files(flags) else flags
 
 
 def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
     """Copy the tokenizer's files, if there are any, beside the checkpoints of ``root``, unless they are there."""
-    files = files_by_name(flags)
-    digest = tokenizer_digest(flags) if all(path.is_file() for path in files.values()) else None
+    digest = tokenizer_digest(flags) if _has_files(flags) else None
     if digest is None:
         return
-    place = _place_of(root, digest)
+    place, files = _place_of(root, digest), files_by_name(flags)
     if isinstance(place, RemotePath):
         there = place.files()
         for name, path in files.items():  # those that determine the ids are the last: then the copy is complete
@@ -78,32 +82,42 @@ def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
 
 
 def tokenizer_of(state: SavedState, root: AnyPath, iteration: int) -> TokenizerConfig:
-    """The flags for the tokenizer of a checkpoint: the path in the checkpoint if it exists, else a copy."""
+    """The flags for the tokenizer of a checkpoint: the path in the checkpoint if the tokenizer of training is there,
+    else a copy. A relative path may be of another file here."""
     flags = state.flag_group("tokenizer", TokenizerConfig)
-    if all(map(os.path.exists, tokenizer_files(flags))):
+    digest = state.data_stages[-1].data.get("tokenizer_digest") if state.data_stages else None
+    if all(map(os.path.exists, tokenizer_files(flags))) and digest in (None, tokenizer_digest(flags)):
         return flags
-    digests = [stage.data.get("tokenizer_digest") for stage in state.data_stages]
-    if digests and digests[-1] is not None:
-        copy = _flags_of_copy(flags, _place_of(root, str(digests[-1])))
-        if copy is not None and tokenizer_digest(copy) == digests[-1]:
+    if digest is not None:
+        copy = _existing_copy(flags, _place_of(root, str(digest)))
+        if copy is not None and tokenizer_digest(copy) == digest:
             return copy
-    return _flags_of_copy(flags, locate_checkpoint(root, iteration) / COPY) or flags
+    return _existing_copy(flags, locate_checkpoint(root, iteration) / COPY) or flags
 
 
 def _place_of(root: AnyPath, digest: str) -> AnyPath:
     return root / COPY / digest.replace("+", "-")
 
 
-def _flags_of_copy(flags: TokenizerConfig, place: AnyPath) -> TokenizerConfig | None:
+def _has_files(flags: TokenizerConfig) -> bool:
+    """Whether the tokenizer has files, and they exist."""
+    files = files_by_name(flags)
+    return bool(files) and all(path.is_file() for path in files.values())
+
+
+def _existing_copy(flags: TokenizerConfig, place: AnyPath) -> TokenizerConfig | None:
     """``flags`` with the files in ``place``, which are copied to this machine from a URL; None if they are missing."""
-    directory = _fetched(place) if isinstance(place, RemotePath) else place
+    copy = _flags_in(flags, _fetched(place) if isinstance(place, RemotePath) else place)
+    return copy if all(map(os.path.isfile, tokenizer_files(copy))) else None
+
+
+def _flags_in(flags: TokenizerConfig, directory: Path) -> TokenizerConfig:
+    """``flags`` with the files of a copy in ``directory``."""
     if flags.tokenizer_type == "GPT2BPETokenizer":
         vocabulary, merges = (str(directory / name) for name in _GPT2_FILES)
-        copy = replace(flags, vocab_file=vocabulary, merge_file=merges)
-    else:
-        name = TOKENIZER_JSON if flags.tokenizer_type == "HuggingFaceTokenizer" else TOKENIZER_MODEL
-        copy = replace(flags, tokenizer_model=str(directory / name))
-    return copy if all(map(os.path.isfile, tokenizer_files(copy))) else None
+        return replace(flags, vocab_file=vocabulary, merge_file=merges)
+    name = TOKENIZER_JSON if flags.tokenizer_type == "HuggingFaceTokenizer" else TOKENIZER_MODEL
+    return replace(flags, tokenizer_model=str(directory / name))
 
 
 def _fetched(place: RemotePath) -> Path:

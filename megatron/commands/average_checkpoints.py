@@ -64,10 +64,11 @@ class Average:
 def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
     from megatron.checkpoint.averaging import AveragedModel
+    from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import save_streaming
-    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, tokenizer_of
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
     from megatron.training.checkpoints.comparison import check_architecture
     from megatron.training.checkpoints.saved_run import state_of_weights
 
@@ -80,9 +81,10 @@ def average(config: Average, progress: Progress) -> str:
         check_architecture(asdict(architecture), asdict(state.architecture), where, "average checkpoints of one run")
     model = AveragedModel(saved, config.weights or [1.0] * len(saved), progress.advance)
     tokenizer = tokenizer_of(states[0], path_of(config.load), saved[0].iteration)
+    copied = flags_of_copy(tokenizer, iteration_directory(Path(config.save), config.iteration).resolve() / COPY)
     groups = {
         "model": asdict(ModelConfig.of(architecture)),
-        "tokenizer": asdict(tokenizer),
+        "tokenizer": asdict(copied),
         "precision": asdict(states[0].flag_group("precision", PrecisionConfig)),
     }
     progress.expect(model.nbytes)
@@ -94,7 +96,7 @@ def average(config: Average, progress: Progress) -> str:
         state_of_weights(config.iteration, architecture, groups).to_json(),
         furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
     )
-    flags = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
+    flags = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(copied)]
     return (
         f"wrote the average of iterations {', '.join(map(str, config.iterations))} to {directory}, without optimizer "
         f"state\ntrain on with: pretrain_llama.py {shlex.join(flags)}"

@@ -297,7 +297,7 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import save_streaming
-    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, tokenizer_of
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
     from megatron.checkpoint.upcycling import UpcycledModel
     from megatron.training.checkpoints.saved_run import state_of_weights
 
@@ -308,9 +308,10 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     architecture = with_experts(state.architecture, config)
     model = UpcycledModel(saved, architecture, config.seed, progress.advance)
     tokenizer = tokenizer_of(state, path_of(config.load), saved.iteration)
+    copied = flags_of_copy(tokenizer, iteration_directory(root, config.iteration).resolve() / COPY)
     groups = {
         "model": asdict(ModelConfig.of(architecture)),
-        "tokenizer": asdict(tokenizer),
+        "tokenizer": asdict(copied),
         "precision": asdict(state.flag_group("precision", PrecisionConfig)),
     }
     progress.expect(model.nbytes)
@@ -322,7 +323,7 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
         state_of_weights(config.iteration, architecture, groups, state.generation_config).to_json(),
         furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
     )
-    words = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
+    words = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(copied)]
     return (
         f"wrote {architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
         f"train on with: pretrain_llama.py {shlex.join(words)}"

@@ -37,7 +37,8 @@ class ReportConfig:
     json: str | None = None
     """Write the figures and the attempts as JSON."""
     metrics: str | None = None
-    """The run's --metrics-jsonl file, for the curves (default: metrics.jsonl in the run directory, if it is there)."""
+    """The run's --metrics-jsonl file, for the curves (default: metrics.jsonl in the run directory, if it is there
+    and has losses)."""
     name: str | None = None
     """Name of the run on the page (default: its --wandb-exp-name, else the name of the directory, or of the one above a
     directory that is called checkpoints)."""
@@ -55,10 +56,14 @@ def curves_of(history: History) -> Curves:
     return Curves(points(history.iterations, "lm_loss"), points(history.evaluations, "validation_loss"))
 
 
-def metrics_file(config: ReportConfig, directory: Path) -> str | None:
-    """``--metrics``, otherwise the file with the usual name in the run directory."""
-    usual = directory / "metrics.jsonl"
-    return config.metrics or (str(usual) if usual.is_file() and usual.stat().st_size else None)
+def history_of(config: ReportConfig, directory: Path) -> History | None:
+    """The metrics of ``--metrics``, otherwise of the file with the usual name in the run directory, if it is there and
+    has losses."""
+    if config.metrics is not None:
+        return read_history("--metrics", config.metrics)
+    with suppress(DataError):
+        return read_history("--metrics", str(directory / "metrics.jsonl"))
+    return None
 
 
 def name_of(directory: Path, history: History | None) -> str:
@@ -80,8 +85,7 @@ def build_report(config: ReportConfig) -> Report:
             f"{directory} has no record of an attempt (attempts.jsonl): name the directory that the training got as "
             "--run-dir, or as --save."
         )
-    path = metrics_file(config, directory)
-    history = None if path is None else read_history("--metrics", path)
+    history = history_of(config, directory)
     curves = Curves() if history is None else curves_of(history)
     return Report(config.name or name_of(directory, history), run, summarize(run), curves, history)
 

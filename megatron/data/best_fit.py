@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.sample_order import IndexArray
+
 Integers = npt.NDArray[np.int64]
 
 
@@ -30,16 +32,16 @@ class Pieces(NamedTuple):
 class PackedOrder(NamedTuple):
     """The index arrays of one split of one corpus, for n samples and p pieces of all epochs."""
 
-    documents: npt.NDArray[np.int32]
-    """[p] sequence numbers, in the order of the samples."""
-    offsets: npt.NDArray[np.int32]
-    """[p] first token of each piece in its document."""
-    sample_starts: Integers
-    """[n + 1] the first piece of every sample."""
-    shuffle_index: npt.NDArray[np.uint32]
-    """[n] row of ``sample_starts`` where sample i starts."""
-    statistics: Integers
-    """[6] the fields of :class:`PackingStatistics`."""
+    documents: IndexArray
+    """[p] int32 sequence numbers, in the order of the samples."""
+    offsets: IndexArray
+    """[p] int32 first token of each piece in its document."""
+    sample_starts: IndexArray
+    """[n + 1] int64 the first piece of every sample."""
+    shuffle_index: IndexArray
+    """[n] uint32 row of ``sample_starts`` where sample i starts."""
+    statistics: IndexArray
+    """[6] int64 the fields of :class:`PackingStatistics`."""
 
 
 class PackingStatistics(NamedTuple):

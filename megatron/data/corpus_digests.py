@@ -39,6 +39,10 @@ class FileDigests:
         start = block * BLOCK_BYTES
         return start, min(start + BLOCK_BYTES, self.size)
 
+    def matches(self, block: int, content: bytes | bytearray | memoryview) -> bool:
+        """Whether ``content`` is the content of a block."""
+        return xxhash.xxh3_64_intdigest(content) == int(self.blocks[block])
+
 
 @dataclass(frozen=True)
 class CorpusDigests:
@@ -73,7 +77,7 @@ def digests_path(prefix: str) -> str:
 
 def encode_digests(digests: CorpusDigests) -> str:
     files = {".bin": digests.tokens, ".idx": digests.index}
-    records = {kind: {"bytes": file.size, "blocks": _big_endian(file.blocks).hex()} for kind, file in files.items()}
+    records = {kind: encode_file(file) for kind, file in files.items()}
     head = {"format_version": FORMAT_VERSION, "algorithm": "XXH3-64", "block_bytes": BLOCK_BYTES}
     return seal(_KEY, json.dumps({**head, "files": records}))
 
@@ -90,12 +94,18 @@ def decode_digests(text: str) -> CorpusDigests:
         if not is_sealed(_KEY, text):
             raise ValueError("its digest does not match its content")
         files = document["files"]
-        return CorpusDigests(_decode_file(files[".bin"]), _decode_file(files[".idx"]))
+        return CorpusDigests(decode_file(files[".bin"]), decode_file(files[".idx"]))
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__} {error}") from error
 
 
-def _decode_file(record: dict[str, int | str]) -> FileDigests:
+def encode_file(file: FileDigests) -> dict[str, int | str]:
+    """The digests of a file as a JSON object."""
+    return {"bytes": file.size, "blocks": _big_endian(file.blocks).hex()}
+
+
+def decode_file(record: dict[str, int | str]) -> FileDigests:
+    """The inverse of :func:`encode_file`; raises ``KeyError``, ``TypeError`` or ``ValueError`` for another object."""
     size, blocks = int(record["bytes"]), np.frombuffer(bytes.fromhex(str(record["blocks"])), ">u8")
     if len(blocks) != -(-size // BLOCK_BYTES):
         raise ValueError(f"{len(blocks)} blocks for {size} bytes")
@@ -189,7 +199,7 @@ def check_size(path: str, digests: FileDigests, size: int) -> None:
 
 def damage_of(path: str, digests: FileDigests, block: int, content: bytes | bytearray) -> str | None:
     """The beginning of a sentence if the ``content`` of a block is damaged; None if its digest matches."""
-    if xxhash.xxh3_64_intdigest(content) == int(digests.blocks[block]):
+    if digests.matches(block, content):
         return None
     start, stop = digests.range_of(block)
     beside = os.path.basename(digests_path(os.path.splitext(path)[0]))

@@ -28,7 +28,7 @@ def _vocabulary(content: bytes, path: str) -> dict[str, int]:
     remedy = "set --vocab-file to the vocab.json of a GPT-2 tokenizer"
     try:
         ids = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}): {remedy}.") from error
     if not isinstance(ids, dict) or not all(type(number) is int and number >= 0 for number in ids.values()):
         raise DataError(f"{path} is not a JSON object of tokens and ids: {remedy}.")

@@ -260,8 +260,7 @@ class BlendedDataset:
             newer_than=0.0,
             build=lambda: self._build_order(lengths, size),
         )
-        self.dataset_index = arrays["dataset_index"]
-        self.dataset_sample_index = arrays["dataset_sample_index"]
+        self.dataset_index, self.dataset_sample_index = arrays["dataset_index"], arrays["dataset_sample_index"]
 
     def _build_order(self, lengths: list[int], size: int | None) -> Arrays:
         if size is None:

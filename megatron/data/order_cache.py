@@ -1,7 +1,8 @@
 """Sample orders on disk: ``.npy`` arrays under the md5 of a JSON description of their parameters.
 
-Keys and names of these files are Megatron-LM's. ``…-digests.json`` has the size and XXH3-128 of each. An entry is used
-only if every byte matches its digest; otherwise it is built again.
+Keys and names of these files are Megatron-LM's. ``…-digests.json`` has the size of each and the XXH3-64 of its blocks.
+A start compares the sizes and the first blocks, and builds an entry again that does not match. Every other block is
+compared when it is first read: an order has tens of gigabytes, of which a start would use nothing.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,12 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.build_lock import load_or_build_once, write_atomically
-from megatron.data.digests import BlockDigests, DigestedWriter, is_sealed, seal
+from megatron.data.corpus_digests import BLOCK_BYTES, FileDigests, decode_file, encode_file, file_digests, new_digests
+from megatron.data.digests import DigestedWriter, is_sealed, seal
+from megatron.data.sample_order import IndexArray
 from megatron.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 Description = dict[str, Any]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -46,12 +49,13 @@ def load_or_build(
     shapes: Mapping[str, tuple[int | None, ...]],
     newer_than: float,
     build: Callable[[], Arrays],
-) -> Arrays:
+) -> Mapping[str, IndexArray]:
     """The arrays named in ``shapes``: mapped from the cache, or built and written to it.
 
-    An entry is used only if its files match their digests, and its arrays have these shapes (None: any length) and are
-    not older than the data (``newer_than``, seconds since the epoch): the key has the path of the data, which may have
-    been replaced. One process builds while the others wait. Without a ``directory`` nothing is stored.
+    An entry is used only if the sizes and first blocks of its files match their digests, and its arrays have these
+    shapes (None: any length) and are not older than the data (``newer_than``, seconds since the epoch): the key has the
+    path of the data, which may have been replaced. One process builds while the others wait. Without a ``directory``
+    nothing is stored.
     """
     if directory is None:
         return build()
@@ -59,7 +63,7 @@ def load_or_build(
     stem = os.path.join(directory, f"{description_hash(description)}-{description['class']}-{split}")
     named: set[str] = set()
 
-    def load() -> Arrays | None:
+    def load() -> Mapping[str, IndexArray] | None:
         try:
             return _load(stem, shapes, newer_than)
         except _UnusableEntry as error:
@@ -69,7 +73,7 @@ def load_or_build(
             named.add(reason)
         return None
 
-    def build_and_store() -> Arrays:
+    def build_and_store() -> Mapping[str, IndexArray]:
         arrays = build()
         _store(stem, description, arrays, newer_than)
         return load() or arrays
@@ -92,7 +96,7 @@ def _digests_path(stem: str) -> str:
 
 
 def _store(stem: str, description: Description, arrays: Arrays, newer_than: float) -> None:
-    # Nothing is synced, because a reader compares every byte with its digest: a blend of 1,000 corpora has 5,000 files.
+    # Only arrays that a start does not compare completely are synced: a blend of 1,000 corpora has 5,000 files.
     # Without this file there is no entry, so waiting processes do not read unfinished arrays.
     with suppress(FileNotFoundError):
         os.remove(_digests_path(stem))
@@ -102,19 +106,21 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
     for name, array in arrays.items():
 
         def save(file: BinaryIO, array: npt.NDArray[Any] = array) -> dict[str, int | str]:
-            writer = DigestedWriter(file, BlockDigests(None))
+            writer = DigestedWriter(file, new_digests())
             np.save(writer, np.ascontiguousarray(array), allow_pickle=False)
             file.flush()
             if os.fstat(file.fileno()).st_mtime < newer_than:  # the data's clock is ahead
                 os.utime(file.fileno(), (math.ceil(newer_than),) * 2)  # some file systems keep whole seconds
-            return {"bytes": writer.digests.size, "xxh3_128": writer.digests.finish()[0].hex()}
+            return encode_file(file_digests(writer.digests))
 
-        records[name] = write_atomically(f"{stem}-{name}.npy", save, sync=False)
+        records[name] = write_atomically(f"{stem}-{name}.npy", save, sync=array.nbytes > BLOCK_BYTES)
     sealed = seal("digests", json.dumps({"format_version": _FORMAT_VERSION, "files": records})).encode()
     write_atomically(_digests_path(stem), lambda file: file.write(sealed), sync=False)
 
 
-def _load(stem: str, shapes: Mapping[str, tuple[int | None, ...]], newer_than: float) -> Arrays | None:
+def _load(
+    stem: str, shapes: Mapping[str, tuple[int | None, ...]], newer_than: float
+) -> Mapping[str, IndexArray] | None:
     """The mapped arrays of an entry; None if there is none, or an entry of other data.
 
     Raises :class:`_UnusableEntry` for a damaged entry, or one without digests.
@@ -123,18 +129,16 @@ def _load(stem: str, shapes: Mapping[str, tuple[int | None, ...]], newer_than: f
     records = _read_digests(stem, any(map(os.path.exists, paths.values())))
     if records is None:
         return None
-    arrays: Arrays = {}
+    arrays: dict[str, IndexArray] = {}
     for name, path in paths.items():
         try:
             with open(path, "rb", buffering=0) as file:
                 if os.fstat(file.fileno()).st_mtime < newer_than:
                     return None
-                size, record = os.fstat(file.fileno()).st_size, records.get(name)
-                if record is None or size != record["bytes"]:
+                size, digests = os.fstat(file.fileno()).st_size, records.get(name)
+                if digests is None or size != digests.size:
                     raise _UnusableEntry(f"{path} has {size} bytes, a different size than when it was written")
-                if BlockDigests(None).read(file)[0].hex() != record["xxh3_128"]:
-                    raise _UnusableEntry(f"{path} is damaged (its digest does not match)")
-                array = _map_array(file)
+                array = _VerifiedArray(path, file, digests)
         except OSError as error:
             raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
         wanted = shapes[name]
@@ -146,33 +150,76 @@ def _load(stem: str, shapes: Mapping[str, tuple[int | None, ...]], newer_than: f
     return arrays
 
 
-def _read_digests(stem: str, has_arrays: bool) -> dict[str, Any] | None:
-    """The records in ``…-digests.json``; None if there is no entry."""
+def _read_digests(stem: str, has_arrays: bool) -> dict[str, FileDigests] | None:
+    """The digests of each array, from ``…-digests.json``; None if there is no entry."""
     path = _digests_path(stem)
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text)
-        if not is_sealed("digests", text) or document["digests"]["format_version"] != _FORMAT_VERSION:
+        if not is_sealed("digests", text):
             raise ValueError("its digest does not match its content")
-        files: dict[str, Any] = document["digests"]["files"]
-        return files
+        version = document["digests"]["format_version"]
+        if version != _FORMAT_VERSION:
+            raise _UnusableEntry(f"{path} has format version {version}, where this code reads {_FORMAT_VERSION}")
+        return {name: decode_file(record) for name, record in document["digests"]["files"].items()}
     except FileNotFoundError:
         if os.path.exists(f"{stem}.lock") or not has_arrays:  # it is being built, or there is none
             return None
         raise _UnusableEntry(f"{stem} has no digests (another program or an older version wrote it)") from None
     except OSError as error:
         raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _UnusableEntry(f"{path} is damaged ({type(error).__name__})") from error
 
 
-def _map_array(file: BinaryIO) -> npt.NDArray[Any]:
-    """The mapped array of a verified ``.npy`` file."""
-    file.seek(0)
-    assert np.lib.format.read_magic(file) == (1, 0)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    if 0 in shape:
-        return np.empty(shape, dtype)
-    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # A plain array, not np.memmap: indexing it is several times faster.
-    return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape)
+class _VerifiedArray:
+    """A mapped ``.npy`` array. A block of the file is compared with its digest when this process first reads it.
+
+    Raises :class:`_UnusableEntry` if the first block, which has the header, is damaged; later :class:`DataError`.
+    """
+
+    def __init__(self, path: str, file: BinaryIO, digests: FileDigests) -> None:
+        self._path, self._digests = path, digests
+        self._is_verified = bytearray(len(digests.blocks))
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._content = memoryview(content)
+        self._verify(0)
+        assert np.lib.format.read_magic(file) == (1, 0)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        self._header_bytes = file.tell()
+        # A plain array, not np.memmap: indexing it is several times faster.
+        self._array = np.frombuffer(content, dtype, math.prod(shape), self._header_bytes).reshape(shape)
+        self.shape = self._array.shape
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, rows: int | slice | npt.NDArray[np.int64], /) -> Any:
+        for block in self._blocks_of(rows):
+            if not self._is_verified[block]:
+                try:
+                    self._verify(block)
+                except _UnusableEntry as error:
+                    raise DataError(
+                        f"The cached sample order {error}: remove this file, and the next start builds it again."
+                    ) from error
+        return self._array[rows]
+
+    def _blocks_of(self, rows: int | slice | npt.NDArray[np.int64]) -> Iterable[int]:
+        """The blocks of the file that hold these rows."""
+        row_bytes = self._array.strides[0]
+        if isinstance(rows, np.ndarray):
+            starts = self._header_bytes + rows % len(self) * row_bytes
+            return np.unique(np.stack((starts, starts + row_bytes - 1)) // BLOCK_BYTES).tolist()
+        chosen = range(len(self))[rows if isinstance(rows, slice) else slice(rows, rows + 1 or None)]
+        if not chosen:  # no rows, or an index that NumPy refuses
+            return ()
+        first, last = sorted((chosen[0], chosen[-1]))
+        start, stop = self._header_bytes + first * row_bytes, self._header_bytes + (last + 1) * row_bytes
+        return range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1)
+
+    def _verify(self, block: int) -> None:
+        start, stop = self._digests.range_of(block)
+        if not self._digests.matches(block, self._content[start:stop]):
+            raise _UnusableEntry(f"{self._path} is damaged (the digest of its bytes {start} to {stop} does not match)")
+        self._is_verified[block] = True

@@ -73,7 +73,7 @@ class PackedDataset(CorpusDataset):
 
     @property
     def statistics(self) -> PackingStatistics:
-        return PackingStatistics(*self.order.statistics.tolist())
+        return PackingStatistics(*self.order.statistics[:].tolist())
 
     @property
     def num_epochs(self) -> int:

@@ -9,7 +9,7 @@ then maps each sample to a corpus.
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +41,23 @@ class EpochPlan(NamedTuple):
     """Whether the last epoch is shuffled separately, after the others."""
 
 
+class IndexArray(Protocol):
+    """An array of an order: in memory, or in a cache whose blocks are verified when they are first read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: int | slice | npt.NDArray[np.int64], /) -> Any:
+        """The element, or the NumPy array of these rows."""
+
+
 class SampleOrder(NamedTuple):
     """The three index arrays of one split of one corpus, for n samples."""
 
-    document_index: npt.NDArray[np.int32]
-    """[epochs x sequences] sequence numbers."""
-    sample_index: npt.NDArray[Any]
+    document_index: IndexArray
+    """[epochs x sequences] int32 sequence numbers."""
+    sample_index: IndexArray
     """[n + 1, 2] position in the document index, and token offset there, of the stream's token k x s."""
-    shuffle_index: npt.NDArray[Any]
+    shuffle_index: IndexArray
     """[n] row of the sample index where sample i starts."""
 
 

@@ -101,7 +101,7 @@ def _read_split_words(path: str) -> dict[str, list[str]]:
     """The corpora of each split from a JSON object; a string is split at spaces, and a split may be missing or null."""
     try:
         content: Any = json.loads(_read_file(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--per-split-data-args-path {path} is not JSON ({error}): correct it.") from error
     known = isinstance(content, dict) and content.get("train") and not content.keys() - set(SPLIT_NAMES)
     if not known or not all(isinstance(words, list | str | None) for words in content.values()):

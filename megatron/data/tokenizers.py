@@ -454,7 +454,7 @@ def _named_special_tokens(directory: str) -> dict[str, str]:
             continue
         try:
             content: Any = json.loads(read_file(path))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON: correct it, or remove it.") from error
         for role, token in content.items() if isinstance(content, dict) else ():
             if isinstance(token, dict):

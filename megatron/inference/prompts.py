@@ -46,7 +46,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _parse(line: str, where: str) -> Prompt:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON ({error}): correct it, or name the file *.txt.") from error
     if not isinstance(fields, dict) or not isinstance(fields.get(KEY), str):
         raise DataError(f'{where} is not an object with a text under "{KEY}": add it.')

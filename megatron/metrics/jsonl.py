@@ -140,7 +140,7 @@ def _iteration_of(line: bytes) -> int | None:
     """Iteration of a record; None for a line that is not a whole record."""
     try:
         record = json.loads(line.decode("utf-8", errors="replace"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     iteration = record.get("iteration") if isinstance(record, dict) else None
     return iteration if isinstance(iteration, int) else None

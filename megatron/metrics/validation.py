@@ -43,7 +43,7 @@ def _read_losses(path: Path) -> dict[int, float]:
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if f'"{_KEY}"' in line:
-                with suppress(ValueError, KeyError, TypeError):
+                with suppress(ValueError, KeyError, TypeError, RecursionError):
                     record = json.loads(line)
                     losses[int(record["iteration"])] = float(record[_KEY])
     return losses

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -368,6 +369,22 @@ def test_a_job_for_a_stopped_writer_waits_for_the_timeout_and_not_for_ever(tmp_p
         assert process.failure is not None and "--async-save-timeout" in process.failure
     finally:
         process.close()
+
+
+def test_a_rank_with_many_open_files_can_wait_for_its_writer(tmp_path: Path, process: BackgroundProcess) -> None:
+    """A blend of hundreds of corpora opens thousands, so the pipes have descriptors above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("the system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert finish(save(tmp_path, 1, process, tensors())) is None
+        assert list_checkpoints(tmp_path) == [1]
+    finally:
+        for descriptor in others:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_job_that_is_larger_than_a_pipe_arrives(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron.checkpoint.directory import (
 )
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.checkpoint.manifest import Manifest, encode_manifest, read_manifest
+from megatron.checkpoint.remote_path import path_of
 from megatron.errors import CheckpointError
 
 
@@ -97,13 +98,16 @@ def test_a_tracker_set_back_by_hand_is_a_return_to_that_checkpoint(tmp_path: Pat
     assert find_checkpoint(tmp_path) == 10
 
 
+@pytest.mark.parametrize("at_url", [False, True])
+@pytest.mark.parametrize("manifest", ["{", "[" * 100_000])
 def test_an_unreadable_checkpoint_is_passed_over_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, manifest: str, at_url: bool
 ) -> None:
-    write(tmp_path, 1)
     write(tmp_path, 2)
-    (tmp_path / "iter_0000002" / MANIFEST).write_text("{")
-    assert find_checkpoint(tmp_path) == 1
+    write(tmp_path, 1)
+    (tmp_path / "iter_0000002" / MANIFEST).write_text(manifest)
+    root = path_of(f"file://{tmp_path}" if at_url else str(tmp_path))
+    assert find_checkpoint(root) == 1
     assert list_checkpoints(tmp_path) == [1]
     assert "iteration 2" in caplog.text and "damaged" in caplog.text
     assert "iter_0000002" in names(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import multiprocessing as mp
 import os
+import re
 import shutil
 import signal
 import socket
@@ -556,15 +557,20 @@ def test_without_proc_the_owner_is_looked_up_as_well(
 ) -> None:
     """As on macOS, where the lock of a crashed run is free at once."""
     monkeypatch.setattr(lock_module, "_PROC", "/nowhere", raising=False)
-    program = tmp_path / "programs" / "sysctl"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\n[ "$*" = "-n kern.bootsessionuuid" ] && echo 4A0C6F\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    # As macOS's: after "=" the rest of the argument is the heading of a column.
+    ps = 'for word; do case $word in *=?*) echo "a heading: $word"; exit;; esac; done\n'
+    ps += f'exec {shutil.which("ps")} "$@"'
+    for name, script in (("sysctl", '[ "$*" = "-n kern.bootsessionuuid" ] && echo 4A0C6F'), ("ps", ps)):
+        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: other.pid)
         owner = lock_module.Owner.this_process()
+    assert re.fullmatch(r"4A0C6F/\w+ \w+ \d+ \d\d:\d\d:\d\d \d{4}", owner.process)
     if ending == "killed":
         other.kill()
         other.wait()

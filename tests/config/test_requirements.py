@@ -1,5 +1,6 @@
 """The bounds for users, the exact versions for tests, and the lock file agree."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+from sentencepiece import sentencepiece_model_pb2
 
 from tests.package.lock import (
     COMMAND,
@@ -84,6 +87,14 @@ def test_the_extra_for_developers_is_within_the_requirements_of_the_tests() -> N
 def test_training_needs_no_extra() -> None:
     assert not bounds().keys() & {"datasets", "wandb", "tensorboard", "matplotlib", "pyarrow", "transformer-engine"}
     assert str(bounds()["torch"].specifier) == ">=2.11"  # README and requirements.txt name it
+
+
+def test_the_package_that_reads_sentencepiece_models_is_required() -> None:
+    """sentencepiece does not name it, and needs the version with which its reader was generated, or a later one."""
+    source = Path(sentencepiece_model_pb2.__file__).read_text(encoding="utf-8")
+    (generated,) = re.findall(r"Protobuf Python Version: ([\d.]+)", source)
+    (least,) = bounds()["protobuf"].specifier
+    assert Version(least.version) >= Version(generated)
 
 
 def test_the_lock_satisfies_all_requirements() -> None:

@@ -51,7 +51,7 @@ def give_a_name(written, path):
 
 os.replace = give_a_name
 dataset = GPTDataset(IndexedDataset("a"), 0, 16, SampleSettings(8, 1234, "1", cache_directory="cache"))
-print(dataset.order.shuffle_index.tolist(), flush=True)
+print(dataset.order.shuffle_index[:].tolist(), flush=True)
 """
 
 
@@ -80,7 +80,7 @@ def start(seconds: float, stops_before: int = -1) -> subprocess.Popen[str]:
 
 def order_of_the_corpus(cache: str | None = "cache") -> list[int]:
     settings = SampleSettings(8, 1234, "1", cache_directory=cache)
-    shuffled: list[int] = GPTDataset(IndexedDataset("a"), 0, 16, settings).order.shuffle_index.tolist()
+    shuffled: list[int] = GPTDataset(IndexedDataset("a"), 0, 16, settings).order.shuffle_index[:].tolist()
     return shuffled
 
 

@@ -23,7 +23,7 @@ def order(cache: str | None) -> Order:
     children = [GPTDataset(IndexedDataset(name), 0, 300, settings_of(cache=cache)) for name in ("a", "b")]
     blend = BlendedDataset(children, [0.6, 0.4], 400, 0, cache)
     arrays = [*children[0].order, *children[1].order, blend.dataset_index, blend.dataset_sample_index]
-    return [array.ravel().tolist() for array in arrays]
+    return [array[:].ravel().tolist() for array in arrays]
 
 
 @pytest.fixture

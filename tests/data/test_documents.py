@@ -61,7 +61,7 @@ def starts_of(tokens: list[int], end: int = END) -> list[bool]:
 
 def walk(order: Any, lengths: list[int]) -> Iterator[bool]:
     """Token by token through the documents in their order: whether the token is the first of one."""
-    for document in order.document_index.tolist():
+    for document in order.document_index[:].tolist():
         for place in range(lengths[document]):
             yield place == 0
 

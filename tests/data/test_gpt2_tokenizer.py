@@ -113,6 +113,7 @@ def test_where_they_would_matter_they_are_refused(words: str, sentence: str) -> 
     ("vocabulary", "merges", "sentence"),
     [
         ("[", "", r"vocab\.json is not JSON"),
+        ("[" * 100_000, "", r"vocab\.json is not JSON"),
         ("[1]", "", r"vocab\.json is not a JSON object of tokens and ids"),
         ('{"a": 0, "b": "1"}', "", r"vocab\.json is not a JSON object of tokens and ids"),
         ('{"a": 0}', "", r"vocab\.json has no <\|endoftext\|>"),

@@ -244,9 +244,9 @@ def test_weighted_blend_is_that_of_megatron() -> None:
 
 def test_blend_without_weights_is_proportional_to_the_samples() -> None:
     train, _, _ = build("a", "b", counts=(8, 0, 0))  # one epoch has 6 and 2
-    assert len(train) == 8 and np.bincount(train.dataset_index).tolist() == [6, 2]
+    assert len(train) == 8 and np.bincount(train.dataset_index[:]).tolist() == [6, 2]
     train, _, _ = build("a", "b", counts=(80, 0, 0))  # ten epochs
-    assert len(train) == 80 and np.bincount(train.dataset_index).tolist() == [60, 20]
+    assert len(train) == 80 and np.bincount(train.dataset_index[:]).tolist() == [60, 20]
     assert len({tuple(train[i]["tokens"].tolist()) for i in range(80)}) > 40
 
 
@@ -273,7 +273,7 @@ def test_longer_run_in_such_an_order_begins_with_the_shorter(words: tuple[str, .
 
 def test_every_split_reads_its_own_documents() -> None:
     train, valid, test = build("a", counts=(3, 1, 1), split="60,20,20")
-    documents = [set(dataset.order.document_index.tolist()) for dataset in (train, valid, test)]
+    documents = [set(dataset.order.document_index[:].tolist()) for dataset in (train, valid, test)]
     assert documents == [{0, 1, 2, 3, 4, 5}, {6, 7}, {8, 9}]
 
 

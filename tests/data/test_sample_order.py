@@ -100,11 +100,11 @@ def test_order_of_one_corpus_is_that_of_megatron(num_samples: int) -> None:
     assert (plan.num_epochs, plan.last_epoch_apart) == (epochs, last_apart)
     lengths = np.array(CORPUS_A, dtype=np.int32)
     order = build_sample_order(lengths, (0, 10), seq_length=8, num_samples=num_samples, seed=1234)
-    assert order.document_index.tolist() == documents and order.document_index.dtype == np.int32
-    assert order.shuffle_index.tolist() == shuffled and order.shuffle_index.dtype == np.uint32
-    assert order.sample_index.dtype == np.int32
+    assert order.document_index[:].tolist() == documents and order.document_index[:].dtype == np.int32
+    assert order.shuffle_index[:].tolist() == shuffled and order.shuffle_index[:].dtype == np.uint32
+    assert order.sample_index[:].dtype == np.int32
     if num_samples in (4, 7):
-        rows = [tuple(row) for row in order.sample_index.tolist()]
+        rows = [tuple(row) for row in order.sample_index[:].tolist()]
         assert rows == SAMPLE_ROWS[: len(shuffled) + 1]
 
 
@@ -204,9 +204,9 @@ def test_order_equals_a_walk_over_the_tokens(
             np.array(lengths, dtype=np.int32), (first, end), seq_length=seq_length, num_samples=wanted, seed=seed
         )
     documents, rows, shuffled = slow_order(lengths, first, end, seq_length, wanted, seed)
-    assert order.document_index.tolist() == documents
-    assert [tuple(row) for row in order.sample_index.tolist()] == rows
-    assert order.shuffle_index.tolist() == shuffled
+    assert order.document_index[:].tolist() == documents
+    assert [tuple(row) for row in order.sample_index[:].tolist()] == rows
+    assert order.shuffle_index[:].tolist() == shuffled
 
 
 @settings(max_examples=100)
@@ -232,14 +232,14 @@ def test_extendable_order_of_a_longer_run_begins_with_that_of_a_shorter(
     shorter, longer = (build(n) for n in sorted(wanted))
     assert len(shorter.shuffle_index) >= min(wanted) and len(longer.shuffle_index) >= max(wanted)
     for of_shorter, of_longer in zip(shorter, longer, strict=True):
-        assert of_longer[: len(of_shorter)].tolist() == of_shorter.tolist()
+        assert of_longer[: len(of_shorter)].tolist() == of_shorter[:].tolist()
     # Every sample once, and every document once an epoch.
-    assert sorted(longer.shuffle_index.tolist()) == list(range(len(longer.shuffle_index)))
-    epochs = longer.document_index.reshape(-1, len(lengths))
+    assert sorted(longer.shuffle_index[:].tolist()) == list(range(len(longer.shuffle_index)))
+    epochs = longer.document_index[:].reshape(-1, len(lengths))
     assert (np.sort(epochs, axis=1) == np.arange(len(lengths))).all()
     # A run that fits into one epoch may be extended whatever it began with.
     for ours, theirs in zip(build(None), build(None, extendable=False), strict=True):
-        assert ours.tolist() == theirs.tolist() and ours.dtype == theirs.dtype
+        assert ours[:].tolist() == theirs[:].tolist() and ours[:].dtype == theirs[:].dtype
 
 
 def test_extendable_order_has_a_cache_entry_for_each_number_of_epochs(corpora: Path) -> None:
@@ -255,8 +255,8 @@ def test_every_sample_of_an_epoch_comes_once_and_labels_are_shifted(tmp_path: Pa
     documents = [list(range(start, start + n)) for start, n in ((0, 7), (7, 0), (7, 40), (47, 1), (48, 15))]
     corpus = IndexedDataset(write(tmp_path / "corpus", documents))
     dataset = GPTDataset(corpus, 0, None, settings_of())
-    stream = [token for document in dataset.order.document_index for token in documents[document]]
-    seen = sorted(dataset.order.shuffle_index.tolist())
+    stream = [token for document in dataset.order.document_index[:] for token in documents[document]]
+    seen = sorted(dataset.order.shuffle_index[:].tolist())
     assert seen == list(range((63 - 1) // 8))
     for index in range(len(dataset)):
         start = int(dataset.order.shuffle_index[index]) * 8
@@ -352,8 +352,8 @@ def test_blend_of_two_corpora_is_that_of_megatron(corpora: Path) -> None:
     assert [len(child) for child in children] == [12, 7]
     blend = BlendedDataset(children, [0.7, 0.3], 13, 0)
     assert len(blend) == 13
-    assert blend.dataset_index.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
-    assert blend.dataset_sample_index.tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6, 7, 3, 8]
+    assert blend.dataset_index[:].tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0]
+    assert blend.dataset_sample_index[:].tolist() == [0, 0, 1, 2, 1, 3, 4, 2, 5, 6, 7, 3, 8]
     assert description_hash(blend.description) == "bca73e6243ecffd51ca12c62186269c6"
     assert blend[1]["tokens"].tolist() == children[1][0]["tokens"].tolist()
     assert len(BlendedDataset(children, [], None, 0)) == 19
@@ -373,7 +373,7 @@ def test_order_is_cached_under_the_names_of_megatron(corpora: Path, monkeypatch:
     assert sorted(os.listdir("cache")) == [*kept, *names]
     monkeypatch.setattr(gpt_dataset, "build_sample_order", refuse)
     cached = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
-    assert all(np.array_equal(x, y) for x, y in zip(built.order, cached.order, strict=True))
+    assert all(np.array_equal(x[:], y[:]) for x, y in zip(built.order, cached.order, strict=True))
     assert [cached[i]["labels"].tolist() for i in range(12)] == [built[i]["labels"].tolist() for i in range(12)]
 
 
@@ -404,7 +404,7 @@ def test_damaged_cache_is_built_anew(corpora: Path, spoil: Callable[[str], None]
     spoil(f"cache/{GOLDEN[7][-1]}-GPTDataset-train")
     again = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
     fresh = GPTDataset(IndexedDataset("a"), 0, 7, settings_of())
-    assert all(np.array_equal(x, y) for x, y in zip(fresh.order, again.order, strict=True))
+    assert all(np.array_equal(x[:], y[:]) for x, y in zip(fresh.order, again.order, strict=True))
     assert len(os.listdir("cache")) == 5
 
 
@@ -425,15 +425,15 @@ def test_cache_of_a_former_corpus_of_this_name_is_built_anew(corpora: Path, chan
     change()
     new = GPTDataset(IndexedDataset("a"), 0, 7, settings_of(cache="cache"))
     fresh = GPTDataset(IndexedDataset("a"), 0, 7, settings_of())
-    assert np.array_equal(new.order.sample_index, fresh.order.sample_index)
-    assert not np.array_equal(new.order.sample_index, old.order.sample_index)
+    assert np.array_equal(new.order.sample_index[:], fresh.order.sample_index[:])
+    assert not np.array_equal(new.order.sample_index[:], old.order.sample_index[:])
 
 
 def test_concurrent_builders_agree_and_leave_nothing_behind(corpora: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(GPTDataset, IndexedDataset("a"), 0, 16, settings_of(cache="cache")) for _ in range(8)]
         orders = [job.result().order for job in jobs]
-    assert all(order.shuffle_index.tolist() == GOLDEN[16][3] for order in orders)
+    assert all(order.shuffle_index[:].tolist() == GOLDEN[16][3] for order in orders)
     assert len(os.listdir("cache")) == 5
 
 

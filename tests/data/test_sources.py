@@ -65,7 +65,7 @@ def test_corpora_of_a_split_are_that_split_as_a_whole() -> None:
     train, valid, test = build((7, 1, 0), train_data_path=("a",), valid_data_path=("b",))
     whole, _, _ = build((7, 0, 0), data_path=("a",), split="1")
     assert tokens_of(train) == tokens_of(whole)
-    assert test is None and sorted(set(valid.order.document_index.tolist())) == [0, 1, 2]
+    assert test is None and sorted(set(valid.order.document_index[:].tolist())) == [0, 1, 2]
     assert train.description["split"] is None and train.description["split_matrix"] is None
     assert (train.description["index_split"], valid.description["index_split"]) == ("train", "valid")
 
@@ -93,6 +93,7 @@ BAD_FILES = [
     ({"data_args_path": "file"}, "0 a 0 b", "--data-args-path has weights .*must not be negative or all zero"),
     ({"data_args_path": "file"}, "-1 a 2 b", "--data-args-path has weights .*must not be negative"),
     ({"per_split_data_args_path": "file"}, "{", "--per-split-data-args-path file is not JSON"),
+    ({"per_split_data_args_path": "file"}, "[" * 100_000, "--per-split-data-args-path file is not JSON"),
     ({"per_split_data_args_path": "file"}, '["a"]', "must contain one object with the key train"),
     ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must contain one object with the key train"),
     ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must contain one object with the key"),

@@ -147,9 +147,10 @@ def test_hugging_face_tokenizer(hugging_face_directory: Path) -> None:
     (hugging_face_directory / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
     (hugging_face_directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|end_of_text|>"}}')
     assert HuggingFaceTokenizer(str(hugging_face_directory)).eod == 2
-    (hugging_face_directory / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
-        HuggingFaceTokenizer(str(hugging_face_directory))
+    for text in ("{", "[" * 100_000):
+        (hugging_face_directory / "tokenizer_config.json").write_text(text)
+        with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
+            HuggingFaceTokenizer(str(hugging_face_directory))
 
 
 def test_hugging_face_tokenizer_needs_an_end_of_document(hugging_face_directory: Path) -> None:

@@ -112,6 +112,7 @@ def test_a_line_continues_the_text_before_it(
         (("--prompts", "{}/no.txt"), "no.txt cannot be read (No such file or directory): check the path"),
         (("--prompts", "{}/empty.txt"), "empty.txt holds no prompt"),
         (("--prompts", "{}/bad.jsonl"), "Line 2 of {}/bad.jsonl is not JSON"),
+        (("--prompts", "{}/deep.jsonl"), "Line 1 of {}/deep.jsonl is not JSON"),
         (("--prompts", "{}/key.jsonl"), 'is not an object with a text under "prompt"'),
         (("--prompts", "{}/empty.txt", "--output", "{}/no/texts"), "--output {}/no/texts cannot be written"),
         (("--prompt", "a", "--expert-model-parallel-size", "2"), "does not divide the 1 processes of a stage"),
@@ -127,6 +128,7 @@ def test_wrong_requests_are_refused_in_one_sentence(
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "key.jsonl").write_text('{"text": "a"}\n')
     assert generate(monkeypatch, "--load", trained, *(word.format(tmp_path) for word in words)) == 2
     stdout, stderr = capsys.readouterr()

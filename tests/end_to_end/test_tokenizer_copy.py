@@ -44,7 +44,9 @@ def test_tools_read_a_checkpoint_from_another_directory(trained: Path, capsys: p
     (trained / "there" / "tokenizer.model").unlink()
     assert generated(str(trained / "mirror")) == generated(f"file://{trained}/store") == text
     with progress_bar() as progress:
-        average(Average(str(run), (1, 2), str(trained / "average")), progress)
+        message = average(Average(f"file://{trained}/store", (1, 2), str(trained / "average")), progress)
+    # What is fetched from a URL is gone when the tool has ended.
+    assert f"--tokenizer-model {trained}/average/iter_0000002/tokenizer/tokenizer.model" in message
     convert_checkpoint.convert(ToHuggingFace(str(run), str(trained / "hf")))
     convert_checkpoint.convert(FromHuggingFace(str(trained / "hf"), str(trained / "again")))
     shutil.rmtree(trained / "hf")

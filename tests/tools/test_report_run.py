@@ -147,10 +147,13 @@ def test_the_loss_is_the_first_figure(
         '<div class="value">2.5000</div><div class="detail">validation</div>'
         in write_page(monkeypatch, run).read_text()
     )
-    (run / "metrics.jsonl").unlink()
-    assert call(monkeypatch, run, "--html", run / "page.html") == 0
-    text = (run / "page.html").read_text()
-    assert tiles(text)[0] == "effective time" and text.count('class="tile main"') == 1
+    # A run whose losses are NaN from the first one has a report, too.
+    for content in ("", '{"iteration": 1, "lm_loss": NaN}\n'):
+        (run / "metrics.jsonl").write_text(content)
+        assert call(monkeypatch, run, "--html", run / "page.html") == 0
+        text = (run / "page.html").read_text()
+        assert tiles(text)[0] == "effective time" and text.count('class="tile main"') == 1
+    assert call(monkeypatch, run, "--metrics", run / "metrics.jsonl") == 2
 
 
 @pytest.mark.parametrize(("minutes", "is_advised"), [(59, False), (61, True)])

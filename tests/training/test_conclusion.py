@@ -30,7 +30,8 @@ def test_the_summary_of_a_run_with_earlier_processes(tmp_path: Path) -> None:
         {"iteration": 2, "validation_loss": 2.5},
         {"iteration": 3, "test_loss": 1.0},
     ]
-    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 4, "validation_loss": 1')
+    torn = ['{"validation_loss": ' + "[" * 100_000, '{"iteration": 4, "validation_loss": 1']
+    metrics.write_text("\n".join([*map(json.dumps, rows), *torn]))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
     history = ValidationHistory(str(metrics))
     for iteration, loss in ((6, 2.75), (8, float("nan"))):

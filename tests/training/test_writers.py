@@ -351,7 +351,9 @@ def test_a_resumed_run_continues_the_history_of_its_checkpoint(tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("tail", ['{"iteration": 2, "lm', '{"iteration": 2, "lm_loss": 1.0}', "\0" * 50, "2"])
+@pytest.mark.parametrize(
+    "tail", ['{"iteration": 2, "lm', '{"iteration": 2, "lm_loss": 1.0}', "\0" * 50, "2", "[" * 100_000]
+)
 def test_any_torn_last_line_leaves_whole_records(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1, "lm_loss": 2.0}\n' + tail)
