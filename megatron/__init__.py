@@ -13,12 +13,20 @@ MODULES = (
     "xxhash",
     "sentencepiece",
     "tiktoken",
+    "google.protobuf",
     "tokenizers",
     "fsspec",
     "tqdm",
     "yaml",
 )
 """Of the packages on which pyproject.toml depends."""
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
 
 
 def _obstacle() -> str:
@@ -30,7 +38,7 @@ def _obstacle() -> str:
             f"Megatron-Llama needs Python 3.11 or later, and {sys.executable} is {sys.version_info[0]}."
             f"{sys.version_info[1]}: start a later one, or activate its environment (source .venv/bin/activate)."
         )
-    missing = [module for module in MODULES if find_spec(module) is None]
+    missing = [module for module in MODULES if not _is_installed(module)]
     if missing:
         return (
             f"{sys.executable} has no {', '.join(missing)}: activate the environment that has them (source "

@@ -62,4 +62,5 @@ def test_one_missing_package_is_named_alone() -> None:
 def test_every_dependency_is_looked_for() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     packages = [Requirement(one).name for one in project["dependencies"]]
-    assert sorted(MODULES) == sorted("yaml" if name == "pyyaml" else name for name in packages)
+    modules = {"pyyaml": "yaml", "protobuf": "google.protobuf"}
+    assert sorted(MODULES) == sorted(modules.get(name, name) for name in packages)
