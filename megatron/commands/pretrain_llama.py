@@ -77,9 +77,12 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
         name_flags_without_effect(arguments)
     check_allowed(config.operation.inject_fault, os.environ.get(VARIABLE))
     heartbeat.write_settings(RunSettings.of(config, rank, world_size - num_spares).to_json())
-    unwatched = changed_flags(config.operation, *HANG_LIMITS) if LAUNCHER not in os.environ else []
+    is_watched = LAUNCHER in os.environ or config.operation.on_hang == "report"
+    unwatched = [] if is_watched else changed_flags(config.operation, *HANG_LIMITS)
     if unwatched and rank == 0:
-        where = "without python -m megatron.operation.launch, nothing ends a rank that hangs"
+        where = (
+            "without python -m megatron.operation.launch, nothing ends a rank that hangs (--on-hang report names it)"
+        )
         print(f"WARNING: {', '.join(unwatched)} has no effect: {where}.", file=sys.stderr, flush=True)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     queues = prepare_environment(config, os.environ, available_cores(), local_world_size)

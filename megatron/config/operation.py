@@ -59,6 +59,9 @@ class OperationConfig(GuardConfig):
     noticed."""
     max_rollbacks: int = 3
     """Rollbacks of the whole run, after which the next one ends it with exit code 93."""
+    on_hang: Literal["restart", "report"] = "restart"
+    """At a rank that hangs: end all ranks and start them again, under our launcher alone (restart); or name it, with
+    failure.json and its stacks, and end nothing (report), under any launcher: torchrun, NVRx's ft_launcher, srun."""
     hang_limit_s: float = 60.0
     """Under the launcher (megatron.operation.launch), restart all ranks when one has stayed in a section of an
     iteration for longer than this many seconds and than 5 times the longest of its last 20 stays; 0 disables the

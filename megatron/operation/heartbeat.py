@@ -120,6 +120,8 @@ class Heartbeat:
         self._memory = memoryview(bytearray(_SLOT_BYTES)) if memory is None else memory
         self.is_private = memory is None
         """Whether no launcher reads this slot."""
+        self.is_watched = not self.is_private
+        """Whether a process reads it for hangs."""
         self._words = self._memory.cast("q")
         self._stacks: int | None = None
         self.settings: dict[str, Any] = {}
@@ -156,10 +158,14 @@ class Heartbeat:
                 flush=True,
             )
             return cls()
-        with os.fdopen(descriptor, "rb+", buffering=0) as file:
-            memory = memoryview(mmap.mmap(file.fileno(), 0))
-        start = local_rank * _SLOT_BYTES
-        return cls(memory[start : start + _SLOT_BYTES])
+        return cls(_slot(descriptor, local_rank))
+
+    def move_to(self, path: str, local_rank: int) -> None:
+        """Write from now on to the slot of ``local_rank`` in the memory ``path``, which is no launcher's
+        (:mod:`megatron.operation.side_watch`); raises :class:`OSError`."""
+        slot = _slot(os.open(path, os.O_RDWR), local_rank)
+        slot[:] = self._memory
+        self._memory, self._words, self.is_watched = slot, slot.cast("q"), True
 
     def enter(self, section: Section) -> Section:
         """Enter ``section``; returns the one that was left."""
@@ -254,6 +260,13 @@ class Heartbeat:
             return
         self._stacks = os.memfd_create("stacks")
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+
+
+def _slot(descriptor: int, local_rank: int) -> memoryview:
+    """The slot of a rank in a file, which is closed."""
+    with os.fdopen(descriptor, "rb+", buffering=0) as file:
+        memory = memoryview(mmap.mmap(file.fileno(), 0))
+    return memory[local_rank * _SLOT_BYTES : (local_rank + 1) * _SLOT_BYTES]
 
 
 class Span:

@@ -99,6 +99,10 @@ class _Attempt:
     exceeded_at: float | None = None
     """When a rank of this node exceeded its limit, while another launcher decides."""
     has_published: bool = False
+    reported_at: float | None = None
+    """When a hang was reported that lasts, with ``--on-hang report``."""
+    hangs: int = 0
+    """Hangs that are over."""
     beat_at: float = 0.0
     beats: dict[int, tuple[str, float]] = field(default_factory=dict)
     """By node: its last sign of life, and when it was first read."""
@@ -107,6 +111,11 @@ class _Attempt:
     stays: Mapping[str, float] = field(default_factory=dict)
     """As written last."""
     stays_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def topic(self) -> str:
+        """Of the hang that may come, between launchers."""
+        return f"hang{self.hangs or ''}"
 
 
 class RankWatch:
@@ -158,6 +167,35 @@ class RankWatch:
         if overruns or now - attempt.stays_at > _STAYS_SECONDS:
             attempt.stays_at = now
             self._write_stays(attempt)
+        if not self._reports_only:
+            return self._hang_among(attempt, overruns, ended, now)
+        if not overruns and not attempt.watchdog.stuck(time.monotonic_ns()):
+            self._end_hang(attempt, now)
+        if attempt.reported_at is None and self._hang_among(attempt, overruns, ended, now) is not None:
+            attempt.reported_at = now
+        return None
+
+    @property
+    def _reports_only(self) -> bool:
+        """Whether a hang is reported, and nothing is ended (``--on-hang report``)."""
+        settings = self._attempt.settings if self._attempt is not None else {}
+        given = next((one.operation.on_hang for one in settings.values()), None)
+        return (given or _word_after("--on-hang", self._words)) == "report"
+
+    def _end_hang(self, attempt: _Attempt, now: float) -> None:
+        """All ranks of this node make progress: a hang that was reported is over, and the next one is another."""
+        if attempt.reported_at is not None:
+            seconds = now - attempt.reported_at
+            print(f"The ranks go on, {seconds:.0f} s after the report of a hang.", file=sys.stderr, flush=True)
+        if attempt.reported_at is not None or attempt.has_published:
+            attempt.hangs += 1
+            attempt.reported_at = attempt.exceeded_at = self.failure = None
+            attempt.has_published = False
+
+    def _hang_among(
+        self, attempt: _Attempt, overruns: Sequence[Overrun], ended: Collection[int], now: float
+    ) -> Failure | None:
+        """The hang that this launcher reports, if there is one."""
         if attempt.nodes is not None:
             lost = self._find_lost_nodes(attempt, attempt.nodes, now)
             return lost or self._find_hang_with_others(attempt, attempt.nodes, overruns, ended)
@@ -173,9 +211,9 @@ class RankWatch:
             # The ranks are ended when the first launcher requests a restart. Unless it does not:
             is_late = attempt.exceeded_at is not None and time.monotonic() - attempt.exceeded_at > _DECISION_SECONDS
             return self._decide(overruns[0], self._evidence(attempt, ended)) if overruns and is_late else None
-        if overruns and nodes.is_first("hang", attempt.restarts):
+        if overruns and nodes.is_first(attempt.topic, attempt.restarts):
             return self._decide(overruns[0], self._evidence_of_all(attempt, ended, nodes))
-        if overruns or nodes.has_started("hang", attempt.restarts):
+        if overruns or nodes.has_started(attempt.topic, attempt.restarts):
             self._publish_evidence(attempt, ended, nodes)
         return None
 
@@ -202,7 +240,7 @@ class RankWatch:
                 attempt.beats[node] = text, now
             elif text != _OVER and now - since[1] > LOST_SECONDS:
                 silent.append(node)
-        if not silent or not nodes.is_first("hang", attempt.restarts):
+        if not silent or not nodes.is_first(attempt.topic, attempt.restarts):
             return None
         lost = self._missing_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
         failure = failure_of_lost_nodes(dict(lost.values()))
@@ -221,7 +259,7 @@ class RankWatch:
     def _publish_evidence(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
         attempt.has_published = True
         own = self._evidence(attempt, ended)
-        nodes.publish("hang", attempt.restarts, attempt.node, [one.to_json() for one in own])
+        nodes.publish(attempt.topic, attempt.restarts, attempt.node, [one.to_json() for one in own])
         return own
 
     def _read_settings(self, attempt: _Attempt) -> None:
@@ -260,7 +298,7 @@ class RankWatch:
 
     def _evidence_of_all(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
         own = self._publish_evidence(attempt, ended, nodes)
-        found = nodes.collect("hang", attempt.restarts, NODES_SECONDS)
+        found = nodes.collect(attempt.topic, attempt.restarts, NODES_SECONDS)
         others = [Evidence.from_json(one) for node, content in found.items() if node != attempt.node for one in content]
         for node, (host, ranks) in self._missing_nodes(attempt, nodes, found).items():
             print(f"The launcher of node {node} ({host}) does not answer.", file=sys.stderr, flush=True)
@@ -344,6 +382,8 @@ class RankWatch:
 
     def silence_limit(self) -> float:
         """Seconds for which the store of the launchers may be silent: as long as a rank in a step. 0: no limit."""
+        if self._reports_only:
+            return 0.0
         settings = self._attempt.settings if self._attempt is not None else {}
         known = [float(one.operation.hang_limit_s) for one in settings.values()]
         given = _number_after("--hang-limit-s", self._words)
@@ -413,21 +453,25 @@ class RankWatch:
 
     def _record(self, failure: Failure, replace: bool = True) -> None:
         """Print and write a report; without ``replace``, a report of this attempt by another launcher is kept."""
-        self.failure = failure
+        reported, self.failure = self.failure, failure
         directory = self._directory()
-        note = ""
+        note, attempt = "", self._attempt
+        if attempt is not None and attempt.reported_at is not None:
+            self.failure, replace = reported, False  # the hang is the cause of what comes after it
         if directory is not None and failure.cause != Cause.IN_USE:
             try:
-                assert self._attempt is not None
+                assert attempt is not None
                 newest = read_failure(directory / FILE) if not replace else None
-                if newest is None or newest.get("time", 0.0) < self._attempt.started:
-                    if self._attempt.number is None:
-                        self._attempt.number = attempt_number(directory, self._attempt.started)
-                    write_failure(directory, failure, self._attempt.number)
+                if newest is None or newest.get("time", 0.0) < attempt.started:
+                    if attempt.number is None:
+                        attempt.number = attempt_number(directory, attempt.started)
+                    write_failure(directory, failure, attempt.number)
                 note = f" See {directory / FILE}."
             except OSError as error:
                 note = f" {directory / FILE} cannot be written ({error.strerror})."
-        print(f"The attempt failed ({failure.cause}). {failure.message}{note}", file=sys.stderr, flush=True)
+        is_report = self._reports_only and failure.cause in (Cause.HANG, Cause.STOPPED_PROCESS, Cause.NODE_LOST)
+        what = "A hang was found, and nothing is ended" if is_report else "The attempt failed"
+        print(f"{what} ({failure.cause}). {failure.message}{note}", file=sys.stderr, flush=True)
 
     def _directory(self) -> Path | None:
         """The run directory; None if the ranks have none."""
@@ -464,11 +508,14 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _number_after(flag: str, words: Sequence[str]) -> float | None:
-    """The value of a flag on a command line; None if it is not there or not a number."""
+def _word_after(flag: str, words: Sequence[str]) -> str | None:
+    """The value of a flag on a command line; None if it is not there."""
     pairs = [tuple(word.split("=", 1)) for word in words if "=" in word] + list(pairwise(words))
-    for name, value in pairs:
-        if name == flag:
-            with suppress(ValueError):
-                return float(value)
+    return next((value for name, value in pairs if name.replace("_", "-") == flag), None)
+
+
+def _number_after(flag: str, words: Sequence[str]) -> float | None:
+    """The same as a number; None if it is none."""
+    with suppress(ValueError, TypeError):
+        return float(_word_after(flag, words) or "")
     return None

@@ -17,7 +17,9 @@ from megatron.errors import ExitCode
 from megatron.metrics.writer import print_above_bar
 from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.processes import LAUNCHER
 from megatron.operation.run_files import StartedCommand
+from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_counted, attempt_recorded
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
 from megatron.training.build.run import RunParts, build_trainer
@@ -64,6 +66,7 @@ def pretrain(
             init_distributed(config.parallel, process, device, heartbeat) as topology,
         ):
             context = RunContext(config, topology, signals, log_rank0, heartbeat, faults)
+            watch_for_hangs(config, process, command, heartbeat)
             if device.type != "cpu":
                 (context.warn_rank0 if queues.is_mistake else log_rank0)(queues.describe())
             with (
@@ -79,6 +82,15 @@ def pretrain(
     except StopRequested as stop:
         log_rank0(f"stopped: {stop}")
         return stop.exit_code
+
+
+def watch_for_hangs(config: RunConfig, process: Process, command: StartedCommand, heartbeat: Heartbeat) -> None:
+    """With ``--on-hang report`` and another launcher than ours, let a process of the node report hangs."""
+    if config.operation.on_hang == "report" and LAUNCHER not in os.environ and not heartbeat.is_watched:
+        from megatron.operation.side_watch import join
+
+        place = process.rank, process.local_rank, process.local_world_size, process.world_size
+        join(heartbeat, *place, ranks_store(), command.words)
 
 
 def train(
