@@ -204,10 +204,21 @@ class RankWatch:
                 silent.append(node)
         if not silent or not nodes.is_first("hang", attempt.restarts):
             return None
-        lost = self._missing_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
-        failure = failure_of_lost_nodes(dict(lost.values()))
-        self._record(failure)
-        return failure
+        return self._record_lost_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
+
+    def have_nodes_left(self, members: Collection[int] | None) -> bool:
+        """Whether a node is not among the ``members`` of the rendezvous any more, and no launcher has said why: it is
+        lost. The first launcher that notices it records it, and requests a restart."""
+        attempt = self._attempt
+        if attempt is None or attempt.nodes is None or members is None or attempt.nodes.count == len(members):
+            return False
+        nodes = attempt.nodes
+        if nodes.stops_for_join() or nodes.must_restart(attempt.restarts):
+            return False  # said before it left
+        if nodes.is_first("report", attempt.restarts):
+            self._record_lost_nodes(attempt, nodes, members)
+        nodes.restart(attempt.restarts)
+        return True
 
     def leave(self) -> None:
         """This launcher ends its ranks, or waits for their end: it gives no further signs of life."""
@@ -262,7 +273,9 @@ class RankWatch:
         own = self._publish_evidence(attempt, ended, nodes)
         found = nodes.collect("hang", attempt.restarts, NODES_SECONDS)
         others = [Evidence.from_json(one) for node, content in found.items() if node != attempt.node for one in content]
-        for node, (host, ranks) in self._missing_nodes(attempt, nodes, found).items():
+        # A launcher that already ends its ranks says no more.
+        ending = {node for node, text in nodes.beats(attempt.restarts).items() if text == _OVER}
+        for node, (host, ranks) in self._missing_nodes(attempt, nodes, found.keys() | ending).items():
             print(f"The launcher of node {node} ({host}) does not answer.", file=sys.stderr, flush=True)
             others += [_evidence_of_lost(rank, host) for rank in ranks]
         return sorted([*own, *others], key=lambda one: one.rank)
@@ -387,6 +400,12 @@ class RankWatch:
         }
 
     # --- records ---------------------------------------------------------------------------------------------
+
+    def _record_lost_nodes(self, attempt: _Attempt, nodes: Nodes, present: Collection[int]) -> Failure:
+        """Record that the other nodes are lost."""
+        failure = failure_of_lost_nodes(dict(self._missing_nodes(attempt, nodes, present).values()))
+        self._record(failure)
+        return failure
 
     def record_survivor(self, local_rank: int) -> None:
         """Record that a process does not end although it was killed."""
