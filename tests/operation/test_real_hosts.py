@@ -77,8 +77,12 @@ class Training:
             log = self.directory / f"{host.name}.log"
             self.launchers[host.name] = host.start(*words, *self._words, log=log, environment=variables)
 
-    def start_spare(self, host: Host) -> None:
-        """Start a launcher for which there is no place, and wait until it waits: it also watches the store by then."""
+    def start_with_spare(self, *hosts: Host) -> None:
+        """Start launchers, the last when the others have their places, and wait until it waits: it has a second
+        connection then, with which it watches the store."""
+        *first, host = hosts
+        self.start(*first)
+        self.wait(lambda: all(map(self.ranks, first)))
         self.start(host)
         self.wait(lambda: host.connections(PORT) >= 2)
 
@@ -117,9 +121,9 @@ class Training:
         assert not [pid for host in self.hosts for pid in host.processes()], self.logs()
         return [self.launchers[host.name].wait() for host in hosts]
 
-    def rank(self, host: Host) -> int:
-        """The process of the rank on a host."""
-        return min(pid for pid in host.processes() if "LOCAL_RANK" in environment_of(pid))
+    def ranks(self, host: Host) -> list[int]:
+        """The processes of the ranks on a host."""
+        return [pid for pid in host.processes() if "LOCAL_RANK" in environment_of(pid)]
 
     def failure(self) -> dict[str, Any]:
         """The only report of a failure."""
@@ -163,7 +167,8 @@ def test_a_rank_is_killed(tmp_path: Path, hosts: list[Host], undisturbed: Callab
     training = Training(tmp_path, hosts, "3", global_batch_size=THREE)
     training.start(*hosts)
     saved = training.wait_until_saved()
-    os.kill(training.rank(hosts[1]), signal.SIGKILL)
+    (rank,) = training.ranks(hosts[1])
+    os.kill(rank, signal.SIGKILL)
     assert training.exit_codes(*hosts) == [ExitCode.COMPLETE] * 3, training.logs()
     failure = training.failure()
     assert (failure["cause"], failure["host"], failure["rank"]) == (Cause.KILLED, "node2", 1)
@@ -176,12 +181,8 @@ def test_a_spare_replaces_a_host(
     tmp_path: Path, hosts: list[Host], undisturbed: Callable[[int], Path], nodes: str
 ) -> None:
     training = Training(tmp_path, hosts, nodes)
-    if nodes == "2":
-        training.start(*hosts[:2])
-        training.wait_until_saved(SAVE_INTERVAL)
-        training.start_spare(hosts[2])
-    else:
-        training.start(*hosts)
+    start = training.start if nodes == "2:3" else training.start_with_spare
+    start(*hosts)
     saved = training.wait_until_saved()
     hosts[1].lose_power()
     assert training.exit_codes(hosts[0], hosts[2]) == [ExitCode.COMPLETE] * 2, training.logs()
@@ -230,10 +231,9 @@ def test_a_link_is_cut_for_ever(tmp_path: Path, hosts: list[Host], undisturbed: 
 @pytest.mark.parametrize("power", [True, False], ids=["power", "processes"])
 def test_the_rendezvous_host_is_lost(tmp_path: Path, hosts: list[Host], power: bool) -> None:
     """All others end, also one that waits for a place. Without a message from the host, its link may be cut."""
-    training = Training(tmp_path, hosts, "2")
-    training.start(*hosts[:2])
-    training.wait_until_saved(SAVE_INTERVAL)
-    training.start_spare(hosts[2])
+    training = Training(tmp_path, hosts, "2", train_iters=100_000)
+    training.start_with_spare(*hosts)
+    training.wait_until_saved()
     hosts[0].lose_power() if power else hosts[0].kill()
     assert training.exit_codes(*hosts[1:]) == [ExitCode.CRASH] * 2, training.logs()
     cause, sentence = (Cause.LINK_LOST, "cannot reach") if power else (Cause.NODE_LOST, "has lost")
