@@ -341,7 +341,7 @@ class Agent(LocalElasticAgent):
             if hang is None and code != ExitCode.STOPPED:
                 local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
                 failures = {local[rank]: failure for rank, failure in result.failures.items()}
-                self._watch.record_ends(failures, failed, code or ExitCode.CRASH)
+                self._watch.record_ends(failures, failed, code or ExitCode.CRASH, self._endpoint)
             self._name_cause()
             self._put_cause_first(result, [worker_group.workers[rank].global_rank for rank in failed])
             self._end_attempt(next(iter(result.failures.values())).exitcode)

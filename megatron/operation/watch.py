@@ -319,11 +319,13 @@ class RankWatch:
 
     # --- ranks that ended ------------------------------------------------------------------------------------
 
-    def record_ends(self, failures: Mapping[int, Any], first: Collection[int], exit_code: int) -> None:
+    def record_ends(
+        self, failures: Mapping[int, Any], first: Collection[int], exit_code: int, endpoint: str | None = None
+    ) -> None:
         """Record an attempt in which ranks failed.
 
         ``failures`` are torch's, by local rank; ``first`` the local ranks that had failed when the launcher noticed it,
-        before it ended the others.
+        before it ended the others. ``endpoint`` is the rendezvous host with its port.
         """
         attempt = self._attempt
         if attempt is None:
@@ -340,6 +342,9 @@ class RankWatch:
             return
         are_consequences = all(end.is_consequence for end in ends)
         found = nodes.collect("ends", attempt.restarts, NODES_SECONDS if are_consequences else 0.0)
+        if are_consequences and attempt.node not in found and endpoint is not None:
+            self.record_lost_rendezvous(endpoint)  # the store does not even have what this launcher has published
+            return
         every = [RankEnd.from_json(end) for content in found.values() for end in content] or ends
         lost = self._missing_nodes(attempt, nodes, found) if are_consequences else {}
         if lost and all(end.is_consequence for end in every):
@@ -349,7 +354,9 @@ class RankWatch:
 
     def record_lost_rendezvous(self, endpoint: str) -> None:
         """Record that the launcher with the store of all launchers has ended."""
-        self._record(failure_of_lost_rendezvous(self._host, endpoint), replace=False)
+        failure = failure_of_lost_rendezvous(self._host, endpoint)
+        if self.failure is None or self.failure.message != failure.message:
+            self._record(failure, replace=False)
 
     def record_lost_link(self, endpoint: str, seconds: float, limit: float) -> None:
         """Record that the store does not answer this launcher; a report of the other launchers is kept."""

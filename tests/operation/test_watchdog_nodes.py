@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -144,6 +145,20 @@ def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
         assert (first.failure.cause, first.failure.rank) == (Cause.NODE_LOST, 2)
     assert nodes.must_restart(0) == (said != "join")
     assert capsys.readouterr().err.count("node_lost") == (said is None)
+    memory.close()
+
+
+def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes() -> None:
+    """Ranks that lose their connection to a rank on that host may end before the launcher needs the store."""
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
+    launcher = watch.RankWatch(memory, [])
+    launcher.start([1], 2, {0: os.getpid()}, nodes, 1, 0)
+    message = {"message": "... Connection closed by peer"}
+    end = SimpleNamespace(message=message, timestamp=0, error_file="", exitcode=1)
+    with mock.patch.object(nodes, "collect", lambda *_: {}):
+        launcher.record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
+    assert launcher.failure is not None
+    assert (launcher.failure.cause, launcher.failure.host) == (Cause.NODE_LOST, "first")
     memory.close()
 
 
