@@ -227,6 +227,13 @@ def leave_rendezvous(rendezvous_handler: Any, seconds: float) -> None:
         rendezvous_handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + seconds)
 
 
+def rendezvous_members(rendezvous_handler: Any) -> set[int] | None:
+    """The nodes that have not left the last c10d rendezvous, by their rank there: torch removes one whose launcher does
+    not renew its entry. None for another kind of rendezvous."""
+    holder = getattr(rendezvous_handler, "_state_holder", None)
+    return None if holder is None else set(holder.state.participants.values())
+
+
 def rendezvous_store(rendezvous_handler: Any) -> Any:
     """The store of a rendezvous, which also the launchers that wait for a place share; None if it has none (yet)."""
     return getattr(rendezvous_handler, "_store", None)

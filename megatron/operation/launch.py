@@ -63,6 +63,7 @@ from megatron.torch_compat import (
     leave_rendezvous,
     listen_on_loopback,
     redirected_to,
+    rendezvous_members,
     rendezvous_store,
     renew_store_address,
     start_rank,
@@ -340,7 +341,7 @@ class Agent(LocalElasticAgent):
             if hang is None and code != ExitCode.STOPPED:
                 local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
                 failures = {local[rank]: failure for rank, failure in result.failures.items()}
-                self._watch.record_ends(failures, failed, code or ExitCode.CRASH)
+                self._watch.record_ends(failures, failed, code or ExitCode.CRASH, self._endpoint)
             self._name_cause()
             self._put_cause_first(result, [worker_group.workers[rank].global_rank for rank in failed])
             self._end_attempt(next(iter(result.failures.values())).exitcode)
@@ -397,10 +398,14 @@ class Agent(LocalElasticAgent):
         self._watch.leave()
         # Healthy ranks are stopped for a node that joins: a new one, or one that starts its ranks again after a crash.
         nodes = self._nodes
-        if worker_group.state == WorkerState.HEALTHY and nodes is not None and nodes.must_restart(self._restarts):
-            # torch does not count it, because the node of the crash already waits for the others.
+        members = rendezvous_members(worker_group.spec.rdzv_handler)
+        is_healthy = worker_group.state == WorkerState.HEALTHY
+        has_failed = self._watch.have_nodes_left(members) if is_healthy else False
+        if is_healthy and nodes is not None and (has_failed or nodes.must_restart(self._restarts)):
+            # torch does not count it, because a node already waits for the others: the one of the crash, or a spare.
             self._remaining_restarts = max(0, self._remaining_restarts - 1)
-        elif worker_group.state == WorkerState.HEALTHY:
+            self._name_cause()
+        elif is_healthy:
             if nodes is not None:
                 nodes.stop_for_join()
             self._wait_for_save()

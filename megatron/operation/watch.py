@@ -242,10 +242,21 @@ class RankWatch:
                 silent.append(node)
         if not silent or not nodes.is_first(attempt.topic, attempt.restarts):
             return None
-        lost = self._missing_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
-        failure = failure_of_lost_nodes(dict(lost.values()))
-        self._record(failure)
-        return failure
+        return self._record_lost_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
+
+    def have_nodes_left(self, members: Collection[int] | None) -> bool:
+        """Whether a node is not among the ``members`` of the rendezvous any more, and no launcher has said why: it is
+        lost. The first launcher that notices it records it, and requests a restart."""
+        attempt = self._attempt
+        if attempt is None or attempt.nodes is None or members is None or attempt.nodes.count == len(members):
+            return False
+        nodes = attempt.nodes
+        if nodes.stops_for_join() or nodes.must_restart(attempt.restarts):
+            return False  # said before it left
+        if nodes.is_first("report", attempt.restarts):
+            self._record_lost_nodes(attempt, nodes, members)
+        nodes.restart(attempt.restarts)
+        return True
 
     def leave(self) -> None:
         """This launcher ends its ranks, or waits for their end: it gives no further signs of life."""
@@ -300,7 +311,9 @@ class RankWatch:
         own = self._publish_evidence(attempt, ended, nodes)
         found = nodes.collect(attempt.topic, attempt.restarts, NODES_SECONDS)
         others = [Evidence.from_json(one) for node, content in found.items() if node != attempt.node for one in content]
-        for node, (host, ranks) in self._missing_nodes(attempt, nodes, found).items():
+        # A launcher that already ends its ranks says no more.
+        ending = {node for node, text in nodes.beats(attempt.restarts).items() if text == _OVER}
+        for node, (host, ranks) in self._missing_nodes(attempt, nodes, found.keys() | ending).items():
             print(f"The launcher of node {node} ({host}) does not answer.", file=sys.stderr, flush=True)
             others += [_evidence_of_lost(rank, host) for rank in ranks]
         return sorted([*own, *others], key=lambda one: one.rank)
@@ -344,11 +357,13 @@ class RankWatch:
 
     # --- ranks that ended ------------------------------------------------------------------------------------
 
-    def record_ends(self, failures: Mapping[int, Any], first: Collection[int], exit_code: int) -> None:
+    def record_ends(
+        self, failures: Mapping[int, Any], first: Collection[int], exit_code: int, endpoint: str | None = None
+    ) -> None:
         """Record an attempt in which ranks failed.
 
         ``failures`` are torch's, by local rank; ``first`` the local ranks that had failed when the launcher noticed it,
-        before it ended the others.
+        before it ended the others. ``endpoint`` is the rendezvous host with its port.
         """
         attempt = self._attempt
         if attempt is None:
@@ -365,6 +380,9 @@ class RankWatch:
             return
         are_consequences = all(end.is_consequence for end in ends)
         found = nodes.collect("ends", attempt.restarts, NODES_SECONDS if are_consequences else 0.0)
+        if are_consequences and attempt.node not in found and endpoint is not None:
+            self.record_lost_rendezvous(endpoint)  # the store does not even have what this launcher has published
+            return
         every = [RankEnd.from_json(end) for content in found.values() for end in content] or ends
         lost = self._missing_nodes(attempt, nodes, found) if are_consequences else {}
         if lost and all(end.is_consequence for end in every):
@@ -374,7 +392,9 @@ class RankWatch:
 
     def record_lost_rendezvous(self, endpoint: str) -> None:
         """Record that the launcher with the store of all launchers has ended."""
-        self._record(failure_of_lost_rendezvous(self._host, endpoint), replace=False)
+        failure = failure_of_lost_rendezvous(self._host, endpoint)
+        if self.failure is None or self.failure.message != failure.message:
+            self._record(failure, replace=False)
 
     def record_lost_link(self, endpoint: str, seconds: float, limit: float) -> None:
         """Record that the store does not answer this launcher; a report of the other launchers is kept."""
@@ -427,6 +447,12 @@ class RankWatch:
         }
 
     # --- records ---------------------------------------------------------------------------------------------
+
+    def _record_lost_nodes(self, attempt: _Attempt, nodes: Nodes, present: Collection[int]) -> Failure:
+        """Record that the other nodes are lost."""
+        failure = failure_of_lost_nodes(dict(self._missing_nodes(attempt, nodes, present).values()))
+        self._record(failure)
+        return failure
 
     def record_survivor(self, local_rank: int) -> None:
         """Record that a process does not end although it was killed."""

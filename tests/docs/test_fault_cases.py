@@ -9,7 +9,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8").partition("## Fault cases")[2]
-CASES = [*(f"P{n}" for n in range(1, 13)), *(f"C{n}" for n in range(1, 18)), *(f"D{n}" for n in range(1, 5))]
+CASES = [*(f"P{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 18)), *(f"D{n}" for n in range(1, 5))]
 CASES += [*(f"N{n}" for n in range(1, 4)), *(f"I{n}" for n in range(1, 4))]
 ROWS = {line.split("|")[1].strip(): line.split("|") for line in PAGE.splitlines() if re.match(r"\| [A-Z]\d+ \|", line)}
 

@@ -1,4 +1,7 @@
-"""Hosts on one machine: network, host-name and mount namespaces, joined by a bridge. They need root."""
+"""Hosts on one machine: namespaces, connected by a bridge in a further one. They need root.
+
+A host has its own network, name, processes, and shared memory; files are shared, as on storage of a cluster.
+"""
 
 import os
 import signal
@@ -8,15 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.operation.jobs import children
+
 _SUBNET = "10.213.77"
+_NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 _HOLD = """
 set -e
 hostname {name}
 mount --bind {hosts} /etc/hosts
+mount -t tmpfs tmpfs /dev/shm
 ip link set lo up
 echo ready
-exec sleep infinity
+exec env --ignore-signal=CHLD sleep infinity
 """
+"""The first process of a host. By ignoring SIGCHLD it reaps the orphans."""
 
 
 class Host:
@@ -26,17 +34,17 @@ class Host:
         self.name, self.address = name, address
         self._port: tuple[Host, str] | None = None
         """The host with the bridge, and the interface there."""
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "--uts", "--mount", "bash", "-c", _HOLD.format(name=name, hosts=hosts)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        hold = _HOLD.format(name=name, hosts=hosts)
+        # The host ends with this process.
+        words = ["setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
+        self._holder = subprocess.Popen([*words, "bash", "-c", hold], stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout is not None
         assert self._holder.stdout.readline() == "ready\n", "the namespaces cannot be made"
+        (self._first,) = children(self._holder.pid)
 
     def words(self, command: Sequence[str]) -> list[str]:
         """``command`` in this host."""
-        return ["nsenter", "--net", "--uts", "--mount", "--wdns=" + os.getcwd(), "-t", str(self._holder.pid), *command]
+        return ["nsenter", *_NAMESPACES, "--wdns=" + os.getcwd(), "-t", str(self._first), *command]
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None, seconds: float = 60.0) -> str:
         """The output of a command in this host; raises if it fails."""
@@ -55,22 +63,34 @@ class Host:
 
     def cut(self) -> None:
         """Cut the link: packets are lost without an error."""
+        self._set_port("down")
+
+    def mend(self) -> None:
+        """Connect the link again."""
+        self._set_port("up")
+
+    def _set_port(self, state: str) -> None:
         assert self._port is not None
-        bridge, interface = self._port
-        bridge.run("ip", "link", "set", interface, "nomaster")
+        switch, interface = self._port
+        switch.run("ip", "link", "set", interface, state)
 
     def processes(self) -> list[int]:
-        """All processes of this host except the one that holds its namespaces."""
-        own = os.readlink(f"/proc/{self._holder.pid}/ns/net")
+        """All processes of this host except the first, which holds its namespaces."""
+        own = os.readlink(f"/proc/{self._first}/ns/pid")
         found = []
         for name in os.listdir("/proc"):
             with suppress(OSError):
-                if name.isdigit() and os.readlink(f"/proc/{name}/ns/net") == own:
+                if name.isdigit() and os.readlink(f"/proc/{name}/ns/pid") == own:
                     found.append(int(name))
-        return [pid for pid in found if pid != self._holder.pid]
+        return [pid for pid in found if pid != self._first]
+
+    def connections(self, port: int) -> int:
+        """How many connections this host has to this port of others."""
+        lines = [line.split() for kind in ("tcp", "tcp6") for line in self.run("cat", f"/proc/net/{kind}").splitlines()]
+        return sum(words[2].endswith(f":{port:04X}") and words[3] == "01" for words in lines)
 
     def kill(self) -> None:
-        """Kill all processes of this host, as a loss of power does."""
+        """Kill all processes of this host; the kernel closes their connections."""
         for _ in range(50):
             for pid in self.processes():
                 with suppress(ProcessLookupError):
@@ -79,6 +99,11 @@ class Host:
                 return
             time.sleep(0.1)
 
+    def lose_power(self) -> None:
+        """End all processes of this host, of which no other host gets a message."""
+        self.cut()
+        self.kill()
+
     def end(self) -> None:
         self.kill()
         self._holder.kill()
@@ -86,8 +111,9 @@ class Host:
 
     def join(self, other: "Host", interface: str) -> None:
         """Connect ``other`` to the bridge of this host."""
-        peer = str(other._holder.pid)
-        self.run("ip", "link", "add", interface, "type", "veth", "peer", "name", "eth0", "netns", peer)
+        # A process has this number only outside of the hosts.
+        words = ["nsenter", "--net", "-t", str(self._first), "ip", "link", "add", interface, "type", "veth", "peer"]
+        subprocess.run([*words, "name", "eth0", "netns", str(other._first)], check=True)
         self.run("ip", "link", "set", interface, "master", "bridge")
         self.run("ip", "link", "set", interface, "up")
         other.run("ip", "address", "add", f"{other.address}/24", "dev", "eth0")
@@ -97,21 +123,21 @@ class Host:
 
 @contextmanager
 def hosts_in_a_network(directory: Path, names: Sequence[str]) -> Iterator[list[Host]]:
-    """Hosts that reach each other by name; the first has the bridge, so its link cannot be cut."""
+    """Hosts that reach each other by name."""
     addresses = {name: f"{_SUBNET}.{number}" for number, name in enumerate(names, start=1)}
     table = directory / "hosts"
     table.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in addresses.items()))
     hosts: list[Host] = []
     try:
-        for name, address in addresses.items():
+        for name, address in {**addresses, "switch": ""}.items():
             hosts.append(Host(name, address, table))
-        first = hosts[0]
-        first.run("ip", "link", "add", "bridge", "type", "bridge")
-        first.run("ip", "address", "add", f"{first.address}/24", "dev", "bridge")
-        first.run("ip", "link", "set", "bridge", "up")
-        for number, host in enumerate(hosts[1:]):
-            first.join(host, f"port{number}")
-        yield hosts
+        *hosts_with_links, switch = hosts
+        # Without a delay, a link that was cut forwards at once when it is up again.
+        switch.run("ip", "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
+        switch.run("ip", "link", "set", "bridge", "up")
+        for number, host in enumerate(hosts_with_links):
+            switch.join(host, f"port{number}")
+        yield hosts_with_links
     finally:
         for host in hosts:
             host.end()
@@ -122,7 +148,7 @@ def reason_not_to_have_hosts() -> str | None:
     if os.geteuid() != 0:
         return "namespaces with networks need root"
     tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add bridge type bridge && hostname h"],
+        ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "sh", "-c", "ip link add bridge type bridge && hostname h"],
         capture_output=True,
         text=True,
         check=False,

@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -122,6 +123,57 @@ def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path
                 break
     assert found is not None and (found.cause, found.rank) == (Cause.NODE_LOST, 1)
     assert 15.0 + watch.LOST_SECONDS < second <= 20.0 + watch.LOST_SECONDS + 5.0
+    memory.close()
+
+
+@pytest.mark.parametrize("said", [None, "join", "restart"])
+def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
+    capsys: pytest.CaptureFixture[str], said: str | None
+) -> None:
+    """If a spare waits, torch restarts the ranks as for a node that joins, which says so before it stops its ranks."""
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
+    first, second, lost = (watch.RankWatch(memory, []) for _ in range(3))
+    for node, launcher in enumerate((first, second, lost)):
+        launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
+    if said is not None:
+        nodes.stop_for_join() if said == "join" else nodes.restart(0)
+    assert not first.have_nodes_left(None) and not first.have_nodes_left({0, 1, 2})
+    assert first.have_nodes_left({0, 1}) == (said is None)
+    assert not second.have_nodes_left({1})  # the first launcher has left in the meantime, and has said why
+    if said is None:
+        assert first.failure is not None and second.failure is None
+        assert (first.failure.cause, first.failure.rank) == (Cause.NODE_LOST, 2)
+    assert nodes.must_restart(0) == (said != "join")
+    assert capsys.readouterr().err.count("node_lost") == (said is None)
+    memory.close()
+
+
+def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes() -> None:
+    """Ranks that lose their connection to a rank on that host may end before the launcher needs the store."""
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
+    launcher = watch.RankWatch(memory, [])
+    launcher.start([1], 2, {0: os.getpid()}, nodes, 1, 0)
+    message = {"message": "... Connection closed by peer"}
+    end = SimpleNamespace(message=message, timestamp=0, error_file="", exitcode=1)
+    with mock.patch.object(nodes, "collect", lambda *_: {}):
+        launcher.record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
+    assert launcher.failure is not None
+    assert (launcher.failure.cause, launcher.failure.host) == (Cause.NODE_LOST, "first")
+    memory.close()
+
+
+def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang() -> None:
+    """It says nothing of its ranks any more, as a lost one; which is not the same."""
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
+    launchers = [watch.RankWatch(memory, []) for _ in range(3)]
+    for node, launcher in enumerate(launchers):
+        launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
+    launchers[1].leave()
+    attempt = launchers[0]._attempt
+    assert attempt is not None
+    with mock.patch.object(watch, "NODES_SECONDS", 0.0):
+        evidence = launchers[0]._evidence_of_all(attempt, [], nodes)
+    assert [(one.rank, one.is_lost) for one in evidence] == [(0, False), (2, True)]
     memory.close()
 
 
