@@ -305,7 +305,9 @@ def two_nodes(
         "static": ["--master-addr", address, "--master-port", str(port)],
         "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", "job"],
     }[kind]
-    ranks = [["--node-rank", str(node)] if kind == "static" else [] for node in range(2)]
+    # torch numbers nodes of one address by their processes: the first node has the store, as with static places.
+    is_host = [["--rdzv-conf", f"is_host={name}"] for name in ("true", "false")]
+    ranks = [["--node-rank", str(node)] if kind == "static" else is_host[node] for node in range(2)]
     return [
         start(directory, body, *flags, *places, *ranks[node], node=node, reads_nodes_every=reads_nodes_every)
         for node in range(2)

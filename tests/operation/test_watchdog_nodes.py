@@ -65,8 +65,15 @@ heartbeat.enter(Section.OPTIMIZER)
 os.kill(os.getpid(), signal.SIGSTOP) if RANK else wait_for_other_rank()
 """
 CRASHED = f"""{RANK}
-fail("ZeroDivisionError: division by zero") if RANK else (time.sleep(0.1), fail("... Connection closed by peer"))
+failed = os.path.join(os.path.dirname(run), "failed")
+if RANK:
+    open(failed, "w").close()
+    fail("ZeroDivisionError: division by zero")
+while not os.path.exists(failed):
+    time.sleep(0.01)
+fail("... Connection closed by peer")
 """
+"""Rank 0 fails as a consequence, when rank 1 fails."""
 LOST = f"""{RANK}
 if RANK:
     wait_for_other_rank()
