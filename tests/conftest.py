@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import durations
 from tests.rank_pool import RankPool
 
 # How long an example takes says more about the machine than about the code.
@@ -57,6 +58,15 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Otherwise extension modules report leaks when Python exits."""
     gc.unfreeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the seconds of a long run went."""
+    reports = [one for found in terminalreporter.stats.values() for one in found if isinstance(one, pytest.TestReport)]
+    lines = durations.lines_of((one.nodeid, one.duration) for one in reports)
+    if lines:
+        terminalreporter.section("seconds by folder")
+        terminalreporter.write_line("\n".join(lines))
 
 
 def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) -> bool:
