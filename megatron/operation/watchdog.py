@@ -21,6 +21,8 @@ FACTOR = 5.0
 """Limit of a section relative to the longest of its last stays."""
 LEARNED_FACTOR = 10.0
 """The same outside of iterations, where it replaces a long limit and not a short one."""
+AGAIN_FACTOR = 2.0
+"""The same for a save or an evaluation that has not ended: if that was no hang, the next limit is longer."""
 LEARNED_SECONDS = 60.0
 """Smallest limit that replaces a long one."""
 FEW = 3
@@ -246,7 +248,9 @@ class Watchdog:
     def stays(self, now_ns: int) -> dict[str, float]:
         """The longest stay of a rank by label of the section, where a later attempt may learn from it.
 
-        A stay that has not ended counts if it is longer than those: after a wrong decision the limit is larger.
+        A stay that has not ended counts if it is longer than those: after a wrong decision the limit is larger. That of
+        a save or an evaluation counts as one that makes the next limit :data:`AGAIN_FACTOR` times as long as itself; a
+        start on another node may compile everything anew.
         """
         longest: dict[str, float] = {}
 
@@ -266,7 +270,8 @@ class Watchdog:
         for rank in self._ranks:
             label = _FIRST if rank.is_in_first_iterations else rank.section.label
             if label in longest or label in self._earlier:
-                add(label, (now_ns - rank.progress_ns - self._missed_since(rank.progress_ns)) * _NS)
+                share = AGAIN_FACTOR / LEARNED_FACTOR if rank.section in (Section.SAVE, Section.EVALUATION) else 1.0
+                add(label, self._since(rank.progress_ns, now_ns) * share)
         return longest
 
     def _observe(self, rank: _Rank, snapshot: Snapshot, now_ns: int) -> None:

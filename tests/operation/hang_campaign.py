@@ -40,7 +40,7 @@ PLACES = ("start", "load", "evaluation", "save", "first iterations")
 LIMIT = 2.0
 LEARNED_LIMIT = 60.0
 """Without flags the limits are learned, and at least so long."""
-PATIENCE = 600.0
+PATIENCE = 1200.0
 """Seconds for a report: longer than the limits that are learned on a busy machine."""
 START_LIMIT = 180.0
 """Limit of the watchdog for a start and the first iterations: shorter than the patience, so that it reports first."""

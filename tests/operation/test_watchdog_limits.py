@@ -349,6 +349,20 @@ def test_after_a_wrong_decision_the_limit_of_the_next_attempt_is_larger() -> Non
     assert again.alarms == []
 
 
+@pytest.mark.parametrize("section", [Section.SAVE, Section.EVALUATION])
+def test_after_a_hang_in_a_save_the_next_limit_is_twice_as_long(section: Section) -> None:
+    """And not ten times: most decisions are right, and the next hang should not take ten minutes."""
+    run = Simulation(earlier={section.label: 0.5})
+    run.steps(3, 1.0)
+    run.stay(section, 65.0)
+    assert run.alarms and run.alarms[0][1].limit == 60.0
+    stays = run.watchdog.stays(run.rank.now_ns)
+    again = Simulation(earlier=stays)
+    again.steps(3, 1.0)
+    again.stay(section, 150.0)
+    assert again.alarms and 120.0 <= again.alarms[0][1].limit <= 135.0
+
+
 @pytest.mark.parametrize("section", [Section.START, Section.LOAD, Section.SAVE, Section.EVALUATION])
 def test_a_limit_that_is_given_keeps_its_meaning(section: Section) -> None:
     run = Simulation(Limits(60.0, 900.0, 900.0, 900.0, 900.0), earlier={section.label: 1.0})
