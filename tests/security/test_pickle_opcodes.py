@@ -131,7 +131,14 @@ def test_objects_become_records_of_names_and_data(protocol: int) -> None:
     assert isinstance(dtype, Global)
     assert dtype.name == "torch.bfloat16"
     assert isinstance(place, Record)
-    assert (place.name, place.arguments) == ("pathlib.PosixPath", ("x",))
+    assert (place.name, place.arguments) == (f"{type(Path('x')).__module__}.PosixPath", ("x",))
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_read_that_any_python_has_written(module: str) -> None:
+    """Python 3.13 names another module than the others."""
+    found = read(f"\x80\x02c{module}\nPosixPath\nX\x01\x00\x00\x00x\x85R.".encode("latin-1"))
+    assert isinstance(found, Record) and (found.name, found.arguments) == (f"{module}.PosixPath", ("x",))
 
 
 def test_storages_are_references() -> None:

@@ -76,6 +76,7 @@ _OF_MODULE = {
     "numpy.core.multiarray": "_reconstruct scalar",
     "numpy._core.multiarray": "_reconstruct scalar",
     "pathlib": "Path PosixPath PurePosixPath",
+    "pathlib._local": "Path PosixPath PurePosixPath",  # Python 3.13
     "signal": "Signals",
     "torch": f"device {_STORAGES} {_DTYPES}",
     "torch._utils": "_rebuild_parameter _rebuild_tensor_v2 _rebuild_tensor_v3",
