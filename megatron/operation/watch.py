@@ -171,8 +171,10 @@ class RankWatch:
             return self._hang_among(attempt, overruns, ended, now)
         if not overruns and not attempt.watchdog.stuck(time.monotonic_ns()):
             self._end_hang(attempt, now)
-        if attempt.reported_at is None and self._hang_among(attempt, overruns, ended, now) is not None:
-            attempt.reported_at = now
+        if attempt.reported_at is None:
+            attempt.reported_at = None if self._hang_among(attempt, overruns, ended, now) is None else now
+        elif attempt.nodes is not None:
+            self._find_lost_nodes(attempt, attempt.nodes, now)  # this launcher still gives signs of life
         return None
 
     @property
@@ -242,7 +244,7 @@ class RankWatch:
                 silent.append(node)
         if not silent or not nodes.is_first(attempt.topic, attempt.restarts):
             return None
-        return self._record_lost_nodes(attempt, nodes, set(range(nodes.count)) - set(silent))
+        return self._record_lost_nodes(attempt, nodes, set(range(nodes.count)) - set(silent), is_hang=True)
 
     def have_nodes_left(self, members: Collection[int] | None) -> bool:
         """Whether a node is not among the ``members`` of the rendezvous any more, and no launcher has said why: it is
@@ -304,7 +306,7 @@ class RankWatch:
 
     def _decide(self, overrun: Overrun, evidence: Sequence[Evidence]) -> Failure:
         failure = failure_of_hang(find_culprit(evidence), evidence, overrun.seconds, overrun.limit)
-        self._record(failure)
+        self._record(failure, is_hang=True)
         return failure
 
     def _evidence_of_all(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
@@ -448,10 +450,12 @@ class RankWatch:
 
     # --- records ---------------------------------------------------------------------------------------------
 
-    def _record_lost_nodes(self, attempt: _Attempt, nodes: Nodes, present: Collection[int]) -> Failure:
+    def _record_lost_nodes(
+        self, attempt: _Attempt, nodes: Nodes, present: Collection[int], is_hang: bool = False
+    ) -> Failure:
         """Record that the other nodes are lost."""
         failure = failure_of_lost_nodes(dict(self._missing_nodes(attempt, nodes, present).values()))
-        self._record(failure)
+        self._record(failure, is_hang=is_hang)
         return failure
 
     def record_survivor(self, local_rank: int) -> None:
@@ -477,7 +481,7 @@ class RankWatch:
         )
         self._record(failure)
 
-    def _record(self, failure: Failure, replace: bool = True) -> None:
+    def _record(self, failure: Failure, replace: bool = True, is_hang: bool = False) -> None:
         """Print and write a report; without ``replace``, a report of this attempt by another launcher is kept."""
         reported, self.failure = self.failure, failure
         directory = self._directory()
@@ -495,8 +499,7 @@ class RankWatch:
                 note = f" See {directory / FILE}."
             except OSError as error:
                 note = f" {directory / FILE} cannot be written ({error.strerror})."
-        is_report = self._reports_only and failure.cause in (Cause.HANG, Cause.STOPPED_PROCESS, Cause.NODE_LOST)
-        what = "A hang was found, and nothing is ended" if is_report else "The attempt failed"
+        what = "A hang was found, and nothing is ended" if is_hang and self._reports_only else "The attempt failed"
         print(f"{what} ({failure.cause}). {failure.message}{note}", file=sys.stderr, flush=True)
 
     def _directory(self) -> Path | None:

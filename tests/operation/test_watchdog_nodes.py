@@ -16,7 +16,8 @@ from torch._C._distributed_c10d import HashStore
 from megatron.errors import ExitCode
 from megatron.operation import launch, watch, watchdog
 from megatron.operation.causes import Cause
-from megatron.operation.heartbeat import HeartbeatMemory
+from megatron.operation.culprit import Evidence
+from megatron.operation.heartbeat import HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
 from megatron.operation.processes import end_processes
 from tests.end_to_end.run_process import REPOSITORY, descendants, free_port, wait_until
@@ -133,6 +134,31 @@ def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path
     memory.close()
 
 
+def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --on-hang report: it is not named as lost, neither while the hang lasts nor when the ranks go on."""
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
+    moment = 1000.0
+    evidence = Evidence(rank=1, local_rank=0, host="b", pid=1, section="step", seconds=61.0, state="S")
+    with (
+        mock.patch("megatron.operation.watch.time.monotonic", lambda: moment),
+        mock.patch.object(watch.RankWatch, "_evidence", lambda *arguments: [evidence]),
+        mock.patch.object(watch.RankWatch, "_evidence_of_all", lambda *arguments: [evidence]),
+    ):
+        launchers = [watch.RankWatch(memory, ["--on-hang", "report"]) for _ in range(2)]
+        for node, launcher in enumerate(launchers):
+            launcher.start([node], 2, {0: os.getpid()}, nodes, node, 0)
+        for second in range(300):
+            moment = 1000.0 + second
+            for node, launcher in enumerate(launchers):
+                hang = [watchdog.Overrun(0, Section.STEP, 61.0, 60.0)] if node and second < 200 else []
+                with mock.patch.object(launcher, "_sample", lambda *arguments, hang=hang: hang):
+                    assert launcher.find_hang([]) is None
+    text = capsys.readouterr().err
+    assert text.count("A hang was found, and nothing is ended (hang). Rank 1") == 1
+    assert text.count("The ranks go on, 200 s after the report of a hang.") == 1 and "node_lost" not in text
+    memory.close()
+
+
 @pytest.mark.parametrize("said", [None, "join", "restart"])
 def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
     capsys: pytest.CaptureFixture[str], said: str | None
@@ -178,7 +204,7 @@ def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang() -> None:
     launchers[1].leave()
     attempt = launchers[0]._attempt
     assert attempt is not None
-    with mock.patch.object(watch, "NODES_SECONDS", 0.0):
+    with mock.patch.object(watch, "NODES_SECONDS", -1.0):
         evidence = launchers[0]._evidence_of_all(attempt, [], nodes)
     assert [(one.rank, one.is_lost) for one in evidence] == [(0, False), (2, True)]
     memory.close()
