@@ -21,8 +21,9 @@ FACTOR = 5.0
 """Limit of a section relative to the longest of its last stays."""
 LEARNED_FACTOR = 10.0
 """The same outside of iterations, where it replaces a long limit and not a short one."""
-AGAIN_FACTOR = 2.0
-"""The same for a save or an evaluation that has not ended: if that was no hang, the next limit is longer."""
+AGAIN_FACTOR, COMPILE_FACTOR = 2.0, 5.0
+"""The same for a stay that has not ended: if that was no hang, the next limit is longer. In the first iterations, where
+another node may compile everything anew, by more; but collectives time out after ten minutes."""
 LEARNED_SECONDS = 60.0
 """Smallest limit that replaces a long one."""
 FEW = 3
@@ -248,9 +249,8 @@ class Watchdog:
     def stays(self, now_ns: int) -> dict[str, float]:
         """The longest stay of a rank by label of the section, where a later attempt may learn from it.
 
-        A stay that has not ended counts if it is longer than those: after a wrong decision the limit is larger. That of
-        a save or an evaluation counts as one that makes the next limit :data:`AGAIN_FACTOR` times as long as itself; a
-        start on another node may compile everything anew.
+        A stay that has not ended counts as one that makes the next limit :data:`AGAIN_FACTOR` times as long as itself,
+        in the first iterations :data:`COMPILE_FACTOR` times: after a wrong decision the limit is larger.
         """
         longest: dict[str, float] = {}
 
@@ -270,8 +270,8 @@ class Watchdog:
         for rank in self._ranks:
             label = _FIRST if rank.is_in_first_iterations else rank.section.label
             if label in longest or label in self._earlier:
-                share = AGAIN_FACTOR / LEARNED_FACTOR if rank.section in (Section.SAVE, Section.EVALUATION) else 1.0
-                add(label, self._since(rank.progress_ns, now_ns) * share)
+                factor = COMPILE_FACTOR if label == _FIRST else AGAIN_FACTOR
+                add(label, self._since(rank.progress_ns, now_ns) * factor / LEARNED_FACTOR)
         return longest
 
     def _observe(self, rank: _Rank, snapshot: Snapshot, now_ns: int) -> None:
