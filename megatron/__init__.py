@@ -19,7 +19,7 @@ MODULES = (
     "tqdm",
     "yaml",
 )
-"""Of the packages on which pyproject.toml depends."""
+"""Of the packages that pyproject.toml requires."""
 
 
 def _is_installed(module: str) -> bool:

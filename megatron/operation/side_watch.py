@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory
@@ -48,9 +49,12 @@ def join(
     key = f"megatron/side_watch/{attempt}/{node}/{socket.gethostname()}"
     if local_rank == 0:
         numbers = [local_world_size, node, -(-world_size // local_world_size), attempt]
+        # The ranks may be scripts of a clone that is not installed, started from another directory.
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own: a launcher that signals the group of a rank must not end it.
         process = subprocess.Popen(
             [sys.executable, "-m", "megatron.operation.side_watch", *map(str, numbers), *words],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,

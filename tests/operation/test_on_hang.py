@@ -4,15 +4,20 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
+from megatron.operation import side_watch
 from megatron.operation.causes import Cause
-from tests.end_to_end.run_process import FlagValue, free_port, wait_until
+from megatron.operation.heartbeat import Heartbeat
+from tests.end_to_end.run_process import REPOSITORY, FlagValue, free_port, wait_until
 from tests.operation.jobs import LAUNCH, PATIENCE, TORCHRUN, Job, is_alive
 
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
@@ -97,6 +102,24 @@ def other_launcher_reports(tmp_path: Path, module: str, *flags: str) -> None:
 
 def test_plain_torchrun_reports_and_ends_nothing(tmp_path: Path) -> None:
     other_launcher_reports(tmp_path, TORCHRUN)
+
+
+def test_the_watching_process_finds_a_clone_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From whatever directory the ranks were started. One that does not start costs a warning."""
+    started: list[dict[str, str]] = []
+    right = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+        started.append(options["env"])
+        return right([sys.executable, "-c", ""], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    heartbeat = Heartbeat()
+    side_watch.join(heartbeat, 0, 0, 1, 1, HashStore(), ["pretrain_llama.py"])
+    assert started[0]["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
+    assert not heartbeat.is_watched and "WARNING: a hang of rank 0 will not be reported" in capsys.readouterr().err
 
 
 @pytest.mark.slow(reason="needs the package nvidia-resiliency-ext")
