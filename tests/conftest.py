@@ -1,7 +1,7 @@
 """Fixtures for all tests, and the tiers that they run in.
 
 Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
-no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` all rows of the products of layouts. A file that is
+no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of the products of layouts. A file
 named on the command line runs with its slow tests.
 """
 
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--unit", action="store_true", help="only tests of one process that are quick")
     parser.addoption("--slow", action="store_true", help="slow tests, too")
     parser.addoption(
-        "--whole-matrix", action="store_true", help="all rows of products of factors, and more kills at random moments"
+        "--whole-matrix", action="store_true", help="slow tests, all rows of products of factors, and more random kills"
     )
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where tests/gpu and the staged layouts compute"
@@ -75,7 +75,8 @@ def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) ->
         return False
     if config.getoption("--unit"):
         return is_unit(item)
-    return is_named or config.getoption("--slow") or not item.get_closest_marker("slow")
+    is_slow_wanted = is_named or config.getoption("--slow") or config.getoption("--whole-matrix")
+    return is_slow_wanted or not item.get_closest_marker("slow")
 
 
 def is_unit(item: pytest.Item) -> bool:

@@ -23,7 +23,7 @@ from tests.parallel.layout_run import (
     microbatches,
     place_in,
 )
-from tests.parallel.test_layouts import SGD_SHORT
+from tests.parallel.tasks import SGD_SHORT
 
 TOKENS = 16 * SEQUENCE
 

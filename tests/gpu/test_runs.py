@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from megatron.core.offload import OffloadedTensors
 from megatron.core.transport import Transport
+from tests.parallel.comparison import one_process
 from tests.parallel.layout_run import Layout, assemble, train
-from tests.parallel.test_layouts import (
+from tests.parallel.rows import Case
+from tests.parallel.tasks import (
     ADAM_CLIPPED_HARD,
     CONTEXT_IN_DOCUMENTS,
     DELAYED,
@@ -19,9 +21,7 @@ from tests.parallel.test_layouts import (
     QWEN3,
     SGD_SHORT,
     TENSORWISE,
-    Case,
     full,
-    one_process,
     selective,
 )
 

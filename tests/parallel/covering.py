@@ -1,6 +1,8 @@
 """Which rows of a product are enough to see every few factors together (a covering array)."""
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 
 Factors = Mapping[str, Hashable]
@@ -15,17 +17,25 @@ def combinations_of(factors: Factors, strength: int) -> set[Combination]:
 def covering(rows: Sequence[Factors], costs: Sequence[float], strength: int = 3) -> list[int]:
     """Places of rows that together have every combination of ``strength`` factors that any row has.
 
-    Greedy: always the row with the most that is new for its cost; at last without those that others make needless.
+    Greedy: always the row with the most that is new for its cost; at last without those that others make needless. What
+    is new in a row only becomes less, so a row whose old value is not the best need not be counted again.
     """
     shown = [combinations_of(row, strength) for row in rows]
     missing = set[Combination]().union(*shown)
+    waiting = [(-len(combinations) / cost, place) for place, (combinations, cost) in enumerate(zip(shown, costs))]
+    heapify(waiting)
     chosen: list[int] = []
     while missing:
-        best = max(range(len(rows)), key=lambda place: len(shown[place] & missing) / costs[place])
-        chosen.append(best)
-        missing -= shown[best]
+        _, place = heappop(waiting)
+        worth = -len(shown[place] & missing) / costs[place]
+        if waiting and (worth, place) > waiting[0]:
+            heappush(waiting, (worth, place))
+            continue
+        chosen.append(place)
+        missing -= shown[place]
+    times = Counter(combination for place in chosen for combination in shown[place])
     for place in sorted(chosen, key=lambda place: costs[place], reverse=True):
-        others = set[Combination]().union(*(shown[other] for other in chosen if other != place))
-        if shown[place] <= others:
+        if all(times[combination] > 1 for combination in shown[place]):
             chosen.remove(place)
+            times.subtract(shown[place])
     return sorted(chosen)

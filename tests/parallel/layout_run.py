@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Literal
+from itertools import count
+from typing import Any, Literal, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
@@ -175,6 +177,10 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    weight_norms: list[float] = field(default_factory=list)
+    """After the step."""
+    zeros: list[int] = field(default_factory=list)
+    """In the gradient of the whole model."""
     loss_scales: list[float] = field(default_factory=list)
     """After the step."""
     gradients: list[list[LocalTensor]] = field(default_factory=list)
@@ -208,7 +214,10 @@ class RecordingOptimizer(Optimizer):
         """Record, then step."""
         param_shards = [(shard, shard.gradient * gradient_factor) for shard in self._data_parallel.param_shards]
         self.trace.gradients.append(_boxes(param_shards))
-        return super().step(hyperparameters, gradient_factor, accepts)
+        self.trace.zeros.append(self.count_zeros())
+        result = super().step(hyperparameters, gradient_factor, accepts)
+        self.trace.weight_norms.append(self.weight_norm())
+        return result
 
 
 def _boxes(param_shards: list[tuple[ParamShard, Tensor]]) -> list[LocalTensor]:
@@ -491,6 +500,35 @@ def make_steps(
     data_parallel.finish_param_all_gather()
     trace.margin = recorder.margin
     return trace
+
+
+class _Overflow(Function):
+    """Passes losses on, and in backward an infinity."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].clone()
+        gradient.view(-1)[gradient.view(-1).nonzero()[0]] = math.inf
+        return gradient
+
+
+def overflow_on_last_rank(at_call: int, executor: PipelineExecutor, topology: Topology) -> None:
+    """Have the gradient of one token overflow on the last rank alone, in the microbatch number ``at_call`` of all."""
+    plain = executor.token_losses
+    if topology.rank != topology.grid.world_size - 1:
+        return
+    assert plain is not None
+    calls = count(1)
+
+    def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+        losses = plain(logits, labels)
+        return cast(Tensor, _Overflow.apply(losses)) if next(calls) == at_call else losses
+
+    executor.token_losses = token_losses
 
 
 def assemble(parts: list[LocalTensor]) -> dict[str, Tensor]:

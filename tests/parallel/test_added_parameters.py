@@ -19,6 +19,7 @@ from megatron.core.models.parallelize import build_model, freeze
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
+from tests.parallel.comparison import compare_traces
 from tests.parallel.layout_run import (
     DEEP_MODEL,
     MODEL,
@@ -32,7 +33,7 @@ from tests.parallel.layout_run import (
     make_steps,
     place_in,
 )
-from tests.parallel.test_layouts import compare_traces, full, selective
+from tests.parallel.tasks import full, selective
 from tests.rank_pool import RankPool
 
 

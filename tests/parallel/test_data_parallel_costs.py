@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -30,6 +31,7 @@ from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from tests.parallel.layout_run import CPU, DEEP_MODEL, MODEL, Layout, Task, build, grid_of, microbatches, topology_of
+from tests.parallel.tasks import MIX, SGD_SHORT, full
 from tests.rank_pool import RankPool
 
 RANKS = 4
@@ -261,33 +263,72 @@ def test_fsdp_sends_less_where_memory_allows(four_ranks: RankPool, reshard: bool
         assert sent == pytest.approx(times * (RANKS - 1) / RANKS, rel=0.02)
 
 
-def gathers_by_then(ahead: bool) -> list[int]:
-    """All-gathers that have started by the time each unit runs, and by the time each goes back."""
-    layout = Layout(dp=RANKS, strategy="optim_grads_params", overlap_param_gather=ahead)
-    topology = Topology(grid_of(layout), dist.get_rank(), CPU)
-    executor, data_parallel, _ = build(Task(OptimizerConfig()), layout, topology)
+@dataclass
+class Gathers:
+    """What a rank saw of the all-gathers of weights in a microbatch."""
+
+    groups: str = ""
+    """Whose weights they were, in turn: of dense parameters (d) or of experts (e)."""
+    before: list[int] = field(default_factory=list)
+    """How many had started when each unit ran, and when it went back, before it asked for its weights."""
+
+
+def gathers_of(task: Task, layout: Layout) -> Gathers:
+    """On every rank: a step of FSDP."""
+    topology, seen = Topology(grid_of(layout), dist.get_rank(), CPU), Gathers()
+    executor, data_parallel, _ = build(task, layout, topology)
     (chunk,) = executor.chunks
     assert isinstance(chunk, TransformerChunk)
-    started: list[CollectiveRecord] = []
-    seen: list[int] = []
-    sharing_of(topology, layout.strategy)[0].observer = lambda record: (
-        started.append(record) if record.kind == "all_gather" else None
-    )
-    for unit in chunk.units:
-        unit.register_forward_pre_hook(lambda *_: seen.append(len(started)))
-        unit.register_full_backward_pre_hook(lambda *_: seen.append(len(started)))
+    sharing = data_parallel.sharing
+
+    def observe_gathers(ranks: Communicator, kind: str) -> None:
+        def note(record: CollectiveRecord) -> None:
+            seen.groups += kind if record.kind == "all_gather" else ""
+
+        ranks.observer = note
+
+    observe_gathers(sharing.dense.shards, "d")
+    if sharing.experts is not None:
+        observe_gathers(sharing.experts.shards, "e")
+    units = [module for module in chunk.modules() if isinstance(module, FSDPModule) and module is not chunk]
+
+    def look(*_: object) -> None:
+        seen.before.append(len(seen.groups))
+
+    for unit in units:
+        unit.register_forward_pre_hook(look)
+        unit.register_full_backward_pre_hook(look)
     data_parallel.start_grad_accumulation(1)
     executor.train(microbatches(0, layout, topology.data_parallel.rank), 1, 1.0)
     data_parallel.finish_grad_sync()
+    look()
     return seen
 
 
-def test_weights_are_gathered_a_unit_ahead_where_asked(four_ranks: RankPool) -> None:
-    """Embedding, two layers, head. A unit that goes back looks before its own weights are asked for."""
-    for seen in four_ranks.run(gathers_by_then, False):
-        assert seen == [1, 2, 3, 4, 4, 5, 6, 7]
-    for seen in four_ranks.run(gathers_by_then, True):
-        assert seen == [2, 3, 4, 4, 5, 6, 7, 7]
+FSDP = Layout(dp=RANKS, strategy="optim_grads_params")
+AHEAD, KEPT = replace(FSDP, overlap_param_gather=True), replace(FSDP, reshard_after_forward=False)
+RECOMPUTED = replace(FSDP, activations=full("uniform", 2))
+
+
+@pytest.mark.parametrize(
+    ("task", "layout", "groups", "before"),
+    [
+        (SGD_SHORT, FSDP, "dddd ddd", [1, 2, 3, 4, 4, 5, 6, 7, 7]),
+        (SGD_SHORT, AHEAD, "dddd ddd", [2, 3, 4, 4, 5, 6, 7, 7, 7]),
+        (MIX, FSDP, "d de de d  d de de", [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 11]),
+        (MIX, AHEAD, "d de de d  d de de", [2, 4, 4, 6, 6, 6, 7, 8, 10, 10, 11, 11, 11]),
+        (MIX, RECOMPUTED, "d d ee d  d d ee", [1, 2, 3, 4, 5, 5, 6, 8, 9, 9, 9, 9, 9]),
+        (MIX, KEPT, "d de de d", [1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6]),
+    ],
+    ids=["when used", "ahead", "experts when used", "experts ahead", "recomputed", "kept"],
+)
+def test_weights_are_gathered_once_for_each_pass(
+    four_ranks: RankPool, task: Task, layout: Layout, groups: str, before: list[int]
+) -> None:
+    """Embedding, two layers, head; backward without the embedding. A layer's experts follow it. Two layers that are
+    recomputed together are one unit, whose experts stay whole from its second forward to its backward pass."""
+    for seen in four_ranks.run(gathers_of, task, layout):
+        assert (seen.groups, seen.before) == (groups.replace(" ", ""), before)
 
 
 def test_sharded_gradients_are_sent_with_every_microbatch(four_ranks: RankPool) -> None:

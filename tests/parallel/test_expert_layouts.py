@@ -7,90 +7,28 @@ no choice is near a tie, where rounding could change it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import product
-from typing import Any, get_args
+from typing import get_args
 from zlib import crc32
 
 import pytest
-import torch
 from torch import nn
 
 from megatron.config.activations import RecomputeModule
 from megatron.config.moe import MoEConfig, TokenDispatcherType
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.moe.layer import Router
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.topology import Topology
 from megatron.schedules.registry import SCHEDULES
-from tests.parallel.covering import covering
-from tests.parallel.layout_run import BATCH, MODEL, TIED_MODEL, Layout, Task, Trace, train
-from tests.parallel.test_layouts import (
-    MUP_FIELDS,
-    TOLERANCE,
-    Case,
-    compare_traces,
-    compare_with_one_process,
-    factors_of,
-    full,
-    is_late_by_default,
-    one_process,
-    ranks_of,
-    rows_of,
-    selective,
-)
+from tests.parallel.comparison import compare_balance, compare_traces, compare_with_one_process, one_process
+from tests.parallel.layout_run import BATCH, Layout, Task, train
+from tests.parallel.rows import Case, identifier, rows_of
+from tests.parallel.tasks import DEEP_MIX, DSV, L4, L4_OVERLAP, MIX, MIX_ADAM, MIX_MUP, MIX_TIED, full, selective
 from tests.rank_pool import RankPool
 
 Disturb = Callable[[PipelineExecutor, Topology], None]
 
-SGD_FLAGS = OptimizerConfig(optimizer="sgd", clip_grad=0.05)
-MIX_MODEL = replace(MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24)
-MIX_LOSSES = MoEConfig(
-    moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(1e-2,), moe_z_loss_coeff=1e-3
-)
-MIX = Task(SGD_FLAGS, MIX_MODEL, steps=3, moe=MIX_LOSSES)
-MIX_ADAM = replace(MIX, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
-MIX_TIED = replace(MIX_ADAM, model=replace(TIED_MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24))
-MIX_MUP = replace(MIX_ADAM, model=replace(MIX_MODEL, moe_shared_expert_intermediate_size=40, **MUP_FIELDS), steps=2)
-DEEP_MIX = replace(MIX, model=replace(MIX_MODEL, num_layers=8), steps=2)
-DSV = Task(
-    OptimizerConfig(weight_decay=0.1, clip_grad=0.05),
-    replace(
-        MIX_MODEL,
-        moe_router_topk=3,
-        moe_router_score_function="sigmoid",
-        moe_router_num_groups=4,
-        moe_router_group_topk=2,
-        moe_router_topk_scaling_factor=2.5,
-        moe_router_enable_expert_bias=True,
-    ),
-    steps=3,
-    moe=MoEConfig(moe_router_load_balancing_type=("none",), moe_router_bias_update_rate=1e-2),
-)
-L4 = Task(
-    SGD_FLAGS,
-    replace(
-        MIX_MODEL,
-        num_layers=4,
-        moe_layer_freq="[0,1]*2",
-        moe_router_topk=1,
-        moe_router_score_function="sigmoid",
-        moe_apply_probs_on_input=True,
-        moe_shared_expert_intermediate_size=40,
-        qk_l2_norm=True,
-        no_rope_freq="4",
-        # In a sequence of 16, borders lie inside a rank's part, between two parts, and the last chunk is shorter.
-        attention_chunk_size=6,
-        attention_temperature_tuning=True,
-        attention_temperature_floor=3,
-        attention_temperature_scale=0.5,
-    ),
-    steps=3,
-    moe=MIX_LOSSES,
-)
-L4_OVERLAP = replace(L4, moe=replace(MIX_LOSSES, moe_shared_expert_overlap=True))
-TASKS = {"mix": MIX, "dsv": DSV, "l4": L4}
 MOE_MODULES: tuple[RecomputeModule, ...] = ("moe_act", "shared_experts", "layernorm", "core_attn")
 
 
@@ -103,7 +41,7 @@ def expert_product() -> Iterator[Case]:
 
 def _all_foldings() -> Iterator[Case]:
     for task, tp, etp, ep, cp, pp, dispatcher, count, strategy in product(
-        TASKS.values(),
+        (MIX, DSV, L4),
         (1, 2),
         (1, 2),
         (1, 2, 4, 8),
@@ -151,6 +89,11 @@ def expert_matrix() -> Iterator[Case]:
     yield L4_OVERLAP, Layout(2, 2, True, ep=2, strategy="optim_grads_params", microbatches=2)
     yield L4_OVERLAP, Layout(2, 2, True, ep=2, etp=2, strategy="optim", dispatcher="allgather")
     yield MIX, Layout(dp=8, ep=2, strategy="optim_grads_params", instances=2, overlap_param_gather=True)
+    # Recomputed layers gather their experts again, also with several microbatches in flight.
+    recomputed = Layout(dp=4, ep=2, strategy="optim_grads_params", microbatches=2, activations=full("uniform", 2))
+    for reshard, ahead in ((True, False), (True, True), (False, True)):
+        yield MIX, replace(recomputed, reshard_after_forward=reshard, overlap_param_gather=ahead)
+    yield DEEP_MIX, replace(recomputed, dp=2, pp=2, microbatches=4, overlap_param_gather=True)
     yield MIX_TIED, Layout(dp=4, ep=2, pp=2, strategy="optim", microbatches=4)
     yield MIX_TIED, Layout(2, 2, True, "optim_grads_params", ep=2, overlap_param_gather=True)
     for schedule in SCHEDULES:
@@ -183,53 +126,7 @@ def expert_matrix() -> Iterator[Case]:
     yield of_microbatches, Layout(2, 1, True, ep=2, cp=2)
 
 
-@cache
-def default_places() -> frozenset[int]:
-    """Rows of the product that have every two factors together."""
-    cases = list(expert_product())
-    return frozenset(covering(factors_of(cases), [ranks_of(case) for case in cases], strength=2))
-
-
-def rows() -> list[Any]:
-    covered = [(case, place in default_places()) for place, case in enumerate(expert_product())]
-    return [
-        *rows_of(expert_matrix()),
-        *(
-            pytest.param(
-                task,
-                replace(layout, late=is_late_by_default(task, layout)),
-                marks=[pytest.mark.whole_matrix] * (not is_default),
-            )
-            for (task, layout), is_default in sorted(covered, key=lambda row: (ranks_of(row[0]), row[1]))
-        ),
-    ]
-
-
-def identifier(value: object) -> str:
-    if isinstance(value, Task):
-        return next((name for name, task in TASKS.items() if task.model is value.model), "other")
-    assert isinstance(value, Layout)
-    parts = {"tp": value.tp, "cp": value.cp, "pp": value.pp, "dp": value.dp, "etp": value.etp, "ep": value.ep}
-    sizes = "-".join(f"{name}{size}" for name, size in parts.items() if size > 1)
-    schedule = f"-{value.schedule}" if value.pp > 1 else ""
-    return f"{sizes}-{value.dispatcher}-{value.strategy}-x{value.instances}-micro{value.microbatches}{schedule}"
-
-
-def compare_balance(traces: list[Trace], expected: Trace) -> None:
-    """The balance of the experts, the choices of all tokens and the biases of all layers."""
-    assert expected.margin > 1e-7, "a choice of the reference is near a tie: use another seed"
-    for step, metrics in enumerate(expected.balance):
-        for trace in traces:
-            assert trace.balance[step] == pytest.approx(metrics, rel=TOLERANCE)
-        # Tensor-parallel ranks of a pipeline stage have other tokens, so each token is recorded once.
-        assert sorted(choice for trace in traces for choice in trace.choices[step]) == sorted(expected.choices[step])
-        for trace in traces:
-            for name, bias in trace.biases[step].items():
-                assert torch.equal(bias, expected.biases[step][name]), name
-        assert {name for trace in traces for name in trace.biases[step]} == expected.biases[step].keys()
-
-
-@pytest.mark.parametrize(("task", "layout"), rows(), ids=identifier)
+@pytest.mark.parametrize(("task", "layout"), rows_of(expert_matrix(), expert_product()), ids=identifier)
 def test_experts_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     traces = compare_with_one_process(sixteen_ranks, task, layout)
     compare_balance(traces, one_process(task))

@@ -12,8 +12,7 @@ import pytest
 
 from tests.parallel.flip_run import BF16, FP32, Kind, Moment, Outcome, clean_run, every_bit, flips_on_ranks
 from tests.parallel.layout_run import Layout, Task
-from tests.parallel.test_expert_layouts import MIX
-from tests.parallel.test_layouts import DELAYED
+from tests.parallel.tasks import DELAYED, MIX
 from tests.rank_pool import RankPool
 
 KINDS: tuple[Kind, ...] = ("weight", "gradient", "exp_avg", "exp_avg_sq")

@@ -25,11 +25,11 @@ from tests.parallel.layout_run import (
     build,
     grid_of,
     make_steps,
+    overflow_on_last_rank,
     topology_of,
     train,
 )
-from tests.parallel.test_layouts import DELAYED
-from tests.parallel.test_loss_scale import overflow_on_last_rank
+from tests.parallel.tasks import DELAYED
 from tests.rank_pool import RankPool
 
 TENSORWISE = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise")

@@ -9,7 +9,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.bucket import WeightBucket
 from megatron.core.offload import OffloadedTensors
 from tests.parallel.layout_run import Layout, Task, train
-from tests.parallel.test_layouts import full
+from tests.parallel.tasks import full
 from tests.rank_pool import RankPool
 
 TASK = Task(OptimizerConfig(optimizer="sgd"), steps=2)

@@ -1,34 +1,28 @@
 """Every layout computes the same training run as one process, to 1e-9, step after step, in fp64.
 
 Compared: the loss, the gradient norm, every parameter's gradient and the weights after each step, on batches
-whose ranks and microbatches have very different numbers of unmasked tokens.
-
-Of the products of factors those rows run in which every three factors are seen together; ``--whole-matrix`` runs all.
-Half of the rows run on the late transport (:mod:`tests.late_transport`), which takes the branches that NCCL takes;
-``--whole-matrix`` runs every row on both.
+whose ranks and microbatches have very different numbers of unmasked tokens. :mod:`tests.parallel.rows` says which rows
+run when.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import fields, replace
-from functools import cache
-from itertools import product
-from typing import Any, get_args
-from zlib import crc32
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from typing import get_args
 
 import pytest
 import torch
 
-from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
+from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.context_parallel import Exchange
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ShardingStrategy
-from megatron.config.precision import PrecisionConfig
 from megatron.core.models.parallelize import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
 from megatron.schedules.registry import SCHEDULES, ScheduleName
-from tests.parallel.covering import covering
+from tests.parallel.comparison import TOLERANCE, compare_with_one_process, one_process
+from tests.parallel.covering import combinations_of
 from tests.parallel.layout_run import (
     BATCH,
     DEEP_MODEL,
@@ -36,90 +30,49 @@ from tests.parallel.layout_run import (
     MODEL,
     SEED,
     SEQUENCE,
-    TIED_MODEL,
     Layout,
     Task,
-    Trace,
     assemble,
     context,
     microbatches,
     train,
 )
+from tests.parallel.rows import MOST_RANKS, Case, covering_places, factors_of, identifier, ranks_of, rows_of
+from tests.parallel.tasks import (
+    ADAM,
+    ADAM_CLIPPED_HARD,
+    ADAM_UNCLIPPED,
+    CONTEXT,
+    CONTEXT_IN_DOCUMENTS,
+    DEEP_ADAM,
+    DEEP_SGD,
+    DEEP_TIED,
+    DEEP_TIED_SHORT,
+    DELAYED,
+    EMA,
+    MUON,
+    MUON_OTHER,
+    MUON_TIED,
+    MUP_ADAM,
+    MUP_MUON,
+    MUP_SGD,
+    QWEN2,
+    QWEN3,
+    QWEN3_1P,
+    SGD,
+    SGD_SHORT,
+    SGD_UNCLIPPED,
+    TENSORWISE,
+    TIED,
+    TIED_SHORT,
+    UNEVEN,
+    YARN,
+    Z_LOSS,
+    full,
+    selective,
+)
 from tests.rank_pool import RankPool
 from tests.whole_model import token_losses_of
-
-TOLERANCE = 1e-9
-
-ADAM = Task(OptimizerConfig(weight_decay=0.1))
-ADAM_UNCLIPPED = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.0))
-ADAM_CLIPPED_HARD = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
-SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05))
-SGD_UNCLIPPED = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0), steps=2)
-SGD_SHORT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), steps=2)
-DEEP_SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=DEEP_MODEL, steps=2)
-DEEP_ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), model=DEEP_MODEL)
-DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
-DEEP_TIED_SHORT = replace(DEEP_TIED, steps=2)
-CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
-CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
-YARN = replace(
-    CONTEXT_IN_DOCUMENTS,
-    model=replace(
-        CONTEXT.model,
-        use_rope_scaling=False,
-        position_embedding_type="yarn",
-        rotary_base=100.0,
-        yarn_rotary_scaling_factor=2.0,
-        yarn_original_max_position_embeddings=8,
-        yarn_beta_fast=2.0,
-        yarn_beta_slow=0.5,
-    ),
-)
-TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
-TIED_SHORT = replace(TIED, steps=2)
-DELAYED = replace(
-    SGD_SHORT,
-    steps=4,
-    fp8=PrecisionConfig(
-        bf16=True, fp8_format="hybrid", fp8_margin=1, fp8_amax_history_len=2, fp8_amax_compute_algo="max"
-    ),
-)
-TENSORWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise"))
-MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
-MUON = Task(MUON_FLAGS, steps=3)
-MUON_TIED = replace(MUON, optimizer=replace(MUON_FLAGS, muon_tp_mode="distributed"), model=TIED_MODEL)
-MUON_OTHER = replace(
-    MUON,
-    optimizer=replace(
-        MUON_FLAGS,
-        muon_tp_mode="distributed",
-        muon_nesterov=True,
-        muon_no_split_qkv=True,
-        muon_split_fc1=True,
-        muon_coefficient_type="polar_express",
-        muon_num_ns_steps=7,
-        muon_scale_mode="unit_rms_norm",
-    ),
-)
-QWEN3 = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
-QWEN3_1P = replace(QWEN3, model=replace(QWEN3.model, apply_layernorm_1p=True))
-EMA = replace(TIED_SHORT, optimizer=replace(TIED.optimizer, ema_decay=0.7))
-Z_LOSS = replace(SGD_SHORT, z_loss_multiplier=0.1)
-QWEN2 = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True))
-MUP_FIELDS: dict[str, Any] = {
-    "use_mup": True,
-    "mup_base_hidden_size": 8,
-    "mup_output_mult": 0.25,
-    "mup_embedding_mult": 3.0,
-    "mup_base_head_dim": 2.0,
-}
-MUP_SGD = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True, **MUP_FIELDS))
-MUP_ADAM = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, **MUP_FIELDS))
-MUP_MUON = replace(MUON_OTHER, model=replace(MODEL, **MUP_FIELDS), steps=2)
-UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
-
-
-Case = tuple[Task, Layout]
 
 
 def tensor_product() -> Iterator[Case]:
@@ -337,14 +290,6 @@ def varlen_matrix() -> Iterator[Case]:
     yield CONTEXT_IN_DOCUMENTS, replace(one_call, cp=2, cp_comm_type=("a2a",))
 
 
-def selective(*modules: RecomputeModule, **more: Any) -> ActivationConfig:
-    return ActivationConfig(recompute_granularity="selective", recompute_modules=modules, **more)
-
-
-def full(method: RecomputeMethod, layers: int, **more: Any) -> ActivationConfig:
-    return ActivationConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers, **more)
-
-
 def activation_matrix() -> Iterator[Case]:
     """Every way not to keep activations, with what else runs or communicates in a backward pass."""
     host = ActivationConfig(cpu_offloading_num_layers=1)
@@ -494,14 +439,6 @@ def transformer_engine_matrix() -> Iterator[Case]:
     yield DEEP_TIED_SHORT, replace(theirs, pp=2, schedule="interleaved", microbatches=4, activations=full("block", 1))
 
 
-PRODUCTS: dict[str, Callable[[], Iterator[Case]]] = {
-    "tensor": tensor_product,
-    "pipeline": pipeline_product,
-    "data": data_parallel_product,
-    "context": context_parallel_product,
-}
-
-
 def architecture_matrix() -> Iterator[Case]:
     """QK-norm, whose gains every tensor-parallel rank has for its own heads, and the bias of query, key and value."""
     yield QWEN3, Layout(2, microbatches=2)
@@ -536,195 +473,48 @@ def mup_matrix() -> Iterator[Case]:
     yield MUP_MUON, Layout(2, 2, True, "optim", microbatches=2)
 
 
-def factors_of(cases: list[Case]) -> list[dict[str, Hashable]]:
-    """What tells the rows of a product apart, by row."""
-    rows = [{"task": task} | {one.name: getattr(layout, one.name) for one in fields(layout)} for task, layout in cases]
-    varying = [name for name in rows[0] if len({row[name] for row in rows}) > 1]
-    return [{name: row[name] for name in varying} for row in rows]
-
-
-def ranks_of(case: Case) -> int:
-    """What a row costs."""
-    return case[1].world_size
-
-
-@cache
-def default_places(name: str) -> frozenset[int]:
-    """Rows of a product that have every three factors together, with as few ranks as may be."""
-    cases = list(PRODUCTS[name]())
-    return frozenset(covering(factors_of(cases), [ranks_of(case) for case in cases]))
-
-
-def rows_of(others: Iterable[Case], product_name: str | None = None) -> list[Any]:
-    """Parameters of a test, ordered so that the ranks seldom have to join anew; marked are those rows of a product that
-    do not run by default."""
-    rows = [(case, False) for case in others]
-    if product_name is not None:
-        by_default = default_places(product_name)
-        rows += [(case, place not in by_default) for place, case in enumerate(PRODUCTS[product_name]())]
-    rows = [
-        ((task, replace(layout, late=late)), is_extra or late != is_late_by_default(task, layout))
-        for (task, layout), is_extra in rows
-        for late in (False, True)
-    ]
-    rows.sort(key=lambda row: (ranks_of(row[0]), row[0][1].late))
-    return [pytest.param(*case, marks=[pytest.mark.whole_matrix] * is_extra) for case, is_extra in rows]
-
-
-def is_late_by_default(task: Task, layout: Layout) -> bool:
-    """Half of the rows, always the same ones."""
-    return bool(crc32(f"{_identifier(task)}-{_identifier(layout)}".encode()) % 2)
-
-
-@cache
-def one_process(task: Task) -> Trace:
-    return train(task, Layout())
-
-
-def _identifier(value: object) -> str:
-    if isinstance(value, Layout):
-        flags = ("-sp" if value.sequence_parallel else "") + (
-            f"-{value.strategy}" if value.strategy != "no_shard" else ""
-        )
-        flags += "-overlap" if value.overlap_grad_reduce else ""
-        flags += f"-{value.tp_overlap}" if value.tp_overlap is not None else ""
-        flags += f"-cp{value.cp}-{'-'.join(value.cp_comm_type)}" if value.cp > 1 else ""
-        flags += f"-{'x'.join(map(str, value.cp_sizes))}" if value.cp_sizes else ""
-        flags += f"-{value.attention}" if value.attention != "auto" else ""
-        flags += "-te" if value.transformer_engine else ""
-        flags += "-fp8gather" if value.fp8_param_gather else ""
-        flags += "-late" if value.late else ""
-        flags += _name_activations(value.activations)
-        pipeline = f"-pp{value.pp}-{value.schedule}" if value.pp > 1 else ""
-        return f"tp{value.tp}-dp{value.dp}{pipeline}{flags}-micro{value.microbatches}"
-    assert isinstance(value, Task)
-    tied = "" if value.model.untie_embeddings_and_output_weights else "-tied"
-    documents = "-documents" if value.masks_documents else ""
-    fp8 = "" if value.fp8 is None else f"-fp8-{value.fp8.fp8_recipe}"
-    gains = "-1p" if value.model.apply_layernorm_1p else ""
-    mup = "-mup" if value.model.use_mup else ""
-    z_loss = "-z" if value.z_loss_multiplier is not None else ""
-    return f"{value.optimizer.optimizer}-clip{value.optimizer.clip_grad}{tied}{gains}{documents}{fp8}{mup}{z_loss}"
-
-
-def _name_activations(activations: ActivationConfig) -> str:
-    names: list[str] = sorted(activations.modules)
-    if activations.recompute_method is not None:
-        names.append(f"{activations.recompute_method}{activations.recompute_num_layers}")
-    names += ["distributed"] * activations.distribute_saved_activations
-    names += [f"loss{size}" for size in (activations.loss_chunk_size,) if size]
-    names += [f"host{count}" for count in (activations.cpu_offloading_num_layers,) if count]
-    return "".join(f"-{name}" for name in names)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(matrix(), "tensor"), ids=_identifier)
-def test_layout_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(pipeline_matrix(), "pipeline"), ids=_identifier)
-def test_pipeline_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(context_parallel_matrix(), "context"), ids=_identifier)
-def test_context_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(varlen_matrix()), ids=_identifier)
-def test_documents_in_one_call_equal_a_tile_for_each(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(data_parallel_matrix(), "data"), ids=_identifier)
-def test_data_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
+NAMED: tuple[Callable[[], Iterator[Case]], ...] = (
+    matrix,
+    pipeline_matrix,
+    context_parallel_matrix,
+    varlen_matrix,
+    data_parallel_matrix,
+    muon_matrix,
+    activation_matrix,
+    loss_chunk_matrix,
+    z_loss_matrix,
+    average_matrix,
+    tensor_parallel_overlap_matrix,
+    fp8_matrix,
+    transformer_engine_matrix,
+    mup_matrix,
+    architecture_matrix,
+)
+PRODUCTS: tuple[Callable[[], Iterator[Case]], ...] = (
+    tensor_product,
+    pipeline_product,
+    context_parallel_product,
+    data_parallel_product,
+    muon_product,
+)
 
 
 @pytest.mark.parametrize(
     ("task", "layout"),
-    [*rows_of(muon_matrix()), *(pytest.param(*case, marks=pytest.mark.whole_matrix) for case in muon_product())],
-    ids=_identifier,
+    rows_of(chain.from_iterable(rows() for rows in NAMED), *(rows() for rows in PRODUCTS)),
+    ids=identifier,
 )
-def test_muon_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
+def test_layout_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     compare_with_one_process(sixteen_ranks, task, layout)
 
 
-@pytest.mark.parametrize(("task", "layout"), rows_of(activation_matrix()), ids=_identifier)
-def test_activations_not_kept_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
+def test_every_weight_has_a_moving_average() -> None:
+    """Which all layouts are compared in."""
+    trace = one_process(EMA)
+    assert assemble(trace.averages[-1]).keys() == assemble(trace.weights[-1]).keys()
 
 
-@pytest.mark.parametrize(("task", "layout"), rows_of(loss_chunk_matrix()), ids=_identifier)
-def test_loss_of_some_tokens_at_a_time_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(z_loss_matrix()), ids=_identifier)
-def test_z_loss_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(average_matrix()), ids=_identifier)
-def test_moving_average_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-    assert len(assemble(one_process(task).averages[-1])) == len(assemble(one_process(task).weights[-1]))
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(tensor_parallel_overlap_matrix()), ids=_identifier)
-def test_overlapped_tensor_parallelism_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(fp8_matrix()), ids=_identifier)
-def test_fp8_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    """Quantised numbers are the same in all layouts, so that what they are rounded to must not differ either."""
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(transformer_engine_matrix()), ids=_identifier)
-def test_transformer_engine_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    """Layers that Transformer Engine's interface stands between are those that stand here."""
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(mup_matrix()), ids=_identifier)
-def test_mup_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows_of(architecture_matrix()), ids=_identifier)
-def test_architectures_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
-    compare_with_one_process(sixteen_ranks, task, layout)
-
-
-def compare_with_one_process(
-    ranks: RankPool, task: Task, layout: Layout, train_on_rank: Callable[[Task, Layout], Trace] = train
-) -> list[Trace]:
-    """Compare all steps; returns the traces of the ranks."""
-    traces: list[Trace] = ranks.run(train_on_rank, task, layout, world_size=layout.world_size)
-    compare_traces(traces, one_process(task))
-    return traces
-
-
-def compare_traces(traces: list[Trace], expected: Trace) -> None:
-    """Compare the traces of all ranks with that of one process."""
-    for trace in traces:
-        assert trace.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-        assert trace.z_losses == pytest.approx(expected.z_losses, rel=TOLERANCE)
-        assert trace.grad_norms == pytest.approx(expected.grad_norms, rel=TOLERANCE)
-    for step in range(len(expected.losses)):
-        for kind in ("gradients", "weights", "averages"):
-            found = assemble([part for trace in traces for part in getattr(trace, kind)[step]])
-            wanted = assemble(getattr(expected, kind)[step])
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                error = (found[name] - tensor).abs().max() / tensor.abs().max()
-                assert error < TOLERANCE, f"{kind} of {name} after step {step + 1}: off by {error:.1e}"
-
-
-@pytest.mark.parametrize("task", [DELAYED, TENSORWISE], ids=_identifier)
+@pytest.mark.parametrize("task", [DELAYED, TENSORWISE], ids=identifier)
 def test_gathering_fp8_changes_no_bit_of_weights_that_are_master_weights(four_ranks: RankPool, task: Task) -> None:
     """The amax of a weight is the maximum over its shards. Without clipping: shards add up to the norm in another
     order."""
@@ -809,3 +599,35 @@ def test_the_run_trains_and_clips() -> None:
     trace = one_process(ADAM_CLIPPED_HARD)
     assert trace.losses[-1] < trace.losses[0] - 0.05
     assert min(trace.grad_norms) > ADAM_CLIPPED_HARD.optimizer.clip_grad
+
+
+@pytest.mark.parametrize("product_of_factors", PRODUCTS)
+def test_rows_that_run_by_default_show_every_two_factors_that_few_ranks_can(
+    product_of_factors: Callable[[], Iterator[Case]],
+) -> None:
+    cases = list(product_of_factors())
+    rows = [factors for case, factors in zip(cases, factors_of(cases)) if ranks_of(case) <= MOST_RANKS]
+    marks = [row.marks for row in rows_of((), cases)]
+    default = [factors_of(cases)[place] for place in covering_places(cases, 2, MOST_RANKS)]
+    assert sum(not one for one in marks) == len(default) < len(rows)
+    assert set().union(*(combinations_of(row, 2) for row in default)) == set().union(
+        *(combinations_of(row, 2) for row in rows)
+    )
+
+
+def test_the_whole_pipeline_product_is_that_of_all_schedules_stages_ranks_and_microbatches() -> None:
+    found = [(one.schedule, one.pp, one.tp, one.dp, one.microbatches) for _, one in pipeline_product()]
+    assert found == list(product(SCHEDULES, (2, 4), (1, 2), (1, 2), (1, 2, 4, 8)))
+
+
+def test_every_schedule_runs_by_default_with_each_other_way_to_divide() -> None:
+    """Tensor, data and sequence parallelism, and each strategy that shards."""
+    every = list(pipeline_product())
+    rows = [every[place] for place in covering_places(every, 2, MOST_RANKS)]
+    rows += [*pipeline_matrix(), *data_parallel_matrix()]
+    for schedule in SCHEDULES:
+        layouts = [layout for _, layout in rows if layout.pp > 1 and layout.schedule == schedule]
+        assert {layout.tp for layout in layouts} >= {1, 2}, schedule
+        assert {layout.dp for layout in layouts} >= {1, 2}, schedule
+        assert {layout.sequence_parallel for layout in layouts} == {False, True}, schedule
+        assert {layout.strategy for layout in layouts if layout.dp > 1} >= set(get_args(ShardingStrategy)[1:]), schedule

@@ -6,7 +6,6 @@ layers rotate is read with global layer numbers.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import product
 from random import Random
 from typing import Any, get_args
@@ -16,40 +15,25 @@ import pytest
 from megatron.config.activations import ActivationConfig
 from megatron.config.context_parallel import ContextParallelType
 from megatron.config.moe import MoEConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ShardingStrategy
 from megatron.schedules.registry import SCHEDULES
 from tests.llama4_definition import token_logits, token_losses
-from tests.parallel.covering import covering
+from tests.parallel.comparison import TOLERANCE, compare_balance, compare_with_one_process, one_process
 from tests.parallel.layout_run import Layout, Task, Trace, assemble, microbatches, train
-from tests.parallel.test_expert_layouts import L4, compare_balance
-from tests.parallel.test_layouts import (
-    TOLERANCE,
-    Case,
-    compare_with_one_process,
-    factors_of,
+from tests.parallel.rows import Case, identifier, rows_of
+from tests.parallel.tasks import (
+    CHUNKS,
+    DEEP_CHUNKS,
+    LLAMA4_ADAM,
+    LLAMA4_TASKS,
+    MASKED,
+    POSITIONS,
+    RESTARTED,
+    UNEVEN_CHUNKS,
     full,
-    is_late_by_default,
-    one_process,
-    ranks_of,
-    rows_of,
     selective,
 )
 from tests.rank_pool import RankPool
-
-CHUNKS = replace(L4, steps=2)
-UNEVEN = replace(CHUNKS, model=replace(L4.model, attention_chunk_size=5, qk_l2_norm=False))
-MASKED = replace(UNEVEN, masks_documents=True)
-RESTARTED = replace(
-    CHUNKS, model=replace(L4.model, attention_chunk_size=3), masks_documents=True, resets_positions=True
-)
-POSITIONS = replace(RESTARTED, masks_documents=False)
-TASKS = {"chunks": CHUNKS, "uneven": UNEVEN, "masked": MASKED, "restarted": RESTARTED, "positions": POSITIONS}
-# Dense layers and layers with experts without a rotation, unevenly over the stages.
-DEEP = replace(
-    RESTARTED, model=replace(RESTARTED.model, num_layers=8, moe_layer_freq="[0,1]*4", no_rope_freq="[0,0,1]*2+[1,0]")
-)
-ADAM = replace(CHUNKS, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 
 MIXED: tuple[ContextParallelType, ...] = ("p2p", "a2a", "allgather", "p2p")
 NOT_KEPT: tuple[ActivationConfig, ...] = (
@@ -81,7 +65,7 @@ def llama4_product() -> list[Case]:
 
 def _fits(tp: int, exchange: Any, pipeline: Any, data_parallel: Any, experts: Any) -> bool:
     (cp, kinds, _), (pp, _), (dp, _, instances), (ep, etp) = exchange, pipeline, data_parallel, experts
-    divides_heads = "a2a" in kinds and L4.model.num_query_groups % (tp * cp)
+    divides_heads = "a2a" in kinds and CHUNKS.model.num_query_groups % (tp * cp)
     edp, rest = divmod(tp * cp * dp, etp * ep)
     return 1 < tp * cp * pp * dp <= 8 and not (divides_heads or rest or edp % instances)
 
@@ -137,7 +121,7 @@ def llama4_matrix() -> Iterator[Case]:
     """What chunks, positions and layers without a rotation can get wrong, each with the division that shows it."""
     cp2, cp4 = Layout(cp=2, microbatches=2), Layout(cp=4)
     yield CHUNKS, cp2
-    yield UNEVEN, cp4
+    yield UNEVEN_CHUNKS, cp4
     yield MASKED, replace(cp2, cp_comm_type=("allgather",))
     yield RESTARTED, replace(cp2, cp_comm_type=("a2a",), tp=2, sequence_parallel=True)
     yield RESTARTED, replace(cp4, cp_comm_type=("allgather",), strategy="optim")
@@ -146,63 +130,32 @@ def llama4_matrix() -> Iterator[Case]:
     # Layer kinds by global number, in stages that have one kind, several, or no layers.
     for schedule in SCHEDULES:
         yield CHUNKS, Layout(pp=2, schedule=schedule, microbatches=4)
-    yield DEEP, Layout(pp=2, schedule="interleaved", chunks=4, microbatches=4, activations=selective("core_attn"))
-    yield DEEP, Layout(dp=2, pp=2, ep=2, schedule="zb-v", microbatches=4, strategy="optim_grads")
-    yield DEEP, Layout(pp=4, split="E|tttt|ttt|tL", microbatches=4)
+    yield (
+        DEEP_CHUNKS,
+        Layout(pp=2, schedule="interleaved", chunks=4, microbatches=4, activations=selective("core_attn")),
+    )
+    yield DEEP_CHUNKS, Layout(dp=2, pp=2, ep=2, schedule="zb-v", microbatches=4, strategy="optim_grads")
+    yield DEEP_CHUNKS, Layout(pp=4, split="E|tttt|ttt|tL", microbatches=4)
     # Sums over other ranks, and what runs again.
-    yield ADAM, Layout(2, 2, True, "optim_grads_params", ep=2, etp=2, overlap_param_gather=True)
-    yield ADAM, Layout(dp=4, ep=2, strategy="optim_grads_params", instances=2, microbatches=2)
+    yield LLAMA4_ADAM, Layout(2, 2, True, "optim_grads_params", ep=2, etp=2, overlap_param_gather=True)
+    yield LLAMA4_ADAM, Layout(dp=4, ep=2, strategy="optim_grads_params", instances=2, microbatches=2)
     for activations in NOT_KEPT[1:]:
         yield RESTARTED, Layout(2, 1, True, ep=2, cp=2, microbatches=2, activations=activations)
     # One varlen call for the chunks and documents of all sequences.
     yield RESTARTED, Layout(2, 1, True, attention="unfused", microbatches=2)
-    yield UNEVEN, Layout(cp=2, cp_comm_type=("a2a",), attention="unfused")
+    yield UNEVEN_CHUNKS, Layout(cp=2, cp_comm_type=("a2a",), attention="unfused")
 
 
-@cache
-def default_places() -> frozenset[int]:
-    """Rows of the product that show every value of each factor, as far as four ranks can."""
-    cases = llama4_product()
-    small = [place for place, case in enumerate(cases) if ranks_of(case) <= 4]
-    chosen = covering(
-        factors_of([cases[place] for place in small]), [ranks_of(cases[place]) for place in small], strength=1
-    )
-    return frozenset(small[place] for place in chosen)
-
-
-def rows() -> list[Any]:
-    covered = [(case, place in default_places()) for place, case in enumerate(llama4_product())]
-    return [
-        *rows_of(llama4_matrix()),
-        *(
-            pytest.param(
-                task,
-                replace(layout, late=is_late_by_default(task, layout)),
-                marks=[pytest.mark.whole_matrix] * (not is_default),
-            )
-            for (task, layout), is_default in sorted(covered, key=lambda row: (ranks_of(row[0]), row[1]))
-        ),
-    ]
-
-
-def identifier(value: object) -> str:
-    if isinstance(value, Task):
-        return next((name for name, task in (TASKS | {"deep": DEEP, "adam": ADAM}).items() if task == value))
-    assert isinstance(value, Layout)
-    sizes = {"tp": value.tp, "cp": value.cp, "pp": value.pp, "dp": value.dp, "etp": value.etp, "ep": value.ep}
-    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    parts += [*value.cp_comm_type] * (value.cp > 1) + [value.schedule] * (value.pp > 1)
-    parts += [value.strategy] * (value.strategy != "no_shard") + [*sorted(value.activations.modules)]
-    return "-".join(parts)
-
-
-@pytest.mark.parametrize(("task", "layout"), rows(), ids=identifier)
+# Six factors of which every two would be fifty rows: by default each value of a factor is seen.
+@pytest.mark.parametrize(
+    ("task", "layout"), rows_of(llama4_matrix(), llama4_product(), strength=1, most_ranks=4), ids=identifier
+)
 def test_llama4_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: Layout) -> None:
     traces = compare_with_one_process(sixteen_ranks, task, layout)
     compare_balance(traces, one_process(task))
 
 
-@pytest.mark.parametrize("task", [*TASKS.values(), DEEP], ids=identifier)
+@pytest.mark.parametrize("task", [*LLAMA4_TASKS, DEEP_CHUNKS], ids=identifier)
 def test_one_process_computes_what_the_definition_says(task: Task) -> None:
     compare_with_definition(task, first_step(task))
 

@@ -3,19 +3,14 @@
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd import Function
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.topology import Topology
-from tests.parallel.layout_run import DEEP_MODEL, FP64, Layout, LocalTensor, Task, Trace, train
+from tests.parallel.layout_run import DEEP_MODEL, FP64, Layout, LocalTensor, Task, Trace, overflow_on_last_rank, train
 from tests.rank_pool import RankPool
 
 ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), steps=3)
@@ -76,35 +71,6 @@ def test_scale_by_a_power_of_two_changes_no_bit_on_two_ranks(
     plain = four_ranks.run(train, replace(task, precision=precision), layout, world_size=2)
     scaled = replace(task, precision=replace(precision, loss_scale=2.0**20))
     assert_same_run(four_ranks.run(train, scaled, layout, world_size=2), plain)
-
-
-class _Overflow(Function):
-    """Passes losses on, and in backward an infinity."""
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor) -> Tensor:
-        return losses.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = gradients[0].clone()
-        gradient.view(-1)[gradient.view(-1).nonzero()[0]] = math.inf
-        return gradient
-
-
-def overflow_on_last_rank(at_call: int, executor: PipelineExecutor, topology: Topology) -> None:
-    """Have the gradient of one token overflow on the last rank alone, in the microbatch number ``at_call`` of all."""
-    plain = executor.token_losses
-    if topology.rank != topology.grid.world_size - 1:
-        return
-    assert plain is not None
-    calls = count(1)
-
-    def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-        losses = plain(logits, labels)
-        return cast(Tensor, _Overflow.apply(losses)) if next(calls) == at_call else losses
-
-    executor.token_losses = token_losses
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from megatron.operation.replay import Verdict
 from megatron.training.guard.replay import Replay
 from tests.parallel.flip_run import FP32, Run, bits_of
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, microbatches
-from tests.parallel.test_expert_layouts import MIX, MIX_MODEL
-from tests.parallel.test_layouts import DELAYED, TIED_SHORT
+from tests.parallel.tasks import DELAYED, MIX, MIX_MODEL, TIED_SHORT
 from tests.rank_pool import RankPool
 
 FP64 = Task(OptimizerConfig(weight_decay=0.1))

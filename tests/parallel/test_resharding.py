@@ -27,8 +27,7 @@ from tests.parallel.layout_run import (
     place_in,
     train,
 )
-from tests.parallel.test_expert_layouts import DSV
-from tests.parallel.test_llama4_layouts import RESTARTED
+from tests.parallel.tasks import DSV, RESTARTED
 from tests.rank_pool import RankPool
 
 SAVED, STEPS = 4, 8

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from megatron.config.activations import ActivationConfig
+from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import Layout, Task
-from tests.parallel.test_layouts import (
+from tests.parallel.rows import Case
+from tests.parallel.tasks import (
     ADAM,
     CONTEXT,
     CONTEXT_IN_DOCUMENTS,
@@ -28,8 +30,6 @@ from tests.parallel.test_layouts import (
     SGD_SHORT,
     TENSORWISE,
     TIED_SHORT,
-    Case,
-    compare_with_one_process,
     full,
     selective,
 )

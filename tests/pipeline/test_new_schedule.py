@@ -11,8 +11,8 @@ from megatron.schedules.schedule import Action
 from megatron.schedules.simulator import Durations, peak_live_activations, simulate
 from megatron.schedules.spec import ScheduleSpec, Shape, alternate
 from megatron.schedules.verifier import verify
+from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import DEEP_MODEL, Layout, Task, Trace, train
-from tests.parallel.test_layouts import compare_with_one_process
 from tests.rank_pool import RankPool
 
 

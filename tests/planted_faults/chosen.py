@@ -490,6 +490,160 @@ FIGURES = (
     ),
 )
 
+EXPERTS_AND_LAYOUTS = "parallel/test_expert_layouts.py"
+EXPERTS = (
+    Fault(
+        "every rank of a sequence adds the balancing loss of the whole sequence",
+        "            total = total + coeff * loss\n",
+        "            total = total + coeff * loss * self._sequence_ranks.size\n",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "the balancing loss is reported, and its gradient is lost",
+        "result: Tensor = _WithLoss.apply(weights, loss, self._scale)",
+        "result: Tensor = weights",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "the gradient norm without the experts",
+        'if info.tied_end == "output_layer":\n            return False',
+        'if info.tied_end == "output_layer" or info.is_expert:\n            return False',
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "norms count replicated experts twice",
+        "return not over_all_ranks or self.of_parameter(info).replicas.rank == 0",
+        "return not over_all_ranks or info.is_expert or self.of_parameter(info).replicas.rank == 0",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "norms count the experts of the first tensor-parallel rank alone",
+        "if not info.is_expert and not info.tensor_parallel_sharded and self.tensor_parallel.rank > 0:",
+        "if (info.is_expert or not info.tensor_parallel_sharded) and self.tensor_parallel.rank > 0:",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "experts share buckets with dense weights",
+        "groups.setdefault((info_of(parameter).is_expert, parameter.dtype), [])",
+        "groups.setdefault((False, parameter.dtype), [])",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "the gradients of experts are reduced like those of dense weights",
+        "return cls(dense, Sharing.of_experts(config, topology), topology.world,",
+        "return cls(dense, Sharing.of(config, topology), topology.world,",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "router gradients of a rank's own tokens alone, under sequence parallelism",
+        "            gradient_is_partial=is_partial,\n            fan_in_mult=config.width_mult,",
+        "            gradient_is_partial=False,\n            fan_in_mult=config.width_mult,",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+    Fault(
+        "the outputs of experts go to other tokens",
+        "total = rows.index_select(0, order.rows[:, 0])",
+        "total = rows.index_select(0, order.rows.flip(0)[:, 0])",
+        ("moe/test_permutation.py", EXPERTS_AND_LAYOUTS),
+    ),
+    Fault(
+        "weights on the output instead of the input of experts",
+        "        if not self.probs_on_input:\n",
+        "        if self.probs_on_input is not None:\n",
+        ("moe/test_experts.py", "parallel/test_llama4_layouts.py", EXPERTS_AND_LAYOUTS),
+    ),
+    Fault(
+        "the expert bias is part of the weights",
+        "_exclude_groups(scores, rule), rule.topk)\n    return Routing(experts, _weights(logits, experts, rule))",
+        "_exclude_groups(scores, rule), rule.topk)\n"
+        "    biased = logits if expert_bias is None else logits + expert_bias\n"
+        "    return Routing(experts, _weights(biased, experts, rule))",
+        ("moe/test_routing.py", EXPERTS_AND_LAYOUTS),
+    ),
+    Fault(
+        "gradients of rows that several expert-tensor-parallel ranks have are not summed",
+        "return self.ranks.start_exchange_parts(parts, received).then(add_in_order)",
+        "return Work((), lambda: own)",
+        ("moe/test_dispatch.py", EXPERTS_AND_LAYOUTS),
+    ),
+    Fault(
+        "the expert bias follows the counts of one rank",
+        "        return self._world.start_all_reduce(total)\n",
+        "        return Work((), lambda: total)\n",
+        (EXPERTS_AND_LAYOUTS,),
+    ),
+)
+
+LLAMA4_LAYOUTS = "parallel/test_llama4_layouts.py"
+LLAMA4 = (
+    Fault(
+        "chunks of attention begin a position late",
+        "origin = span.start if restarts else span.start - span.start % size",
+        "origin = span.start if restarts else span.start - (span.start - 1) % size",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "chunks do not restart with documents",
+        "spans, restarts = documents.spans, documents.resets_positions",
+        "spans, restarts = documents.spans, False",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "layers without a rotation attend inside chunks",
+        "        return positions.spans\n\n\nclass SelfAttention",
+        "        return positions.chunks\n\n\nclass SelfAttention",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "every layer has a rotation",
+        "has_rope = config.rope_layers()[layer]",
+        "has_rope = True",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "layers without a rotation are counted from 1",
+        "has_rope = config.rope_layers()[layer]",
+        "has_rope = config.rope_layers()[layer - 1]",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "Llama 4 without its norm of queries and keys",
+        "HeadL2Norm(shape, config, context) if config.qk_l2_norm else nn.Identity()",
+        "nn.Identity()",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "the temperature of attention counts positions from 0",
+        "torch.div(by_row + 1, floor",
+        "torch.div(by_row, floor",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "the temperature of attention counts a rank's own positions",
+        "                positions, config.attention_temperature_floor,",
+        "                torch.arange(len(positions)), config.attention_temperature_floor,",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "chunks are those of a context-parallel rank's own part",
+        "length = tables.rotary.shape[0] * self._context.context_parallel.split.size",
+        "length = tables.rotary.shape[0]",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "keys are scaled by the temperature, too",
+        "self.query_size = shape.query_heads * shape.head_size",
+        "self.query_size = (shape.query_heads + shape.key_value_heads) * shape.head_size",
+        (LLAMA4_LAYOUTS,),
+    ),
+    Fault(
+        "heads that are exchanged lose their chunks in the backward pass",
+        "inner_inputs = AttentionInputs(query, key, value, inputs.spans)",
+        "inner_inputs = AttentionInputs(query, key, value, None)",
+        ("context_parallel", LLAMA4_LAYOUTS),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
     *COLLECTIVES,
     *SCALES,
@@ -500,4 +654,6 @@ CHOSEN: tuple[Fault, ...] = (
     *ORDER,
     *SENTENCES,
     *FIGURES,
+    *EXPERTS,
+    *LLAMA4,
 )

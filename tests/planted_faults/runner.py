@@ -65,6 +65,7 @@ def try_fault(clone: Path, fault: Fault, tests: Sequence[str], most_seconds: flo
 def first_failure(clone: Path, test: str, most_seconds: float) -> str | None:
     """The first test of a file or folder that fails, or what ended it."""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", f"tests/{test}"]
+    words += ["-m", "not slow and not whole_matrix"]  # the default tier, also of a file that is named
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             words, cwd=clone, env=test_environment(clone), stdout=output, stderr=output, start_new_session=True

@@ -32,6 +32,7 @@ from tests.end_to_end.run_process import (
     losses,
     tiny_corpus,
 )
+from tests.parallel.comparison import TOLERANCE
 from tests.parallel.layout_run import (
     Layout,
     RecordingOptimizer,
@@ -42,7 +43,7 @@ from tests.parallel.layout_run import (
     place_in,
     train,
 )
-from tests.parallel.test_layouts import ADAM, DELAYED, TOLERANCE
+from tests.parallel.tasks import ADAM, DELAYED
 from tests.stand_ins import transformer_engine
 
 pytestmark = pytest.mark.processes
