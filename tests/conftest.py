@@ -1,7 +1,7 @@
 """Fixtures for all tests, and the tiers that they run in.
 
 Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
-no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of the products of layouts. A file
+no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of products of layouts. A file
 named on the command line runs with its slow tests.
 """
 

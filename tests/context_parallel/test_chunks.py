@@ -20,8 +20,8 @@ from megatron.core.ops.attention_interface import AttentionKernel, Gradients
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.documents import AttentionSpans, Documents, Span, chunked_attention, spans_of
 from megatron.core.topology import RankGrid, Topology
-from tests.context_parallel.test_attention import Shape, assert_close, begins, definition, inputs
-from tests.context_parallel.test_split import SIZES, counted
+from tests.context_parallel.definition import Shape, assert_close, begins, definition, inputs
+from tests.context_parallel.splits import SIZES, counted
 from tests.llama4_definition import token_positions, visible_pairs
 from tests.rank_pool import RankPool
 

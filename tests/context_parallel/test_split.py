@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
-from megatron.core.ops.attention import Tile
 from megatron.core.ops.documents import Documents, Span, spans_of
+from tests.context_parallel.splits import SIZES, counted
 
 CPU = torch.device("cpu")
-SIZES = (1, 2, 3, 4, 8)
 
 
 @st.composite
@@ -31,21 +30,6 @@ def visible(starts: Tensor) -> Tensor:
     """``[b, query, key]`` by the definition: not later, and of the same document."""
     number = starts.long().index_fill(1, torch.tensor([0]), 0).cumsum(dim=1)
     return (number.unsqueeze(2) == number.unsqueeze(1)).tril()
-
-
-def counted(tiles: Iterable[Tile], queries: Tensor, keys: Tensor, rows: int, length: int) -> Tensor:
-    """How often the tiles hold each pair ``[b, query, key]``; positions of queries and keys by local place."""
-    counts = torch.zeros(rows, length, length, dtype=torch.long)
-    for tile in tiles:
-        mine, theirs = queries[tile.queries], keys[tile.keys]
-        assert len(mine) and len(theirs)
-        block = torch.ones(len(mine), len(theirs), dtype=torch.long)
-        if tile.is_causal:
-            assert len(mine) == len(theirs)
-            block = block.tril()
-        for row in range(rows)[tile.rows]:
-            counts[row, mine.unsqueeze(1), theirs] += block
-    return counts
 
 
 @given(case=sequences())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.core.ops.rope import rotary_frequencies
-from tests.model.test_transformers_parity import fp32_means_fp64
+from tests.model.reference import fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 rope_utils: Any = pytest.importorskip("transformers.modeling_rope_utils")

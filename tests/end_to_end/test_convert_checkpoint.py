@@ -51,7 +51,7 @@ from tests.end_to_end.run_process import (
     run_training,
     tiny_corpus,
 )
-from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
+from tests.model.reference import fp32_means_fp64, relative_error
 from tests.whole_model import logits_of
 
 transformers: Any = pytest.importorskip("transformers")

@@ -17,7 +17,7 @@ from megatron.core.initialization import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.run_process import bytes_under, call_training, words_of
 from tests.end_to_end.test_convert_checkpoint import our_model
-from tests.model.test_transformers_parity import relative_error
+from tests.model.reference import relative_error
 from tests.whole_model import logits_of
 
 EXPERTS = 4

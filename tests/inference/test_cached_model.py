@@ -1,74 +1,37 @@
 """Passes with a key-value cache compute the logits of a model without one, in fp64, in every layout."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.architectures.registry import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.initialization import initialize_parameters
-from megatron.core.models.transformer import TransformerModel
-from megatron.core.topology import RankGrid, Topology, single_process
+from megatron.core.topology import Topology, single_process
 from megatron.inference.cached_model import CachedModel
-from megatron.inference.loading import build_model
-from tests.model.llama4 import CASES, CHUNK, llama4_config
-from tests.model.test_transformers_parity import CPU, architecture
-from tests.model.test_yarn import VARIANTS
+from tests.inference.random_model import (
+    MODELS,
+    PROMPTS,
+    ROWS_END_AT,
+    STEPS,
+    TOLERANCE,
+    Layout,
+    random_model,
+    texts_of,
+    whole_logits,
+)
+from tests.model.llama4 import CASES, llama4_config
+from tests.model.reference import architecture
+from tests.model.yarn_variants import VARIANTS
 from tests.rank_pool import RankPool
-from tests.whole_model import logits_of
 
-TOLERANCE = 1e-9
-MODELS: dict[str, TransformerConfig] = {
-    name: architecture(scaling=False, tied=name == "qwen2", tp=1, family=name)
-    for name in ARCHITECTURES
-    if name != "llama4_text"
-}
 MODELS |= {
     "scaled rope": architecture(scaling=True, tied=True, tp=1),
     "yarn": replace(VARIANTS["short"], max_position_embeddings=64),
     "llama4_text": llama4_config(**CASES["scout"]),
     "llama4 with dense layers": llama4_config(**CASES["maverick with scaling"]),
 }
-PROMPTS = (3, 1, CHUNK + 5)
-"""Lengths: rows are at different places of a chunk, and in different chunks."""
-STEPS, ROWS_END_AT = 2 * CHUNK + 2, {5: (0, 2), 11: (1,)}
-"""The passes after the prompts; the rows that go on after some of them."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-    @property
-    def topology(self) -> Topology:
-        if self.tp * self.pp == 1:
-            return single_process()
-        grid = RankGrid(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.tp // self.ep)
-        return Topology(grid, torch.distributed.get_rank(), CPU)
-
-
-def random_model(config: TransformerConfig, topology: Topology, with_cache: bool) -> TransformerModel:
-    """In fp64, with the same weights in every layout."""
-    model = build_model(config, topology, torch.float64, with_cache)
-    initialize_parameters(model.parameters(), seed=3)
-    return model
-
-
-def texts_of(config: TransformerConfig) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(4)
-    return [torch.randint(config.vocab_size, (length + STEPS,), generator=generator).tolist() for length in PROMPTS]
-
-
-def whole_logits(config: TransformerConfig, text: list[int]) -> Tensor:
-    """The logits after every token of a text alone, from one pass without a cache, ``[s, v]``."""
-    model = random_model(config, single_process(), with_cache=False)
-    with torch.no_grad():
-        return logits_of(model, torch.tensor([text]))[:, 0, : config.vocab_size]
 
 
 def largest_error(config: TransformerConfig, topology: Topology) -> float:

@@ -15,8 +15,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import Completion, NewToken, Speed, complete, generate_ids
 from megatron.inference.loading import build_model
-from tests.inference.test_cached_model import MODELS, Layout, random_model
-from tests.model import test_transformers_parity as parity
+from tests.inference.random_model import MODELS, Layout, random_model
+from tests.model import reference as parity
 from tests.rank_pool import RankPool
 
 GREEDY = GenerationConfig(max_new_tokens=16, temperature=0.0)

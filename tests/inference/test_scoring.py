@@ -7,7 +7,7 @@ from megatron.core.topology import Topology, single_process
 from megatron.inference import cached_model
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.scoring import Score, score_continuations
-from tests.inference.test_cached_model import MODELS, TOLERANCE, Layout, random_model, texts_of, whole_logits
+from tests.inference.random_model import MODELS, TOLERANCE, Layout, random_model, texts_of, whole_logits
 from tests.rank_pool import RankPool
 
 NAMES = ("llama", "mixtral", "llama4_text")

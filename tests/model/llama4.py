@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from tests.llama4_definition import token_logits, token_losses
-from tests.model.test_transformers_parity import fp32_means_fp64
+from tests.model.reference import fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 

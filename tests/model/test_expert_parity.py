@@ -14,7 +14,7 @@ from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
-from tests.model.test_transformers_parity import (
+from tests.model.reference import (
     CPU,
     EXPERTS,
     architecture,

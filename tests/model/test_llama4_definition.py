@@ -22,7 +22,7 @@ from tests.model.llama4 import (
     results_of_transformers,
     to_global,
 )
-from tests.model.test_transformers_parity import fp32_means_fp64, relative_error
+from tests.model.reference import fp32_means_fp64, relative_error
 
 TOLERANCE = 1e-12
 every_case = pytest.mark.parametrize("case", CASES)

@@ -31,7 +31,7 @@ from tests.model.llama4 import (
     results_of_definition,
     results_of_transformers,
 )
-from tests.model.test_transformers_parity import CPU, gradient_errors, load, relative_error
+from tests.model.reference import CPU, gradient_errors, load, relative_error
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-11

@@ -21,7 +21,7 @@ from tests.end_to_end.test_convert_checkpoint import (
     their_model,
     to_hf,
 )
-from tests.model.test_transformers_parity import TOLERANCE, architecture, compare_on_rank, transformers
+from tests.model.reference import TOLERANCE, architecture, compare_on_rank, transformers
 from tests.rank_pool import RankPool
 
 # --- its file ------------------------------------------------------------------------------------------------

@@ -16,45 +16,14 @@ from megatron.core.models.frequencies import frequencies_of
 from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table, yarn_frequencies
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture
-from tests.model.test_transformers_parity import (
-    TOLERANCE,
-    architecture,
-    compare_on_rank,
-    expected,
-    fp32_means_fp64,
-    relative_error,
-)
+from tests.model.reference import TOLERANCE, compare_on_rank, expected, fp32_means_fp64, relative_error
+from tests.model.yarn_variants import VARIANTS, with_yarn
 from tests.rank_pool import RankPool
 
 transformers: Any = pytest.importorskip("transformers")
 rope_utils: Any = pytest.importorskip("transformers.modeling_rope_utils")
 
 
-def with_yarn(factor: float, original: int, **more: Any) -> TransformerConfig:
-    """A model whose heads have eight pairs."""
-    config = architecture(scaling=False, tied=False, tp=1)
-    return replace(
-        config,
-        kv_channels=16,
-        rope_scaling_original_length=8192,
-        max_position_embeddings=int(factor * original),
-        position_embedding_type="yarn",
-        yarn_rotary_scaling_factor=factor,
-        yarn_original_max_position_embeddings=original,
-        **{f"yarn_{name}": value for name, value in more.items()},
-    )
-
-
-VARIANTS = {
-    "defaults": with_yarn(4.0, 512),
-    "not rounded": with_yarn(4.0, 512, correction_range_round_to_int=False),
-    "other betas": with_yarn(16.0, 4096, beta_fast=8.0, beta_slow=2.0),
-    "equal betas": with_yarn(2.0, 512, beta_fast=4.0, beta_slow=4.0, correction_range_round_to_int=False),
-    "mscale": with_yarn(40.0, 256, mscale=0.707, mscale_all_dim=1.3),
-    "attention factor": with_yarn(4.0, 512, attention_factor=1.5),
-    "factor 1": with_yarn(1.0, 512),
-    "short": with_yarn(4.0, 16),
-}
 every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 
 

@@ -9,7 +9,7 @@ import torch
 import megatron_llama as ml
 from megatron.errors import CheckpointError
 from megatron_llama.run import FlagValue
-from tests.model.test_transformers_parity import fp32_means_fp64
+from tests.model.reference import fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 

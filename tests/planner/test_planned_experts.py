@@ -20,7 +20,7 @@ from megatron.planner.expert_load import largest_fitting_load
 from megatron.planner.plan import Plan, Run, make_plan, simulate_rank
 from megatron.planner.suggestions import candidates, flags_between
 from tests.end_to_end.run_process import call_training
-from tests.planner.test_simulated_rank import TINY, config_of, real_step, run_of
+from tests.planner.real_step import TINY, config_of, real_step, run_of
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.processes

@@ -5,28 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.ops.attention_interface import VarlenKernel
-from megatron.core.topology import Topology
 from megatron.planner.fake_backend import ShapeTracker
 from megatron.planner.kernels import simulated_kernels
-from megatron.planner.memory import Kind, MemoryTracker
+from megatron.planner.memory import MemoryTracker
 from megatron.planner.plan import Run, enough_microbatches, fake_processes, live_peaks, make_plan, simulate_rank
-from megatron.planner.simulated_rank import build_rank, run_step
+from megatron.planner.simulated_rank import build_rank
 from megatron.planner.traffic import Traffic
 from megatron.training.build.vocabulary import Vocabulary
-from megatron.training.initialize import rank_grid
+from tests.planner.real_step import RANKS, TINY, VOCABULARY, real_step, run_of
 from tests.rank_pool import RankPool
 
-VOCABULARY = 1000
-TINY = (
-    "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 16 "
-    "--train-iters 10 --lr 1e-3 --device cpu"
-)
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-router-force-load-balancing"
 """A real step has an even load, too."""
 LAYOUTS = {
@@ -48,47 +40,6 @@ LAYOUTS = {
     "Muon, ZeRO-1": "--optimizer muon --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16",
     "Muon, FSDP": "--optimizer muon --use-torch-fsdp2 --bf16",
 }
-RANKS = 4
-
-
-def config_of(flags: str) -> RunConfig:
-    config = parse_command_line(f"{TINY} {flags}".split())
-    config.check(RANKS)
-    return config
-
-
-def run_of(flags: str) -> Run:
-    return Run.of(config_of(flags), RANKS, Vocabulary(VOCABULARY, VOCABULARY - 1))
-
-
-class ObservedTopology(Topology):
-    """Real communicators that tell ``traffic`` of their collectives."""
-
-    traffic: Traffic
-
-    def _connect(self, *arguments: object, **options: object) -> Communicator:
-        communicator = super()._connect(*arguments, **options)  # type: ignore[arg-type]
-        communicator.observer = self.traffic.observer(communicator)
-        return communicator
-
-
-def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], list[CollectiveRecord]]:
-    """A step with numbers: the bytes at its peak, those between steps by kind, and its collectives."""
-    config = config_of(flags)
-    # Over gloo: the memory that ranks share is outside torch's, and its views would count as tensors.
-    topology = ObservedTopology(
-        rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"), shares_memory=False
-    )
-    topology.traffic = Traffic(dist.get_rank(), node_size=8)
-    tracker = MemoryTracker()
-    with tracker:
-        module = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
-    module.data_parallel.initialize(config.training.seed)
-    topology.traffic.clear()
-    steady = tracker.now
-    with tracker:
-        run_step(config, topology, module, num_microbatches, tracker)
-    return tracker.peak.total, dict(steady.by_kind), topology.traffic.records
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ from megatron.metrics.validation import ValidationHistory
 from megatron.operation.accounting import EffectiveTimeMeter
 from megatron.training.loop.conclusion import Conclusion, tokens_of
 from megatron.training.loop.trainer import Trainer
-from tests.training.test_writers import _evaluation
+from tests.training.reported_run import evaluation_record
 
 
 def stage(first_sample: int, length: int) -> DataStage:
@@ -35,8 +35,8 @@ def test_the_summary_of_a_run_with_earlier_processes(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("8\n")
     history = ValidationHistory(str(metrics))
     for iteration, loss in ((6, 2.75), (8, float("nan"))):
-        history.write_evaluation(_evaluation(iteration, loss))
-    history.write_evaluation(_evaluation(8, 0.5, split="test"))
+        history.write_evaluation(evaluation_record(iteration, loss))
+    history.write_evaluation(evaluation_record(8, 0.5, split="test"))
     lines: list[str] = []
     trainer = cast(
         Trainer,

@@ -7,16 +7,16 @@ import pytest
 
 from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
 from megatron.metrics.record import EvaluationRecord
-from tests.training.test_writers import _record
+from tests.training.reported_run import iteration_record
 
 
-def _evaluation(**changes: Any) -> EvaluationRecord:
+def evaluation_record(**changes: Any) -> EvaluationRecord:
     return EvaluationRecord(iteration=1, consumed_samples=2, time=1.8e9, elapsed_s=60.0, **changes)
 
 
 def test_plots_carry_megatrons_keys_and_units() -> None:
     scalars = iteration_scalars(
-        _record(
+        iteration_record(
             lm_loss=6.5,
             grad_norm=1.25,
             iteration_time_ms=250.0,
@@ -44,25 +44,25 @@ def test_plots_carry_megatrons_keys_and_units() -> None:
 
 def test_plots_of_the_balance_of_experts_carry_megatrons_keys() -> None:
     balance: dict[str, Any] = {"load_balancing_loss": 1.25, "z_loss": 4.5, "moe/z_loss_layer_3": 4.25}
-    scalars = iteration_scalars(_record(**balance, expert_load_max=1.75))
+    scalars = iteration_scalars(iteration_record(**balance, expert_load_max=1.75))
     assert {key: scalars[key] for key in balance} == balance
     assert scalars["expert-load-max"] == 1.75
 
 
 def test_what_was_not_measured_is_not_plotted() -> None:
-    scalars = iteration_scalars(_record(lm_loss=None, grad_norm=None, mfu=None, num_zeros=None))
+    scalars = iteration_scalars(iteration_record(lm_loss=None, grad_norm=None, mfu=None, num_zeros=None))
     assert not {"lm loss", "grad-norm", "mfu", "num-zeros", "params-norm"} & set(scalars)
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_each_split_has_its_own_curves_over_iterations_and_samples(split: Any) -> None:
-    scalars = evaluation_scalars(_evaluation(split=split, loss=2.0))
+    scalars = evaluation_scalars(evaluation_record(split=split, loss=2.0))
     assert scalars == {f"lm loss {split}": 2.0, f"lm loss {split} ppl": math.exp(2.0)}
     assert set(scalars) <= METRICS_WITH_SAMPLE_AXIS
 
 
 def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
-    record = _evaluation(split="validation", loss=1e6)
+    record = evaluation_record(split="validation", loss=1e6)
     assert record.perplexity == math.exp(20)
 
 

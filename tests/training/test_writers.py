@@ -27,43 +27,12 @@ from megatron.metrics.console import (
 )
 from megatron.metrics.jsonl import JsonlWriter, _iteration_of
 from megatron.metrics.progress_bar import ProgressBar
-from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.tensorboard import TensorBoardWriter
 from megatron.metrics.wandb import WandbWriter
-from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers, print_above_bar
+from megatron.metrics.writer import MetricsWriter, build_writers, print_above_bar
+from tests.training.reported_run import evaluation_record, iteration_record, reported_run
 
 NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
-
-
-def _record(iteration: int = 5, **changes: Any) -> IterationRecord:
-    metrics: dict[str, float | None] = {
-        "lm_loss": 6.912345,
-        "grad_norm": 1.2341,
-        "learning_rate": 1e-4,
-        "loss_scale": 1.0,
-        "global_batch_size": 16,
-        "iteration_time_ms": 123.42,
-        "tokens_per_s_per_gpu": 512.04,
-        "tflops_per_gpu": 0.12,
-        "mfu": 0.41234,
-        "skipped": 0,
-    }
-    values: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_samples": 16 * iteration,
-        "train_iters": 100,
-        "world_size": 2,
-        "time": 1_800_000_000.5,
-        "elapsed_s": 60.25,
-    }
-    facts = {name: changes.pop(name) for name in list(changes) if name in IterationRecord.__dataclass_fields__}
-    return IterationRecord(**(values | facts), metrics=metrics | changes)
-
-
-def _evaluation(iteration: int, loss: float = 4.512345, **changes: Any) -> EvaluationRecord:
-    values: dict[str, Any] = {"split": "validation", "loss": loss, "time": 1_800_000_001.5, "elapsed_s": 61.25}
-    values |= {"iteration": iteration, "consumed_samples": 16 * iteration}
-    return EvaluationRecord(**(values | changes))
 
 
 class _Terminal(io.StringIO):
@@ -75,7 +44,7 @@ class _Terminal(io.StringIO):
 
 
 def test_the_console_line_is_megatrons_and_our_fields_follow_it() -> None:
-    assert format_console_line(_record(), NOW) == (
+    assert format_console_line(iteration_record(), NOW) == (
         " [2026-11-20 05:00:00.001234] iteration        5/     100 | consumed samples:           80 |"
         " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 0.12 |"
         " learning rate: 1.000000E-04 | global batch size:    16 |"
@@ -90,11 +59,11 @@ def test_the_console_line_is_megatrons_and_our_fields_follow_it() -> None:
     [(412.26, "412.3"), (1.04, "1.0"), (0.96, "1.0"), (0.149, "0.15"), (0.00047, "0.00047"), (0.0, "0.0")],
 )
 def test_throughput_of_a_cpu_is_not_rounded_to_nothing(tflops: float, text: str) -> None:
-    assert f"(TFLOP/s/GPU): {text} |" in format_console_line(_record(tflops_per_gpu=tflops), NOW)
+    assert f"(TFLOP/s/GPU): {text} |" in format_console_line(iteration_record(tflops_per_gpu=tflops), NOW)
 
 
 def test_optional_fields_stand_at_megatrons_places() -> None:
-    record = _record(skipped_samples=4, params_norm=99.5, num_zeros=12, mfu=None)
+    record = iteration_record(skipped_samples=4, params_norm=99.5, num_zeros=12, mfu=None)
     names = [field.split(":")[0].strip() for field in format_console_line(record, NOW).split("|")[1:-1]]
     assert names == [
         "consumed samples",
@@ -121,7 +90,7 @@ def test_balance_of_experts_stands_where_megatron_has_it_without_single_layers()
         "expert_load_max": 1.75,
         "moe/z_loss_layer_3": 4.25,
     }
-    line = format_console_line(_record(**balance), NOW)
+    line = format_console_line(iteration_record(**balance), NOW)
     assert " lm loss: 6.912345E+00 | load_balancing_loss: 1.250000E+00 | z_loss: 4.500000E+00 | loss scale: " in line
     assert " | grad norm: 1.234 | number of skipped" in line
     assert line.endswith(" MFU: 41.23% | expert load max: 1.750 |")
@@ -129,7 +98,7 @@ def test_balance_of_experts_stands_where_megatron_has_it_without_single_layers()
 
 
 def test_a_skipped_iteration_has_no_loss_and_no_norm() -> None:
-    line = format_console_line(_record(lm_loss=None, grad_norm=None, skipped=1, nan_iterations=1), NOW, False)
+    line = format_console_line(iteration_record(lm_loss=None, grad_norm=None, skipped=1, nan_iterations=1), NOW, False)
     assert "lm loss" not in line
     assert "grad norm" not in line
     assert "throughput" not in line
@@ -137,7 +106,7 @@ def test_a_skipped_iteration_has_no_loss_and_no_norm() -> None:
 
 
 def test_the_evaluation_stands_between_dashes_as_long_as_megatrons() -> None:
-    above, line, below = format_evaluation_lines(_evaluation(100)).split("\n")
+    above, line, below = format_evaluation_lines(evaluation_record(100)).split("\n")
     assert line == " validation loss at iteration 100 | lm loss value: 4.512345E+00 | lm loss PPL: 9.113528E+01 | "
     assert above == below == "-" * (len(line) + 1)
 
@@ -150,11 +119,11 @@ def test_the_set_is_named_after_the_last_iteration_as_in_megatron() -> None:
         (True, True): [" | ", " on validation set | "],
     }
     for (is_periodic, is_final), wanted in places.items():
-        record = _evaluation(7, is_periodic=is_periodic, is_final=is_final)
+        record = evaluation_record(7, is_periodic=is_periodic, is_final=is_final)
         lines = [line for line in format_evaluation_lines(record).split("\n") if not line.startswith("---")]
         found = [line.removeprefix(" validation loss at iteration 7").partition("lm loss")[0] for line in lines]
         assert found == wanted
-    test = format_evaluation_lines(_evaluation(7, split="test", is_periodic=False, is_final=True))
+    test = format_evaluation_lines(evaluation_record(7, split="test", is_periodic=False, is_final=True))
     assert test.count("validation loss at iteration 7 on test set | lm loss value") == 1
 
 
@@ -167,8 +136,8 @@ def test_a_terminal_gets_one_short_line_for_each_record_and_files_get_megatrons(
     ):
         config = LoggingConfig(progress_bar=False, log_format=flag)  # type: ignore[arg-type]
         (console,) = _build(config, stream=stream)
-        console.write_iteration(_record())
-        console.write_evaluation(_evaluation(5))
+        console.write_iteration(iteration_record())
+        console.write_evaluation(evaluation_record(5))
         lines = stream.getvalue().splitlines()
         assert lines[0].startswith(" [") is not is_compact
         assert len(lines) == (2 if is_compact else 4)
@@ -178,10 +147,10 @@ def test_the_short_line_fits_a_terminal_and_says_what_is_left() -> None:
     stream = _Terminal()
     writer = CompactConsoleWriter(stream, log_throughput=True, train_iters=480_000)
     facts: dict[str, Any] = {"train_iters": 480_000, "tokens_per_s_per_gpu": 12345.6, "iteration_time_ms": 2000.0}
-    writer.write_iteration(_record(1000, elapsed_s=2000.0, **facts))
+    writer.write_iteration(iteration_record(1000, elapsed_s=2000.0, **facts))
     # With evaluations and saves: 4 s for each of 100 iterations since the first record.
-    writer.write_iteration(_record(1100, elapsed_s=2400.0, **facts))
-    writer.write_iteration(_record(480_000, elapsed_s=2500.0, **facts))
+    writer.write_iteration(iteration_record(1100, elapsed_s=2400.0, **facts))
+    writer.write_iteration(iteration_record(480_000, elapsed_s=2500.0, **facts))
     first, second, last = stream.getvalue().splitlines()
     assert second == ("  1100/480000  loss 6.9123  lr 1.00e-04  grad 1.234  12,346 tokens/s/GPU  MFU 41.2%  22 d left")
     assert first.endswith("MFU 41.2%  11 d left") and "left" not in last
@@ -189,12 +158,12 @@ def test_the_short_line_fits_a_terminal_and_says_what_is_left() -> None:
 
 
 def test_the_short_line_shows_what_is_unusual() -> None:
-    record = _record(lm_loss=None, grad_norm=None, skipped=2, nan_iterations=1, spike=7.25)
+    record = iteration_record(lm_loss=None, grad_norm=None, skipped=2, nan_iterations=1, spike=7.25)
     line = format_compact_line(record, None)
     assert "loss  none   lr" in line and "grad  none" in line
     assert line.endswith("  skipped 2  not finite 1  spike 7.2")
     assert "tokens/s" not in format_compact_line(record, None, log_throughput=False)
-    assert "skipped" not in format_compact_line(_record(), None)
+    assert "skipped" not in format_compact_line(iteration_record(), None)
 
 
 def test_the_bar_draws_nothing_before_the_first_record() -> None:
@@ -202,7 +171,7 @@ def test_the_bar_draws_nothing_before_the_first_record() -> None:
     bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
     stream.write("> model: 5 parameters\n")
     assert stream.getvalue() == "> model: 5 parameters\n"
-    bar.write_iteration(_record(5))
+    bar.write_iteration(iteration_record(5))
     bar.close()
     assert "5/10" in stream.getvalue()
 
@@ -210,7 +179,7 @@ def test_the_bar_draws_nothing_before_the_first_record() -> None:
 def test_timers_follow_the_line() -> None:
     stream = io.StringIO()
     writer = ConsoleWriter(stream, log_throughput=True)
-    writer.write_iteration(_record(timer_report="max time across ranks (ms):\n    forward: 1.00"))
+    writer.write_iteration(iteration_record(timer_report="max time across ranks (ms):\n    forward: 1.00"))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert "nan iterations:   0 |" in lines[0]
@@ -220,7 +189,7 @@ def test_timers_follow_the_line() -> None:
 def test_lines_print_above_the_progress_bar() -> None:
     stream = _Terminal()
     bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
-    bar.write_iteration(_record(5))
+    bar.write_iteration(iteration_record(5))
     stream.truncate(0)
     stream.seek(0)
     print_above_bar(stream, "a line of its own")
@@ -254,20 +223,6 @@ def _build(config: LoggingConfig, **changes: Any) -> list[MetricsWriter]:
     return build_writers(config, reported_run(**changes))
 
 
-def reported_run(**changes: Any) -> ReportedRun:
-    """A run from the start without checkpoints."""
-    facts: dict[str, Any] = {
-        "save_directory": None,
-        "flags": {},
-        "resume_iteration": 0,
-        "plot_interval": 1,
-        "train_iters": 100,
-        "stream": io.StringIO(),
-        "environment": {},
-    }
-    return ReportedRun(**(facts | changes))
-
-
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -276,9 +231,9 @@ def test_the_metrics_file_holds_the_agreed_keys_at_full_precision(tmp_path: Path
     path = tmp_path / "not" / "yet" / "metrics.jsonl"
     loss = 6.123456789012345
     writer = JsonlWriter(path, resume_iteration=0)
-    writer.write_iteration(_record(lm_loss=loss))
-    writer.write_evaluation(_evaluation(5, loss=loss))
-    writer.write_evaluation(_evaluation(6, loss=loss, split="test"))
+    writer.write_iteration(iteration_record(lm_loss=loss))
+    writer.write_evaluation(evaluation_record(5, loss=loss))
+    writer.write_evaluation(evaluation_record(6, loss=loss, split="test"))
     iteration, *evaluations = _lines(path)  # before close: each line is flushed as it is written
     writer.close()
     agreed = (
@@ -298,7 +253,7 @@ def test_the_metrics_file_holds_the_agreed_keys_at_full_precision(tmp_path: Path
 
 def test_the_metrics_file_holds_the_metrics_that_flags_ask_for(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_iteration=0)
-    writer.write_iteration(_record(num_zeros=None, params_norm=99.5))
+    writer.write_iteration(iteration_record(num_zeros=None, params_norm=99.5))
     writer.close()
     (record,) = _lines(tmp_path / "metrics.jsonl")
     assert (record["num_zeros"], record["params_norm"]) == (None, 99.5)
@@ -307,19 +262,19 @@ def test_the_metrics_file_holds_the_metrics_that_flags_ask_for(tmp_path: Path) -
 def test_the_first_record_of_a_process_describes_the_run(tmp_path: Path) -> None:
     flags = {"parallel": {"tensor_model_parallel_size": 2}, "data": {"path": tmp_path, "limit": math.inf}}
     writer = JsonlWriter(tmp_path / "metrics.jsonl", 0, flags)
-    writer.write_evaluation(_evaluation(0))
+    writer.write_evaluation(evaluation_record(0))
     for iteration in (1, 2):
-        writer.write_iteration(_record(iteration))
+        writer.write_iteration(iteration_record(iteration))
     writer.close()
     evaluation, first, second = _lines(tmp_path / "metrics.jsonl")
     stated = {"parallel": {"tensor_model_parallel_size": 2}, "data": {"path": str(tmp_path), "limit": None}}
-    assert first["run"] == {"world_size": _record(1).world_size, "flags": stated}
+    assert first["run"] == {"world_size": iteration_record(1).world_size, "flags": stated}
     assert "run" not in evaluation and "run" not in second
 
 
 def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
     writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_iteration=0)
-    writer.write_iteration(_record(lm_loss=math.nan, grad_norm=math.inf, mfu=None))
+    writer.write_iteration(iteration_record(lm_loss=math.nan, grad_norm=math.inf, mfu=None))
     writer.close()
     (record,) = _lines(tmp_path / "metrics.jsonl")
     assert (record["lm_loss"], record["grad_norm"], record["mfu"]) == (None, None, None)
@@ -330,15 +285,15 @@ def test_a_resumed_run_continues_the_history_of_its_checkpoint(tmp_path: Path) -
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path, resume_iteration=0)
     for iteration in range(1, 6):
-        writer.write_iteration(_record(iteration))
+        writer.write_iteration(iteration_record(iteration))
         if iteration in (3, 4):
-            writer.write_evaluation(_evaluation(iteration))
+            writer.write_evaluation(evaluation_record(iteration))
     writer.close()
     with path.open("a") as file:
         file.write('{"iteration": 6, "consumed_sam')
 
     resumed = JsonlWriter(path, resume_iteration=3)
-    resumed.write_iteration(_record(4, lm_loss=1.0))
+    resumed.write_iteration(iteration_record(4, lm_loss=1.0))
     resumed.close()
     assert [(line["iteration"], "lm_loss" in line) for line in _lines(path)] == [
         (1, True),
@@ -358,7 +313,7 @@ def test_any_torn_last_line_leaves_whole_records(tmp_path: Path, tail: str) -> N
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1, "lm_loss": 2.0}\n' + tail)
     writer = JsonlWriter(path, resume_iteration=2)
-    writer.write_iteration(_record(3))
+    writer.write_iteration(iteration_record(3))
     writer.close()
     iterations = [line["iteration"] for line in _lines(path)]
     assert iterations in ([1, 3], [1, 2, 3])
@@ -422,7 +377,7 @@ def test_a_disk_that_fails_during_the_run_costs_one_warning_and_no_training(
 
     monkeypatch.setattr(JsonlWriter, "_append", fail)
     for iteration in (1, 2):
-        jsonl.write_iteration(_record(iteration))
+        jsonl.write_iteration(iteration_record(iteration))
     jsonl.close()
     assert stream.getvalue().count("WARNING: --metrics-jsonl is disabled") == 1
     console.close()
@@ -446,8 +401,8 @@ def _tensorboard_run(directory: Path, resume: int, iterations: range, loss: floa
         time.sleep(1 - time.time() % 1)
     writer = TensorBoardWriter(directory, interval, resume)
     for iteration in iterations:
-        writer.write_iteration(_record(iteration, lm_loss=loss))
-    writer.write_evaluation(_evaluation(iterations[-1], loss=loss))
+        writer.write_iteration(iteration_record(iteration, lm_loss=loss))
+    writer.write_evaluation(evaluation_record(iterations[-1], loss=loss))
     writer.close()
 
 
@@ -519,7 +474,7 @@ WANDB_RUN = """
 import os, sys
 from megatron.config.logging import LoggingConfig
 from megatron.metrics.writer import build_writers
-from tests.training.test_writers import _evaluation, _record, reported_run
+from tests.training.reported_run import evaluation_record, iteration_record, reported_run
 
 first, last = int(sys.argv[1]), int(sys.argv[2])
 writers = build_writers(
@@ -529,9 +484,9 @@ writers = build_writers(
 )
 for iteration in range(first, last + 1):
     for writer in writers:
-        writer.write_iteration(_record(iteration))
+        writer.write_iteration(iteration_record(iteration))
 for writer in writers:
-    writer.write_evaluation(_evaluation(last))
+    writer.write_evaluation(evaluation_record(last))
     writer.close()
 """
 
@@ -621,7 +576,7 @@ def _fake_run(monkeypatch: pytest.MonkeyPatch, wandb: Any, tmp_path: Path) -> tu
     writers = _build(WANDB, stream=stream, save_directory=str(tmp_path), environment=environment)
     (writer,) = (writer for writer in writers if isinstance(writer, WandbWriter))
     for iteration in (1, 2, 3):
-        writer.write_iteration(_record(iteration))
+        writer.write_iteration(iteration_record(iteration))
     writer.close()
     return stream.getvalue(), wandb.arguments
 
@@ -658,7 +613,7 @@ def test_a_wandb_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch, tm
     stream = io.StringIO()
     (_, writer) = _build(WANDB, stream=stream, environment={"WANDB_API_KEY": "k"})
     for iteration in range(1, 50):
-        writer.write_iteration(_record(iteration))
+        writer.write_iteration(iteration_record(iteration))
     writer.close()
     released.set()
     assert stream.getvalue().count("WARNING: wandb is disabled") == 1
