@@ -18,6 +18,8 @@ from hypothesis import settings
 from tests import durations
 from tests.rank_pool import RankPool
 
+pytest_plugins = ("pytester",)
+
 # How long an example takes says more about the machine than about the code.
 settings.register_profile("default", deadline=None)
 
@@ -37,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where tests/gpu and the staged layouts compute"
     )
+    parser.addoption("--module-order", type=int, help="test files in an order that this seed draws")
+    parser.addoption(
+        "--compare-seconds", action="store_true", help="fail if the tests take longer than a reference load explains"
+    )
     parser.addoption("--kills", type=int, default=1, help="ranks to kill, one after the other, under each rendezvous")
 
 
@@ -45,7 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
     left_out = [item for item in items if not belongs_to_tier(item, config, item.path in named)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    kept = set(items) - set(left_out)
+    files = dict.fromkeys(item.path for item in items if item in kept)
+    order = list(files)
+    if config.getoption("--module-order") is not None:
+        random.Random(config.getoption("--module-order")).shuffle(order)
+    place = {path: number for number, path in enumerate(order)}
+    items[:] = sorted((item for item in items if item in kept), key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -60,13 +72,42 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+REFERENCE = pytest.StashKey[list[float]]()
+VERDICT = pytest.StashKey[str]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Time the reference load before the tests; not in a worker."""
+    if session.config.getoption("--compare-seconds") and not hasattr(session.config, "workerinput"):
+        session.config.stash[REFERENCE] = [durations.time_reference_load()]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Time the reference load again, and fail if the tests took longer than it explains."""
+    if REFERENCE in session.config.stash:
+        reference = [*session.config.stash[REFERENCE], durations.time_reference_load()]
+        total = sum(seconds_of_tests(session.config).values())
+        is_within, sentence = durations.compare(total, sum(reference) / len(reference), durations.recorded_times())
+        session.config.stash[VERDICT] = sentence
+        if not is_within:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Where the seconds of a long run went."""
-    reports = [one for found in terminalreporter.stats.values() for one in found if isinstance(one, pytest.TestReport)]
-    lines = durations.lines_of((one.nodeid, one.duration) for one in reports)
+    lines = durations.lines_of(seconds_of_tests(config))
+    lines += [config.stash[VERDICT]] if VERDICT in config.stash else []
     if lines:
         terminalreporter.section("seconds by folder")
         terminalreporter.write_line("\n".join(lines))
+
+
+def seconds_of_tests(config: pytest.Config) -> dict[str, float]:
+    """Of each test that has run."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    assert reporter is not None
+    reports = [one for found in reporter.stats.values() for one in found if isinstance(one, pytest.TestReport)]
+    return durations.seconds_of((one.nodeid, one.duration) for one in reports)
 
 
 def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) -> bool:

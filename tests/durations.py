@@ -1,12 +1,32 @@
-"""Where the seconds of a test run go: by folder, and the slowest tests."""
+"""Where the seconds of a test run go, and whether they have grown beyond what the machine explains.
 
+Seconds differ by a factor of two between machines and days. So a run with ``--compare-seconds`` times a fixed load
+before and after the tests, and compares their seconds with it.
+"""
+
+import json
+import subprocess
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 SLOWEST = 20
 LEAST_TESTS = 1000
 """Of a run that shows this: of a few files pytest's own ``--durations`` says enough."""
+RECORDED = Path(__file__).with_name("recorded_seconds.json")
+"""How many times the reference load the default tier takes."""
+MOST_GROWTH = 1.3
+WORKERS = 2
+
+
+def seconds_of(phases: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Seconds by test, from (test, seconds) of set-up, call and tear-down."""
+    seconds: dict[str, float] = defaultdict(float)
+    for test, spent in phases:
+        seconds[test] += spent
+    return seconds
 
 
 def by_folder(seconds: Mapping[str, float]) -> dict[str, tuple[float, int]]:
@@ -21,16 +41,40 @@ def by_folder(seconds: Mapping[str, float]) -> dict[str, tuple[float, int]]:
     return {folder: (total[folder], number[folder]) for folder in sorted(total, key=lambda one: -total[one])}
 
 
-def lines_of(phases: Iterable[tuple[str, float]]) -> list[str]:
-    """The summary of (test, seconds) of set-up, call and tear-down; empty for a short run."""
-    seconds: dict[str, float] = defaultdict(float)
-    for test, spent in phases:
-        seconds[test] += spent
+def lines_of(seconds: Mapping[str, float]) -> list[str]:
+    """The summary of ``seconds`` by test; empty for a short run."""
     if len(seconds) < LEAST_TESTS:
         return []
-    folders = by_folder(seconds)
     lines = [f"{sum(seconds.values()):8.0f} s in {len(seconds):,} tests, of all workers together"]
-    lines += [f"{spent:8.0f} s  {folder} ({number:,})" for folder, (spent, number) in folders.items()]
+    lines += [f"{spent:8.0f} s  {folder} ({number:,})" for folder, (spent, number) in by_folder(seconds).items()]
     lines += [f"{SLOWEST} slowest:"]
     lines += [f"{seconds[test]:8.1f} s  {test}" for test in sorted(seconds, key=lambda one: -seconds[one])[:SLOWEST]]
     return lines
+
+
+def time_reference_load() -> float:
+    """Seconds of the fixed load, on as many processes at once as run tests: each imports everything, and trains."""
+    start = time.monotonic()
+    processes = [subprocess.Popen([sys.executable, "-m", "tests.reference_load"]) for _ in range(WORKERS)]
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * WORKERS, codes
+    return time.monotonic() - start
+
+
+def compare(total: float, reference: float, recorded: float) -> tuple[bool, str]:
+    """Whether ``total`` seconds of tests are within the limit, ``recorded`` times ``reference`` and what may be added;
+    and a sentence."""
+    times = total / reference
+    growth = times / recorded
+    sentence = f"{times:.0f} times the reference load of {reference:.1f} s; recorded were {recorded:.0f} times"
+    if growth <= MOST_GROWTH:
+        return True, f"{sentence}."
+    return False, (
+        f"{sentence}, of which this is {growth:.2f} times: make tests quicker, mark rare ones slow, or record the new"
+        f" figure in tests/{RECORDED.name}."
+    )
+
+
+def recorded_times() -> float:
+    """The recorded multiple of the reference load."""
+    return float(json.loads(RECORDED.read_text(encoding="utf-8"))["times_reference_load"])
