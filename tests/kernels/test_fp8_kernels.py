@@ -1,8 +1,9 @@
 """Which kernels FP8 linear layers get where, what their trials find, and what is refused."""
 
-import importlib.util
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.kernels import KernelConfig
-from megatron.core.kernels import fp8 as fp8_kernels
-from megatron.core.kernels import selection
 from megatron.core.kernels.choice import Unavailable
-from megatron.core.kernels.fp8 import try_quantization, try_weight_gradient
-from megatron.core.kernels.selection import Setting, choose_kernels
-from megatron.core.kernels.trials import TrialSizes
+from megatron.core.kernels.request import KernelRequest, Machine
+from megatron.core.kernels.selection import choose_kernels
+from megatron.core.kernels.trials import Trials, TrialSizes, try_fp8_weight_gradient, try_quantization
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.fp8 import EagerQuantization, SeparateFp8WeightGradient, widened_gemm
 from megatron.core.ops.quantized import Layout, QuantizedTensor
@@ -23,18 +22,23 @@ from megatron.errors import ConfigError
 
 CPU = torch.device("cpu")
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64,))
-ON_CPU = Setting(CPU, torch.bfloat16, torch.float32, SIZES, fp8=True)
-ON_GPU = replace(ON_CPU, device=torch.device("cuda"))
+ON_CPU = KernelRequest(Machine(CPU), torch.bfloat16, torch.float32, SIZES, fp8=True)
+ON_GPU = replace(ON_CPU, machine=Machine(torch.device("cuda")))
+WITHOUT_TRITON = replace(ON_GPU, machine=replace(ON_GPU.machine, missing_for_triton="Triton, which is not installed"))
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for every Triton kernel of FP8."""
+    made = object()
+    kernels = SimpleNamespace(TritonQuantization=lambda: made, TritonFp8WeightGradient=lambda: made)
+    for module in ("quantize", "fp8_weight_gradient"):
+        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", kernels)
+    return made
 
 
-def fp8_rows(setting: Setting, *entries: str) -> dict[str, tuple[str, str]]:
-    choices = choose_kernels(KernelConfig(kernel=entries), setting).choices
+def fp8_rows(request: KernelRequest, *entries: str) -> dict[str, tuple[str, str]]:
+    choices = choose_kernels(KernelConfig(kernel=entries), request).choices
     return {one.operation: (one.implementation, one.reason) for one in choices if one.operation.startswith("fp8_")}
 
 
@@ -47,43 +51,32 @@ def test_the_rows_are_in_the_table_of_a_run_in_fp8_alone() -> None:
     assert fp8_rows(replace(ON_CPU, fp8=False)) == {}
 
 
-def test_gpus_quantise_in_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = object()
-    monkeypatch.setattr(fp8_kernels, "_triton_kernel", lambda setting, module, name: made)
+def test_gpus_quantise_in_triton_where_it_is_installed(triton: Any) -> None:
     found = choose_kernels(KernelConfig(), ON_GPU)
-    assert found.fp8.quantization is made
+    assert found.fp8.quantization is triton
     assert isinstance(found.fp8.weight_gradient, SeparateFp8WeightGradient), "the Triton GEMM must be asked for"
-    assert choose_kernels(KernelConfig(kernel=("fp8_weight_gradient=triton",)), ON_GPU).fp8.weight_gradient is made
+    asked = choose_kernels(KernelConfig(kernel=("fp8_weight_gradient=triton",)), ON_GPU)
+    assert asked.fp8.weight_gradient is triton
     assert fp8_rows(ON_GPU, "fp8_quantization=eager")["fp8_quantization"][0] == "eager"
-    monkeypatch.undo()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
     reason = "it needs Triton, which is not installed"
-    assert fp8_rows(ON_GPU)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
+    assert fp8_rows(WITHOUT_TRITON)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
 
 
-def test_a_kernel_that_fails_its_trial_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_kernels, "_triton_kernel", lambda setting, module, name: None)
-    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
-    monkeypatch.setattr(Setting, "is_hopper", False)
-    for trial in ("try_scaled_gemm", "try_rms_norm", "try_swiglu", "try_rotation", "try_cross_entropy"):
-        monkeypatch.setattr(selection, trial, lambda *arguments: None)
-    monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
-    trials = ("try_quantization", "try_weight_gradient")
-    for trial in trials:
-        monkeypatch.setattr(fp8_kernels, trial, lambda *arguments: None)
-    others = ("attention=reference", "weight_gradient=separate")
-    assert fp8_rows(ON_GPU, *others)["fp8_quantization"][0] == "triton"
+def test_a_kernel_that_fails_its_trial_is_not_chosen(triton: Any) -> None:
+    def passing(*arguments: Any) -> None:
+        pass
 
     def failing(*arguments: Any) -> None:
         raise RuntimeError("no kernel image\nfor this device")
 
-    for trial in trials:
-        monkeypatch.setattr(fp8_kernels, trial, failing)
+    passes = Trials(**dict.fromkeys((one.name for one in fields(Trials)), passing))
+    request = replace(ON_GPU, machine=replace(ON_GPU.machine, can_try=True, capability=(8, 9)), trials=passes)
+    assert fp8_rows(request)["fp8_quantization"][0] == "triton"
+    request = replace(request, trials=replace(passes, fp8_quantization=failing, fp8_weight_gradient=failing))
     reason = "a trial failed (no kernel image)"
-    assert fp8_rows(ON_GPU, *others)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
+    assert fp8_rows(request)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
     with pytest.raises(ConfigError) as error:
-        fp8_rows(ON_GPU, *others, "fp8_weight_gradient=triton")
+        fp8_rows(request, "fp8_weight_gradient=triton")
     assert str(error.value) == (
         f"--kernel fp8_weight_gradient=triton is not available: {reason}; available: separate: use one of these, or "
         "remove it."
@@ -148,7 +141,7 @@ def finite(operand: QuantizedTensor) -> QuantizedTensor:
 def test_the_definition_passes_its_trial() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         try_quantization(EagerQuantization(), CPU, dtype)
-        try_weight_gradient(SeparateFp8WeightGradient(widened_gemm), CPU, dtype)
+        try_fp8_weight_gradient(SeparateFp8WeightGradient(widened_gemm), CPU, dtype)
 
 
 @pytest.mark.parametrize(
@@ -173,4 +166,4 @@ class OverwritesOnly(SeparateFp8WeightGradient):
 
 def test_a_trial_sees_a_gradient_that_is_not_added() -> None:
     with pytest.raises(Unavailable, match="another gradient"):
-        try_weight_gradient(OverwritesOnly(widened_gemm), CPU, torch.float32)
+        try_fp8_weight_gradient(OverwritesOnly(widened_gemm), CPU, torch.float32)

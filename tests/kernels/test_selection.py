@@ -4,7 +4,8 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +15,12 @@ from torch import Tensor
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.backends.flash_attention import FlashAttention3
-from megatron.core.kernels import attention, choice, grouped, selection
+from megatron.core.kernels import choice
 from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, table
-from megatron.core.kernels.selection import (
-    Kernels,
-    Setting,
-    choose_kernels,
-    compiler_obstacle,
-)
-from megatron.core.kernels.toolchain import missing_for_triton
-from megatron.core.kernels.trials import TrialSizes, try_compiler
+from megatron.core.kernels.request import KernelRequest, Machine
+from megatron.core.kernels.selection import Kernels, choose_kernels
+from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
+from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
 from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
@@ -38,25 +35,17 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
-def setting(device: torch.device = CPU, weight: torch.dtype = torch.bfloat16, **more: Any) -> Setting:
+HOPPER = Machine(GPU, capability=(9, 0))
+
+
+def request(machine: Machine | torch.device = CPU, weight: torch.dtype = torch.bfloat16, **more: Any) -> KernelRequest:
+    machine = machine if isinstance(machine, Machine) else Machine(machine)
     gradient = weight if weight == torch.float64 else torch.float32
-    return Setting(device, weight, more.pop("gradient", gradient), SIZES, **more)
+    return KernelRequest(machine, weight, more.pop("gradient", gradient), SIZES, **more)
 
 
 def names(kernels: Kernels) -> dict[str, str]:
     return {choice.operation: choice.implementation for choice in kernels.choices}
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one, trials of kernels, and whether it is a Hopper, would decide."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def trials() -> Iterator[tuple[ModuleType, str]]:
-    """The trials that each module calls."""
-    for module in (attention, grouped, selection):
-        yield from ((module, name) for name in vars(module) if name.startswith("try_"))
 
 
 @pytest.fixture
@@ -91,9 +80,7 @@ ON_A_GPU = {
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if what torch.compile and Triton's kernels need were there."""
-    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: None)
-    monkeypatch.setattr(selection, "missing_for_triton", lambda: None)
+    """As if Triton were there."""
     monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.rope", SimpleNamespace(rotate=rotate_))
     quantising = SimpleNamespace(TritonSwiGLU=EagerSwiGLU, TritonRMSNorm=EagerRMSNorm)
     for module in ("swiglu", "rms_norm"):
@@ -102,21 +89,21 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpus_get_eager_kernels() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert names(choose_kernels(KernelConfig(), setting(weight=dtype))) == ON_A_CPU
-    in_fp64 = choose_kernels(KernelConfig(), setting(weight=torch.float64))
+        assert names(choose_kernels(KernelConfig(), request(weight=dtype))) == ON_A_CPU
+    in_fp64 = choose_kernels(KernelConfig(), request(weight=torch.float64))
     assert names(in_fp64) == ON_A_CPU | {"weight_gradient": "in_place"}
 
 
 def test_gpus_get_compiled_kernels_and_products_in_place(triton: None) -> None:
-    assert names(choose_kernels(KernelConfig(), setting(GPU))) == ON_A_GPU
-    merged = choose_kernels(KernelConfig(), setting(GPU, needs_log_sum_exp=True))
+    assert names(choose_kernels(KernelConfig(), request(GPU))) == ON_A_GPU
+    merged = choose_kernels(KernelConfig(), request(GPU, needs_log_sum_exp=True))
     assert names(merged) == ON_A_GPU | {"attention": "flash"}
 
 
 def test_where_scales_are_known_before_norms_and_swiglu_quantise(triton: None) -> None:
-    delayed = setting(GPU, has_delayed_scales=True)
+    delayed = request(GPU, has_delayed_scales=True)
     assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}
-    assert names(choose_kernels(KernelConfig(), setting(has_delayed_scales=True))) == ON_A_CPU
+    assert names(choose_kernels(KernelConfig(), request(has_delayed_scales=True))) == ON_A_CPU
 
 
 @pytest.mark.parametrize(
@@ -133,13 +120,12 @@ def test_our_layers_know_scales_before_under_delayed_scaling(flags: str, has_the
     assert has_delayed_scales(parse_command_line([*required.split(), *flags.split()])) is has_them
 
 
-def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "compiler_obstacle", lambda setting: "a compiler is missing")
-    monkeypatch.setattr(selection, "missing_for_triton", lambda: "a compiler")
-    kernels = choose_kernels(KernelConfig(), setting(GPU))
+def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why() -> None:
+    machine = Machine(GPU, missing_for_triton="a compiler", missing_for_inductor="a compiler")
+    kernels = choose_kernels(KernelConfig(), request(machine))
     reasons = {choice.operation: choice.reason for choice in kernels.choices}
     assert names(kernels)["rope"] == names(kernels)["swiglu"] == "eager"
-    obstacles = "(not triton: it needs a compiler; not compiled: a compiler is missing)"
+    obstacles = "(not triton: it needs a compiler; not compiled: torch.compile needs a compiler)"
     assert reasons["rope"] == f"one operation after the other {obstacles}"
 
 
@@ -147,15 +133,13 @@ def test_torch_compile_needs_a_compiler_and_on_gpus_triton(monkeypatch: pytest.M
     programs, modules = {"gcc", "g++"}, {"triton"}
     monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in modules else None)
-    assert compiler_obstacle(setting()) is compiler_obstacle(setting(GPU)) is missing_for_triton() is None
+    assert missing_for_inductor(False) is missing_for_inductor(True) is missing_for_triton() is None
     modules.clear()
-    assert missing_for_triton() == "Triton, which is not installed"
-    assert compiler_obstacle(setting()) is None
-    assert "Triton" in str(compiler_obstacle(setting(GPU)))
+    assert missing_for_triton() == "Triton, which is not installed" == missing_for_inductor(True)
+    assert missing_for_inductor(False) is None
     programs.clear()
-    assert "needs a compiler (g++" in str(compiler_obstacle(setting()))
+    assert str(missing_for_inductor(False)).startswith("a compiler (g++")
     modules.add("triton")
-    assert "needs a compiler (gcc" in str(compiler_obstacle(setting(GPU)))
     assert str(missing_for_triton()).startswith("a compiler (gcc")
 
 
@@ -174,21 +158,20 @@ def test_a_compiler_that_fails_or_is_wrong_is_told(monkeypatch: pytest.MonkeyPat
     assert try_compiler(CPU) is None
 
 
-def test_the_compiler_is_tried_once_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_tried_once_where_there_is_a_gpu() -> None:
     tried: list[torch.device] = []
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
 
     def failing(device: torch.device) -> str:
         tried.append(device)
         return "it fails"
 
-    monkeypatch.setattr(selection, "try_compiler", failing)
-    assert compiler_obstacle(setting(GPU)) is None and not tried
-    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
-    where = setting(GPU)
-    assert compiler_obstacle(where) == compiler_obstacle(where) == "it fails"
+    assert request(GPU, trials=Trials(compiler=failing)).compiler_obstacle is None and not tried
+    where = request(Machine(GPU, can_try=True), trials=Trials(compiler=failing))
+    assert where.compiler_obstacle == where.compiler_obstacle == "it fails"
     assert tried == [GPU]
+
+
+ADA = Machine(GPU, can_try=True, capability=(8, 9))
 
 
 def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
@@ -202,70 +185,62 @@ def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pyt
 
         return trial
 
-    for module, name in trials():
-        if name != "try_compiler":
-            monkeypatch.setattr(module, name, note(name))
-    monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
-    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
-    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))
     monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
-    where = setting(GPU, masks_attention=True, resets_positions=True, fp8=True)
-    choose_kernels(KernelConfig(), where)
+    trials = Trials(**{one.name: note(one.name) for one in fields(Trials)})
+    choose_kernels(KernelConfig(), request(ADA, masks_attention=True, resets_positions=True, fp8=True, trials=trials))
     of_run = (SIZES, GPU, torch.bfloat16)
     assert tried == {
-        "try_attention": (*of_run, True),
-        "try_weight_gradient": (GPU, torch.bfloat16, torch.float32),
-        "try_rms_norm": of_run,
-        "try_swiglu": of_run,
-        "try_rotation": (*of_run, True),
-        "try_cross_entropy": of_run,
-        "try_scaled_gemm": (GPU, torch.bfloat16),
+        "compiler": (),
+        "attention": (*of_run, True),
+        "weight_gradient": (GPU, torch.bfloat16, torch.float32),
+        "rms_norm": of_run,
+        "swiglu": of_run,
+        "rotation": (*of_run, True),
+        "cross_entropy": of_run,
+        "scaled_gemm": (GPU, torch.bfloat16),
+        "fp8_quantization": (GPU, torch.bfloat16),
     }
     # Otherwise the first step would compile for any size.
     assert events[-1] == "reset"
 
 
-def test_fp8_gemms_that_fail_are_an_error_with_the_flag(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+def test_fp8_gemms_that_fail_are_an_error_with_the_flag(triton: None) -> None:
     def failing(*arguments: Any) -> None:
         raise Unavailable("a trial had a relative error of 50%")
 
-    for module, name in trials():
-        monkeypatch.setattr(module, name, failing if name == "try_scaled_gemm" else lambda *arguments: None)
-    monkeypatch.setattr(selection, "supports_fp8", lambda device: True)
-    monkeypatch.setattr(Setting, "can_try", property(lambda self: True))
-    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: False))
-    choose_kernels(KernelConfig(), setting(GPU))
+    passing: dict[str, Any] = dict.fromkeys((one.name for one in fields(Trials)), lambda *arguments: None)
+    trials = Trials(**passing | {"scaled_gemm": failing})
+    choose_kernels(KernelConfig(), request(ADA, trials=trials))
     with pytest.raises(ConfigError, match=r"--fp8-format needs FP8 GEMMs.*error of 50%; remove it, or use"):
-        choose_kernels(KernelConfig(), setting(GPU, fp8=True))
+        choose_kernels(KernelConfig(), request(ADA, fp8=True, trials=trials))
 
 
 def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
-    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
-    kernels = choose_kernels(KernelConfig(), setting(GPU))
+    kernels = choose_kernels(KernelConfig(), request(HOPPER))
     assert type(kernels.attention) is CudnnAttention
     attention = next(choice for choice in kernels.choices if choice.operation == "attention")
     assert attention.reason.endswith("(not flash3: FlashAttention 3 is not installed (no module flash_attn_interface))")
-    assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="flash")))["attention"] == "flash"
+    assert names(choose_kernels(KernelConfig(), request(HOPPER, attention_backend="flash")))["attention"] == "flash"
     monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
     for backend in ("auto", "flash"):
-        found = choose_kernels(KernelConfig(), setting(GPU, attention_backend=backend))
+        found = choose_kernels(KernelConfig(), request(HOPPER, attention_backend=backend))
         assert names(found)["attention"] == "flash3"
-    assert names(choose_kernels(KernelConfig(), setting(GPU, attention_backend="fused")))["attention"] == "cudnn"
+    assert names(choose_kernels(KernelConfig(), request(HOPPER, attention_backend="fused")))["attention"] == "cudnn"
 
 
 def test_with_documents_kernels_with_a_varlen_call_come_first(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
-    def chosen(wanted: str | None = None, **more: Any) -> tuple[str, str]:
+    def chosen(wanted: str | None = None, machine: Machine = HOPPER, **more: Any) -> tuple[str, str]:
         config = KernelConfig(kernel=() if wanted is None else (f"attention={wanted}",))
-        choices = choose_kernels(config, setting(GPU, masks_attention=True, **more)).choices
+        choices = choose_kernels(config, request(machine, masks_attention=True, **more)).choices
         attention = next(choice for choice in choices if choice.operation == "attention")
         return attention.implementation, attention.reason
 
-    assert chosen()[0] == "flash"
-    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
+    assert chosen(machine=Machine(GPU))[0] == "flash"
     for more in ({}, {"needs_log_sum_exp": True}, {"engine": transformer_engine()}):
         assert chosen(**more)[0] == "flash" and "plan" not in chosen(**more)[1]
-    for asked in ({"attention_backend": "fused"}, {"wanted": "cudnn"}):
-        name, reason = chosen(**asked)
+    asked: tuple[dict[str, Any], ...] = ({"attention_backend": "fused"}, {"wanted": "cudnn"})
+    for more in asked:
+        name, reason = chosen(**more)
         assert name == "cudnn" and reason.endswith(
             "; one call per document, and cuDNN builds a plan for every new length while the step waits"
         )
@@ -278,22 +253,19 @@ def test_with_documents_kernels_with_a_varlen_call_come_first(monkeypatch: pytes
     assert chosen()[0] == "flash3"
 
 
-def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, triton: None, deterministic: None
-) -> None:
-    monkeypatch.setattr(Setting, "is_hopper", property(lambda self: True))
-    assert names(choose_kernels(KernelConfig(), setting(GPU)))["attention"] == "sdpa"
+def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(triton: None, deterministic: None) -> None:
+    assert names(choose_kernels(KernelConfig(), request(HOPPER)))["attention"] == "sdpa"
     with pytest.raises(ConfigError, match="its backward pass is not deterministic"):
-        choose_kernels(KernelConfig(kernel=("attention=cudnn",)), setting(GPU))
+        choose_kernels(KernelConfig(kernel=("attention=cudnn",)), request(GPU))
 
 
 def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(triton: None) -> None:
     theirs = ON_A_GPU | {"linear": "transformer_engine", "attention": "te"}
     engine = transformer_engine()
-    assert names(choose_kernels(KernelConfig(), setting(GPU, engine=engine))) == theirs
-    merged = choose_kernels(KernelConfig(), setting(GPU, engine=engine, needs_log_sum_exp=True))
+    assert names(choose_kernels(KernelConfig(), request(GPU, engine=engine))) == theirs
+    merged = choose_kernels(KernelConfig(), request(GPU, engine=engine, needs_log_sum_exp=True))
     assert names(merged) == theirs | {"attention": "flash"}
-    named = choose_kernels(KernelConfig(), setting(GPU, engine=engine, attention_backend="fused"))
+    named = choose_kernels(KernelConfig(), request(GPU, engine=engine, attention_backend="fused"))
     assert names(named)["attention"] == "cudnn"
 
 
@@ -313,7 +285,7 @@ def test_a_flag_forces_one_kernel_and_no_other(
 ) -> None:
     config = KernelConfig(**flags)
     config.check()
-    kernels = choose_kernels(config, setting(GPU))
+    kernels = choose_kernels(config, request(GPU))
     assert names(kernels) == ON_A_GPU | {operation: implementation}
     assert next(choice for choice in kernels.choices if choice.operation == operation).reason.startswith("asked for by")
 
@@ -321,30 +293,30 @@ def test_a_flag_forces_one_kernel_and_no_other(
 @pytest.mark.parametrize(
     ("entry", "where", "message"),
     [
-        ("rms_norm=apex", setting(), "it needs a GPU; available: compiled, eager: use one of these"),
-        ("rms_norm=apex", setting(GPU), "apex is not installed (no module fused_layer_norm_cuda); available:"),
-        ("adam=te", setting(GPU), "Transformer Engine is not installed"),
-        ("adam=apex", setting(GPU), "apex is not installed (no module amp_C); available: torch"),
-        ("l2_norm=apex", setting(GPU, torch.float64), "it does not support fp64"),
+        ("rms_norm=apex", request(), "it needs a GPU; available: compiled, eager: use one of these"),
+        ("rms_norm=apex", request(GPU), "apex is not installed (no module fused_layer_norm_cuda); available:"),
+        ("adam=te", request(GPU), "Transformer Engine is not installed"),
+        ("adam=apex", request(GPU), "apex is not installed (no module amp_C); available: torch"),
+        ("l2_norm=apex", request(GPU, torch.float64), "it does not support fp64"),
         (
             "weight_gradient=in_place",
-            setting(),
+            request(),
             "torch has no in-place kernel for bfloat16 products and float32 gradients on cpu",
         ),
-        ("swiglu=triton", setting(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
-        ("swiglu=triton", setting(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
-        ("rms_norm=triton", setting(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
-        ("rms_norm=triton", setting(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
-        ("rope=triton", setting(), "it needs a GPU; available: compiled, eager: use one of these"),
-        ("weight_gradient=apex", setting(), "apex only accumulates half-precision products in fp32 on GPUs"),
-        ("attention=flash3", setting(GPU), "FlashAttention 3 is not installed"),
-        ("attention=te", setting(GPU), "it needs --transformer-impl transformer_engine; available:"),
-        ("attention=cudnn", setting(), "it does not support bfloat16 on cpu; available:"),
-        ("attention=sdpa", setting(needs_log_sum_exp=True), "it does not return the log-sum-exp"),
+        ("swiglu=triton", request(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
+        ("swiglu=triton", request(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
+        ("rms_norm=triton", request(has_delayed_scales=True), "it needs a GPU; available: compiled, eager: use one"),
+        ("rms_norm=triton", request(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
+        ("rope=triton", request(), "it needs a GPU; available: compiled, eager: use one of these"),
+        ("weight_gradient=apex", request(), "apex only accumulates half-precision products in fp32 on GPUs"),
+        ("attention=flash3", request(GPU), "FlashAttention 3 is not installed"),
+        ("attention=te", request(GPU), "it needs --transformer-impl transformer_engine; available:"),
+        ("attention=cudnn", request(), "it does not support bfloat16 on cpu; available:"),
+        ("attention=sdpa", request(needs_log_sum_exp=True), "it does not return the log-sum-exp"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_what_is_there(
-    entry: str, where: Setting, message: str, triton: None
+    entry: str, where: KernelRequest, message: str, triton: None
 ) -> None:
     with pytest.raises(ConfigError) as error:
         choose_kernels(KernelConfig(kernel=(entry,)), where)
@@ -357,7 +329,7 @@ def test_every_implementation_of_the_flag_is_a_candidate() -> None:
     for operation, known in IMPLEMENTATIONS.items():
         for implementation in known:
             try:
-                choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), setting(fp8=True))
+                choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), request(fp8=True))
             except ConfigError as error:
                 assert "is not available" in str(error)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import KernelConfig
 from megatron.core.gradient import GradientProduct
-from megatron.core.kernels import grouped
 from megatron.core.kernels.choice import Choice, Unavailable
-from megatron.core.kernels.grouped import ExpertSizes, try_grouped_gemm
-from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
-from megatron.core.kernels.trials import TrialSizes
+from megatron.core.kernels.grouped import grouped_gemm_candidates
+from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
+from megatron.core.kernels.selection import Kernels, choose_kernels
+from megatron.core.kernels.trials import Trials, TrialSizes, try_grouped_gemm
 from megatron.core.models.kernels import build_kernels, expert_sizes
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
@@ -28,16 +28,10 @@ EXPERTS = ExpertSizes(4, 32, 48)
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one, its trial would decide."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
 def choice(device: torch.device, dtype: torch.dtype, *flags: str, experts: ExpertSizes | None = EXPERTS) -> Choice:
     gradient = dtype if dtype == torch.float64 else torch.float32
-    setting = Setting(device, dtype, gradient, SIZES, experts=experts)
-    return choice_of(choose_kernels(KernelConfig(kernel=flags), setting))
+    request = KernelRequest(Machine(device), dtype, gradient, SIZES, experts=experts)
+    return choice_of(choose_kernels(KernelConfig(kernel=flags), request))
 
 
 def choice_of(kernels: Kernels) -> Choice:
@@ -91,17 +85,16 @@ def test_what_cannot_be_honoured_is_refused_with_the_reason(
     assert "loop" in str(error.value)
 
 
-def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Setting, "can_try", property(lambda self: self.experts is not None))
-    setting = Setting(GPU, torch.bfloat16, torch.float32, SIZES, experts=EXPERTS)
+def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails() -> None:
     tried: list[Any] = []
 
     def failing(*given: Any) -> None:
         tried.append(given[1:])
         raise Unavailable("a trial had a relative error of 50%")
 
-    monkeypatch.setattr(grouped, "try_grouped_gemm", failing)
-    candidates = {one.name: one for one in grouped.grouped_gemm_candidates(setting, LoopGroupedGemm()._kernel)}
+    machine, trials = Machine(GPU, can_try=True), Trials(grouped_gemm=failing)
+    request = KernelRequest(machine, torch.bfloat16, torch.float32, SIZES, experts=EXPERTS, trials=trials)
+    candidates = {one.name: one for one in grouped_gemm_candidates(request, LoopGroupedGemm()._kernel)}
     with pytest.raises(Unavailable, match="error of 50%"):
         candidates["grouped_mm"].ready("grouped_gemm")
     assert tried == [(GPU, torch.bfloat16, torch.float32)]

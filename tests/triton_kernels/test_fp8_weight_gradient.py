@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.fp8 import try_weight_gradient
+from megatron.core.kernels.trials import try_fp8_weight_gradient
 from megatron.core.ops.fp8 import E4M3, E5M2, Fp8WeightGradientKernel, SeparateFp8WeightGradient, widened_gemm
 from megatron.core.ops.quantized import QuantizedTensor
 from tests.triton_kernels.worker import TritonProcess
@@ -76,7 +76,7 @@ def test_an_overflow_of_an_operand_makes_the_gradient_nan(interpreter: TritonPro
 
 
 def check_trial(buffer_dtype: torch.dtype) -> None:
-    try_weight_gradient(kernel(), torch.device("cpu"), buffer_dtype)
+    try_fp8_weight_gradient(kernel(), torch.device("cpu"), buffer_dtype)
 
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

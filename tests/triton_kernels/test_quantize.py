@@ -13,7 +13,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad
-from megatron.core.kernels.fp8 import try_quantization
+from megatron.core.kernels.trials import try_quantization
 from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Kernels, Quantization, amax_of, widened_gemm
 from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel

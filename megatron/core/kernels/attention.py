@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.config.kernels import Wanted
 from megatron.core.kernels.choice import Candidate, Unavailable, load, short_name
-from megatron.core.kernels.trials import try_attention
+from megatron.core.kernels.request import KernelRequest
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
@@ -18,9 +17,6 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     attention_kernels,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.kernels.selection import Setting
 
 _ATTENTION: dict[str, Callable[[], AttentionKernel]] = {
     "flash3": lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
@@ -45,58 +41,58 @@ _COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "s
 """What kernels without a varlen call cost where documents mask attention."""
 
 
-def attention_candidates(setting: "Setting", wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
+def attention_candidates(request: KernelRequest, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
     makers: dict[str, Callable[[], AttentionKernel]] = {
-        "te": partial(_transformer_engine_attention, setting),
+        "te": partial(_transformer_engine_attention, request),
         **_ATTENTION,
     }
     merits = {"te": "Transformer Engine chooses the kernel", **_MERITS}
 
     def trial(kernel: AttentionKernel) -> None:
         if not isinstance(kernel, ReferenceAttention):
-            try_attention(kernel, setting.sizes, setting.device, setting.weight, setting.masks_attention)
+            request.trials.attention(kernel, request.sizes, request.device, request.weight, request.masks_attention)
 
-    costs = _COSTS_OF_DOCUMENTS if setting.masks_attention and setting.on_gpu else {}
+    costs = _COSTS_OF_DOCUMENTS if request.masks_attention and request.on_gpu else {}
     return [
         Candidate(
             name,
-            partial(_usable_attention, makers[name], setting),
+            partial(_usable_attention, makers[name], request),
             merits[name],
-            trial=setting.trial(trial),
+            trial=request.trial(trial),
             cost=costs.get(name, ""),
         )
-        for name in (_preferred_attention(setting) if wanted is None else makers)
+        for name in (_preferred_attention(request) if wanted is None else makers)
     ]
 
 
-def _preferred_attention(setting: "Setting") -> list[str]:
+def _preferred_attention(request: KernelRequest) -> list[str]:
     """Names in order of preference. With documents, kernels with a varlen call come before those that build a plan for
     every length; under context parallelism, too, because documents cut the tiles."""
     name_of = {kernel: name for name, kernel in _ATTENTION.items()}
-    backend, in_documents = setting.attention_backend, setting.masks_attention
+    backend, in_documents = request.attention_backend, request.masks_attention
     names = [name_of[type(kernel)] for kernel in attention_kernels(backend, in_documents)]
-    if backend == "auto" and setting.is_hopper:
+    if backend == "auto" and request.machine.is_hopper:
         names.insert(names.index("reference") if in_documents else 0, "cudnn")
-    if backend in ("auto", "flash") and setting.is_hopper:
+    if backend in ("auto", "flash") and request.machine.is_hopper:
         names.insert(0, "flash3")
-    if backend == "auto" and setting.engine is not None:
+    if backend == "auto" and request.engine is not None:
         names.insert(names.index("sdpa") if in_documents else 0, "te")
     return list(dict.fromkeys(names))
 
 
-def _transformer_engine_attention(setting: "Setting") -> AttentionKernel:
-    if setting.engine is None:
+def _transformer_engine_attention(request: KernelRequest) -> AttentionKernel:
+    if request.engine is None:
         raise Unavailable("it needs --transformer-impl transformer_engine")
     from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
 
-    return TransformerEngineAttention(setting.engine)
+    return TransformerEngineAttention(request.engine)
 
 
-def _usable_attention(make: Callable[[], AttentionKernel], setting: "Setting") -> AttentionKernel:
+def _usable_attention(make: Callable[[], AttentionKernel], request: KernelRequest) -> AttentionKernel:
     kernel = make()
-    if not kernel.supports(setting.device, setting.weight):
-        raise Unavailable(f"it does not support {short_name(setting.weight)} on {setting.device.type}")
-    if setting.needs_log_sum_exp and not kernel.returns_log_sum_exp:
+    if not kernel.supports(request.device, request.weight):
+        raise Unavailable(f"it does not support {short_name(request.weight)} on {request.device.type}")
+    if request.needs_log_sum_exp and not kernel.returns_log_sum_exp:
         raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
     if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
         # The operator itself does not refuse that.

@@ -6,6 +6,7 @@ the reason.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,12 +24,16 @@ from megatron.core.ops.fp8 import (
     E5M2,
     DelayedQuantization,
     EagerQuantization,
+    Fp8WeightGradientKernel,
+    Quantization,
     ScaledGemm,
     amax_of,
     largest_value,
     scale_from_amax,
     scaled_gemm_reference,
+    widened_gemm,
 )
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, RowCounts
 from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.quantized import Layout, QuantizedTensor
@@ -284,6 +289,93 @@ def try_cross_entropy(kernel: CrossEntropyKernel, sizes: TrialSizes, device: tor
                 compare(found[:, ids], expected[:, ids])
 
 
+def try_quantization(kernel: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare every bit of results with the definition's; raises :class:`Unavailable`."""
+    generator, eager = torch.Generator().manual_seed(0), EagerQuantization()
+    # Magnitudes over the whole range of FP8; sizes are multiples of 16, as in every run.
+    tensor = torch.exp(4 * torch.randn(144, 272, generator=generator)).mul_(torch.randn(144, 272, generator=generator))
+    tensor = tensor.to(device, dtype)
+    overflowing = tensor.clone()
+    overflowing[100, 200] = torch.inf
+    scale = torch.tensor(1.7, device=device)
+    for operand in (tensor, overflowing):
+        amax = amax_of(operand)
+        for fp8 in (E4M3, E5M2):
+            expected = eager.quantize(operand, scale, amax, fp8, Layout.BOTH)
+            _require_equal(kernel.quantize(operand, scale, amax, fp8, Layout.BOTH), expected)
+            step_amax = torch.ones((), device=device)
+            _require_equal(kernel.quantize_and_record(operand, scale, step_amax, fp8, Layout.BOTH), expected)
+            _require(torch.equal(step_amax, amax), "another amax")
+            assert expected.transposed is not None
+            transpose = kernel.transpose(expected.data)
+            _require(torch.equal(_bytes(transpose), _bytes(expected.transposed)), "another transpose")
+            scales = (one.current_scale(amax, fp8, margin=2) for one in (kernel, eager))
+            _require(torch.equal(*scales), "another scale")
+
+
+def _require_equal(found: QuantizedTensor, expected: QuantizedTensor) -> None:
+    assert found.transposed is not None and expected.transposed is not None
+    assert found.inverse_scale is not None and expected.inverse_scale is not None
+    _require(torch.equal(_bytes(found.data), _bytes(expected.data)), "other numbers")
+    _require(torch.equal(_bytes(found.transposed), _bytes(expected.transposed)), "another transpose")
+    _require(
+        torch.equal(found.inverse_scale.nan_to_num(), expected.inverse_scale.nan_to_num()), "another inverse scale"
+    )
+
+
+def try_fp8_weight_gradient(kernel: Fp8WeightGradientKernel, device: torch.device, buffer_dtype: torch.dtype) -> None:
+    """Compare two GEMMs into one buffer with the sum of both products, which is exact; raises :class:`Unavailable`."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor(0.5, device=device)
+
+    def operand(rows: int, dtype: torch.dtype) -> QuantizedTensor:
+        numbers = torch.randint(-2, 3, (rows, 272), generator=generator)
+        return QuantizedTensor(numbers.float().to(dtype).to(device), scale)
+
+    for fp8 in (E4M3, E5M2):
+        grad_outputs, inputs = operand(144, fp8), operand(208, E4M3)
+        buffer = torch.full((144, 208), torch.nan, dtype=buffer_dtype, device=device)
+        for accumulate in (False, True):
+            kernel.write(buffer, grad_outputs, inputs, accumulate)
+        expected = 2 * widened_gemm(grad_outputs, inputs, torch.float32)
+        _require(torch.equal(buffer, expected.to(buffer_dtype)), "another gradient")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _require(is_equal: bool, otherwise: str) -> None:
+    if not is_equal:
+        raise Unavailable(f"a trial returned {otherwise} than the reference")
+
+
+def try_grouped_gemm(kernel: GroupedGemm, device: torch.device, dtype: torch.dtype, buffer_dtype: torch.dtype) -> None:
+    """Compare all three GEMMs with the reference, two weight gradients in one buffer, for few and many rows of a group
+    and for none; raises :class:`Unavailable`."""
+    n, k, reference = 48, 32, LoopGroupedGemm()
+    for rows in ((5, 0, 77, 16), (0, 130, 1, 0), (0, 0, 0, 0)):
+        counts = RowCounts.of(rows, device)
+        x, dy, weight = (
+            random(*shape, device=device, dtype=dtype, seed=seed)
+            for seed, shape in enumerate(((counts.total, k), (counts.total, n), (len(rows) * n, k)))
+        )
+        wide_x, wide_dy, wide_weight = x.double(), dy.double(), weight.double()
+        buffer = torch.full(weight.shape, torch.nan, dtype=buffer_dtype, device=device)
+        for accumulate in (False, True):
+            kernel.weight_gradient(dy, x, counts).write_to(buffer, accumulate)
+        pairs = (
+            (kernel.output(x, weight, counts), reference.output(wide_x, wide_weight, counts)),
+            (kernel.input_gradient(dy, weight, counts), reference.input_gradient(wide_dy, wide_weight, counts)),
+            (buffer, 2 * reference.weight_gradient(wide_dy, wide_x, counts).value()),
+        )
+        for found, expected in pairs:
+            if counts.total:
+                compare(found, expected)
+            elif found.shape != expected.shape or not torch.equal(found.double(), expected):
+                raise Unavailable("a trial without rows returned another result than zeros")
+
+
 def try_compiler(device: torch.device) -> str | None:
     """Why a small function does not compile, or gives a wrong result; None if it compiles."""
 
@@ -297,3 +389,23 @@ def try_compiler(device: torch.device) -> str | None:
     except Unavailable as error:
         return f"torch.compile does not work: {error}"
     return None
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The trial of each operation. Each raises :class:`Unavailable`."""
+
+    attention: Callable[..., None] = try_attention
+    weight_gradient: Callable[..., None] = try_weight_gradient
+    scaled_gemm: Callable[..., None] = try_scaled_gemm
+    rms_norm: Callable[..., None] = try_rms_norm
+    quantized_rms_norm: Callable[..., None] = try_quantized_rms_norm
+    swiglu: Callable[..., None] = try_swiglu
+    quantized_swiglu: Callable[..., None] = try_quantized_swiglu
+    rotation: Callable[..., None] = try_rotation
+    cross_entropy: Callable[..., None] = try_cross_entropy
+    fp8_quantization: Callable[..., None] = try_quantization
+    fp8_weight_gradient: Callable[..., None] = try_fp8_weight_gradient
+    grouped_gemm: Callable[..., None] = try_grouped_gemm
+    compiler: Callable[[torch.device], str | None] = try_compiler
+    """Why ``torch.compile`` fails; None if it works."""

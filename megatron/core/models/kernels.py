@@ -9,8 +9,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
-from megatron.core.kernels.grouped import ExpertSizes
-from megatron.core.kernels.selection import Kernels, Setting, choose_kernels
+from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
+from megatron.core.kernels.selection import Kernels, choose_kernels
 from megatron.core.kernels.trials import TrialSizes
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
@@ -25,8 +25,8 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
     size = topology.tensor_parallel.size
     model = config.model.resolve(vocab_size, size, config.seq_length)
     formats = number_formats(config.precision, config.optimizer)
-    setting = Setting(
-        topology.device,
+    request = KernelRequest(
+        Machine.of(topology.device),
         formats.weight,
         formats.gradient,
         TrialSizes.of(model, size, config.micro_batch_size),
@@ -39,7 +39,7 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Ker
         has_delayed_scales=has_delayed_scales(config),
         experts=expert_sizes(model, config.parallel),
     )
-    return choose_kernels(config.kernels, setting)
+    return choose_kernels(config.kernels, request)
 
 
 def expert_sizes(model: TransformerConfig, parallel: ParallelConfig) -> ExpertSizes | None:

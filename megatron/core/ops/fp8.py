@@ -228,6 +228,10 @@ def dequantize(operand: QuantizedTensor) -> Tensor:
     return operand.data.double() * operand.inverse_scale.double()
 
 
+FP8_CAPABILITY = (8, 9)
+"""Of GPUs that multiply in FP8: from Ada on."""
+
+
 def supports_fp8(device: torch.device) -> bool:
-    """Whether :func:`gemm_for` supports ``device``: GPUs from Ada on."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether :func:`gemm_for` supports ``device``."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
