@@ -547,6 +547,24 @@ EXPERTS = (
         ("moe/test_permutation.py", EXPERTS_AND_LAYOUTS),
     ),
     Fault(
+        "the row of every choice is that of another token",
+        "return cls(choices, rows)",
+        "return cls(choices, rows.flip(0))",
+        ("moe/test_permutation.py", "moe/test_dispatch.py"),
+    ),
+    Fault(
+        "the weights of experts are applied twice",
+        "total = total * weights[:, :1]",
+        "total = total * weights[:, :1] ** 2",
+        ("moe/test_permutation.py", "moe/test_dispatch.py"),
+    ),
+    Fault(
+        "rows of an all-to-all stay in the order of their sources",
+        "by_expert = _order_by_expert(received, counts.total)",
+        "by_expert = None",
+        ("moe/test_dispatch.py",),
+    ),
+    Fault(
         "weights on the output instead of the input of experts",
         "        if not self.probs_on_input:\n",
         "        if self.probs_on_input is not None:\n",
