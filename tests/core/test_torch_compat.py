@@ -79,6 +79,7 @@ def test_collectives_on_one_tensor(four_ranks: RankPool) -> None:
 def wait_in_vain() -> str:
     """Rank 0 does not join the collective."""
     group = dist.new_group()
+    dist.barrier(group)  # connected: the first message has the timeout of connecting
     torch_compat.set_group_timeout(group, timedelta(seconds=0.5))
     try:
         if dist.get_rank():
