@@ -23,7 +23,7 @@ from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
-from tests.checkpoint.test_hugging_face import assembled, numbered
+from tests.checkpoint.models import assembled, numbered
 from tests.rank_pool import RankPool
 from tests.whole_model import logits_of, token_losses_of
 
