@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator
 from megatron.core.topology import RankGrid, Topology
-from tests.core.test_late_transport import collectives_of
+from tests.core.collectives import collectives_of
 from tests.rank_pool import RankPool
 from tests.staged_transport import StagedTopology
 

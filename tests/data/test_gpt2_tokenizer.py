@@ -13,7 +13,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers import build_tokenizer, describe_tokenizer
 from megatron.errors import ConfigError, DataError
-from tests.data.test_tokenizers import AWKWARD_TEXTS, random_texts
+from tests.data.texts import AWKWARD_TEXTS, random_texts
 from tests.end_to_end.run_process import call_training
 
 END = "<|endoftext|>"

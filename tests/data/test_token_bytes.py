@@ -15,7 +15,7 @@ from megatron.data.tokenizers import (
     TikTokenizer,
     Tokenizer,
 )
-from tests.data.test_tokenizers import random_texts
+from tests.data.texts import random_texts
 
 
 def counted(tokenizer: Tokenizer, text: str, table: TokenBytes) -> int:
