@@ -291,7 +291,7 @@ def test_the_owner_in_another_pid_namespace_keeps_its_lock_until_its_lease_is_ov
 # --- what the file system leaves ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", ["", "{}", "[]", '{"host": 1}', "\x00" * 50])
+@pytest.mark.parametrize("garbage", ["", "{}", "[]", '{"host": 1}', '{"host": "a', "\x00" * 50])
 def test_a_garbled_lock_keeps_nobody_out(tmp_path: Path, garbage: str) -> None:
     (tmp_path / LOCK).write_text(garbage)
     acquire(tmp_path).release()
