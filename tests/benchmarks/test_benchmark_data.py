@@ -17,7 +17,7 @@ from benchmarks.data_rows import HEADER, Row
 from benchmarks.training_data_rows import loader_rows, order_rows, reading_rows
 from benchmarks.verification_rows import verification_rows
 from megatron.errors import DataError
-from tests.data.test_preprocess_inputs import LINES, NULL, TEXTS, documents_of
+from tests.data.texts import LINES, NULL, TEXTS, documents_of
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 

@@ -6,10 +6,10 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,8 @@ from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import acquire
 from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from megatron.checkpoint.storage import file_of_rank
-from tests.end_to_end.run_process import REPOSITORY, wait_until
+from tests.end_to_end.run_process import wait_until
+from tests.forked import fork_context
 
 pytestmark = pytest.mark.processes
 
@@ -88,6 +89,17 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, process: Backg
     assert (value == 1).all()
 
 
+ENDLESS_COPY = {"kind": "copy", "source": "/proc", "name": "none", "target": "/proc"}
+"""A job that waits for a file that never comes."""
+
+
+def copy_of_nothing(root: Path) -> dict[str, str]:
+    """A job that is done at once."""
+    (root / "empty").mkdir()
+    (root / "empty" / MANIFEST).touch()
+    return {"kind": "copy", "source": str(root / "empty"), "name": "none", "target": str(root)}
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is such a process, zombies not counted."""
     try:
@@ -99,7 +111,7 @@ def is_alive(pid: int) -> bool:
 def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     """A process that was started and does not run."""
     process = BackgroundProcess(timeout)
-    process.submit({"kind": "copy", "source": "/proc", "name": "none", "target": "/proc"})
+    process.submit(ENDLESS_COPY)
     assert process.pid is not None
     pid = process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -114,7 +126,7 @@ def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     ids=["killed", "stopped"],
 )
 def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
-    tmp_path: Path, end: Callable[[int], None], told: str
+    tmp_path: Path, end: Callable[[int], None], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, 1, tensors(), {})
     process, pid = stopped_process(1.0)
@@ -128,6 +140,7 @@ def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
     assert not is_alive(pid)
     saving.abandon()
     assert list_checkpoints(tmp_path) == [1] and left_in(tmp_path) == []
+    monkeypatch.setattr(process, "_timeout", TIMEOUT)  # the next process may take a second to start
     assert finish(save(tmp_path, 3, process, tensors())) is None
     assert list_checkpoints(tmp_path) == [1, 3]
     process.close()
@@ -215,23 +228,25 @@ def test_an_error_of_the_file_system_is_told_with_the_file(tmp_path: Path, proce
     assert finish(save(tmp_path, 2, process, tensors())) is None
 
 
+def stop_the_writer_of_a_rank(root: Path, pipe: Connection) -> None:
+    process = BackgroundProcess(TIMEOUT)
+    # It has started, and is in the middle of the next job.
+    assert process.wait(process.submit(copy_of_nothing(root))) is None
+    process.submit(ENDLESS_COPY)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    pipe.send(process.pid)
+    time.sleep(TIMEOUT)
+
+
 def test_a_writer_dies_with_its_rank_even_while_it_is_stopped(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys, time\n"
-        "from megatron.checkpoint.background import BackgroundProcess\n"
-        "process = BackgroundProcess(60)\n"
-        "process.submit({'kind': 'copy', 'source': '/proc', 'name': 'none', 'target': '/proc'})\n"
-        "time.sleep(0.5)\n"
-        "os.kill(process.pid, signal.SIGSTOP)\n"
-        "print(process.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    assert rank.stdout is not None
-    pid = int(rank.stdout.readline())
+    ours, theirs = fork_context().Pipe()
+    rank = fork_context().Process(target=stop_the_writer_of_a_rank, args=(tmp_path, theirs))
+    rank.start()
+    pid = ours.recv()
     assert is_alive(pid)
     rank.kill()
-    rank.wait()
+    rank.join()
     wait_until(lambda: not is_alive(pid), 5)
 
 
@@ -241,9 +256,8 @@ def test_a_writer_dies_with_its_rank_even_while_it_is_stopped(tmp_path: Path) ->
 class Ranks:
     """Two ranks that save one tensor each, without collectives."""
 
-    def __init__(self, root: Path, timeout: float = TIMEOUT, lock_token: str | None = None) -> None:
-        self.root = root
-        self.processes = [BackgroundProcess(timeout) for _ in range(2)]
+    def __init__(self, root: Path, lock_token: str | None = None) -> None:
+        self.processes = [BackgroundProcess(TIMEOUT) for _ in range(2)]
         self.savings = [AsyncSaveBackend(root, 1, process, lock_token) for process in self.processes]
         self.directory = self.savings[0].begin()
 
@@ -267,11 +281,13 @@ class Ranks:
             process.close()
 
 
-def test_the_commit_waits_for_the_file_of_every_rank(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, timeout=3.0)
+def test_the_commit_waits_for_the_file_of_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(tmp_path)
     ranks.write(0)
     ranks.commit()
-    time.sleep(4.0)
+    assert ranks.savings[0].finish_own() is None
+    monkeypatch.setattr(ranks.processes[0], "_timeout", 0.5)
+    time.sleep(1.0)
     # Longer than the limit: but it is the other rank that makes no progress.
     assert ranks.savings[0].poll() is None and not ranks.savings[0].is_over
     assert list_checkpoints(tmp_path) == []
@@ -358,7 +374,7 @@ def test_a_job_for_a_stopped_writer_waits_for_the_timeout_and_not_for_ever(tmp_p
     """The manifest of a large checkpoint is larger than a pipe."""
     process = BackgroundProcess(timeout=1.0)
     try:
-        process.submit({"kind": "copy", "source": "/proc", "name": "none", "target": "/proc"})
+        process.submit(ENDLESS_COPY)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         submitting = threading.Thread(target=process.submit, args=({"kind": "commit", "content": "x" * (1 << 20)},))
@@ -387,13 +403,5 @@ def test_a_rank_with_many_open_files_can_wait_for_its_writer(tmp_path: Path, pro
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_job_that_is_larger_than_a_pipe_arrives(tmp_path: Path) -> None:
-    (tmp_path / "a" / "manifest.json").parent.mkdir()
-    (tmp_path / "a" / "manifest.json").write_text("")
-    process = BackgroundProcess(timeout=60.0)
-    try:
-        job = {"kind": "copy", "source": str(tmp_path / "a"), "name": "none", "target": str(tmp_path)}
-        number = process.submit({**job, "ignored": "x" * (1 << 20)})
-        assert process.wait(number) is None
-    finally:
-        process.close()
+def test_a_job_that_is_larger_than_a_pipe_arrives(tmp_path: Path, process: BackgroundProcess) -> None:
+    assert process.wait(process.submit({**copy_of_nothing(tmp_path), "ignored": "x" * (1 << 20)})) is None

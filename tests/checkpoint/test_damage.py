@@ -14,7 +14,6 @@ import pytest
 from megatron.checkpoint.checkpointing import verify_share
 from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.retention import Retention
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.data.digests import seal
@@ -118,19 +117,6 @@ def test_of_any_files_that_are_damaged_no_corrupt_checkpoint_and_no_fresh_start_
         shutil.rmtree(copy)
 
 
-# A number of which the manifests know nothing better, or none at all.
-TRACKERS = [b"", b"3", b"4", b"0", b"-1", b"1e9", b"9" * 5000, b"3\n\n", b"\xff\xfe", b"\0\0\0\0", b"release", b"[3]"]
-
-
-@pytest.mark.parametrize("tracker", [*TRACKERS, None], ids=lambda tracker: str(tracker)[:10])
-def test_a_tracker_that_says_nothing_true_changes_nothing(root: Path, tracker: bytes | None) -> None:
-    if tracker is None:
-        (root / TRACKER).unlink()
-    else:
-        (root / TRACKER).write_bytes(tracker)
-    assert load_newest(root, ALONE) == Saved(3, 0)
-
-
 def test_a_tracker_that_was_left_behind_hides_nothing(root: Path) -> None:
     """As after a kill between the last rename and the tracker."""
     (root / TRACKER).write_text("2")
@@ -155,23 +141,6 @@ def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) ->
     (root / TRACKER).unlink()
     found = find_saved_run(config, ALONE)
     assert found is not None and found.iteration == 3
-
-
-@pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
-def test_a_tracker_without_checkpoints_is_not_a_fresh_start(tmp_path: Path, tracker: bytes) -> None:
-    (tmp_path / TRACKER).write_bytes(tracker)
-    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
-        load_newest(tmp_path, ALONE)
-
-
-def test_a_damaged_lock_keeps_nobody_out(root: Path, chance: random.Random) -> None:
-    lock = acquire(root)
-    content = (root / LOCK).read_bytes()
-    lock.release()
-    for size in (0, len(content) // 2, len(content) - 1):
-        (root / LOCK).write_bytes(content[:size])
-        acquire(root).release()
-    assert LOCK not in os.listdir(root)
 
 
 def copy_as(root: Path, iteration: int, number: int) -> None:

@@ -59,16 +59,28 @@ def test_nothing_saved_yet_is_a_fresh_start(tmp_path: Path, make: bool) -> None:
     assert list_checkpoints(root) == []
 
 
-@pytest.mark.parametrize("tracker", ["", "garbage", "\x00\x00", "99999", "-1", "release", None])
-def test_whatever_the_tracker_says_the_newest_readable_directory_wins(tmp_path: Path, tracker: str | None) -> None:
+# A number of which the manifests know nothing better, or none at all.
+TRACKERS = [b"", b"garbage", b"200", b"201", b"0", b"-1", b"1e9", b"9" * 5000, b"200\n\n", b"\xff\xfe", b"\0\0\0\0"]
+TRACKERS += [b"release", b"[3]"]
+
+
+@pytest.mark.parametrize("tracker", [*TRACKERS, None], ids=lambda tracker: str(tracker)[:10])
+def test_whatever_the_tracker_says_the_newest_readable_directory_wins(tmp_path: Path, tracker: bytes | None) -> None:
     for iteration in (10, 9, 200):
         write(tmp_path, iteration)
     if tracker is None:
         (tmp_path / TRACKER).unlink()
     else:
-        (tmp_path / TRACKER).write_text(tracker)
+        (tmp_path / TRACKER).write_bytes(tracker)
     assert find_checkpoint(tmp_path) == 200
     assert list_checkpoints(tmp_path) == [9, 10, 200]
+
+
+@pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
+def test_a_tracker_without_checkpoints_is_not_a_fresh_start(tmp_path: Path, tracker: bytes) -> None:
+    (tmp_path / TRACKER).write_bytes(tracker)
+    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
+        find_checkpoint(tmp_path)
 
 
 def test_a_continuation_that_was_abandoned_does_not_come_back(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def hold(root: Path, pipe: Connection) -> None:
 class Other:
     """Another process that tries to take the lock."""
 
-    def __init__(self, root: Path, context: ForkServerContext | SpawnContext) -> None:
+    def __init__(self, root: Path, context: ForkServerContext | ForkContext) -> None:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=hold, args=(root, theirs), daemon=True)
         self.process.start()
@@ -106,6 +106,14 @@ def gone(root: Path) -> str:
     return f"{process}9"
 
 
+def take(attempt: LockAttempt) -> None:
+    """Take the lock at once, and leave nothing behind."""
+    lock = attempt.poll()
+    assert lock is not None
+    lock.release()
+    assert not [name for name in os.listdir(lock.root) if name.startswith(LOCK)]
+
+
 ELSEWHERE = {"host": "elsewhere", "process": "another boot/12345"}
 
 # --- the owner can be looked up -------------------------------------------------------------------------------
@@ -136,28 +144,21 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner: Other, tmp_pa
     assert owner.process.pid is not None
     os.kill(owner.process.pid, signal.SIGKILL)
     owner.process.join()
-    started = time.monotonic()
-    acquire(tmp_path).release()
-    assert time.monotonic() - started < LEASE / 4
-    assert os.listdir(tmp_path) == []
+    take(LockAttempt(tmp_path))
 
 
 def test_a_process_that_has_ended_does_not_keep_the_lock_until_its_parent_has_waited_for_it(tmp_path: Path) -> None:
     # A child of this very process, which leaves it a zombie.
-    child = Other(tmp_path, mp.get_context("spawn"))
+    child = Other(tmp_path, mp.get_context("fork"))
     assert child.says() == "held" and child.process.pid is not None
     os.kill(child.process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
-    lock = LockAttempt(tmp_path).poll()
-    assert lock is not None
-    lock.release()
+    take(LockAttempt(tmp_path))
 
 
 def test_a_process_number_that_is_used_again_does_not_keep_the_lock(tmp_path: Path) -> None:
     write(tmp_path, process=gone(tmp_path))
-    lock = LockAttempt(tmp_path).poll()
-    assert lock is not None
-    lock.release()
+    take(LockAttempt(tmp_path))
 
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
@@ -222,9 +223,13 @@ def test_a_lock_that_is_released_is_free_at_once(tmp_path: Path) -> None:
     attempt = LockAttempt(tmp_path, Clock())
     assert attempt.poll() is None
     (tmp_path / LOCK).unlink()
-    lock = attempt.poll()
-    assert lock is not None
-    lock.release()
+    take(attempt)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks that are renewed often."""
+    monkeypatch.setattr(lock_module, "RENEWAL", 0.05)
 
 
 def in_another_namespace(program: str, root: Path) -> "subprocess.Popen[str]":
@@ -259,6 +264,7 @@ else:
 """
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_run_in_another_pid_namespace_is_refused_while_the_owner_lives(tmp_path: Path) -> None:
     lock = acquire(tmp_path)
     second = in_another_namespace(SECOND_RUN, tmp_path)
@@ -279,15 +285,13 @@ def test_the_owner_in_another_pid_namespace_keeps_its_lock_until_its_lease_is_ov
     attempt = LockAttempt(tmp_path, clock)
     assert attempt.poll() is None
     clock.now += LEASE + RENEWAL + 1
-    lock = attempt.poll()
-    assert lock is not None
-    lock.release()
+    take(attempt)
 
 
 # --- what the file system leaves ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("garbage", ["", "{}", "[]", '{"host": 1}', "\x00" * 50])
+@pytest.mark.parametrize("garbage", ["", "{}", "[]", '{"host": 1}', '{"host": "a', "\x00" * 50])
 def test_a_garbled_lock_keeps_nobody_out(tmp_path: Path, garbage: str) -> None:
     (tmp_path / LOCK).write_text(garbage)
     acquire(tmp_path).release()
@@ -331,12 +335,6 @@ def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypa
 
 
 # --- the owner ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks that are renewed often."""
-    monkeypatch.setattr(lock_module, "RENEWAL", 0.05)
 
 
 @pytest.mark.usefixtures("quick")
@@ -416,63 +414,43 @@ def stall_a_renewal(monkeypatch: pytest.MonkeyPatch, during: Callable[[], None])
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_renewal_that_stalls_for_a_lease_leaves_the_lock_to_its_new_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("meanwhile", ["taken", "taken and released", "nothing"])
+def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    clock, taken = Clock(), list[RunLock | None]()
-    lock = held_elsewhere(tmp_path, clock)
-
-    def take_over() -> None:
-        attempt = LockAttempt(tmp_path, clock)
-        assert attempt.poll() is None
-        clock.now += LEASE + RENEWAL + 1
-        taken.append(attempt.poll())
-
-    stall_a_renewal(monkeypatch, take_over)
-    wait_until(lambda: not lock._renewing.is_alive(), 30)
-    (other,) = taken
-    assert other is not None and content(tmp_path)["token"] == other.token
-    with pytest.raises(LockLostError, match=f"taken over by process {os.getpid()}"):
-        lock.check()
-    other.check()
-    lock.release()
-    other.release()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_renewal_that_stalls_does_not_put_back_a_lock_that_was_taken_and_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    lock = held_elsewhere(tmp_path, clock)
-
-    def take_and_release() -> None:
-        clock.now += LEASE + RENEWAL + 1
-        (tmp_path / LOCK).unlink()
-
-    stall_a_renewal(monkeypatch, take_and_release)
-    wait_until(lambda: not lock._renewing.is_alive(), 30)
-    with pytest.raises(LockLostError):
-        lock.check()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_lock_that_nobody_took_during_a_stall_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock, taken, has_stalled = Clock(), list[RunLock | None](), threading.Event()
     lock = held_elsewhere(tmp_path, clock)
 
     def stall() -> None:
-        clock.now += 10 * LEASE
+        attempt = LockAttempt(tmp_path, clock)
+        if meanwhile == "taken":
+            assert attempt.poll() is None
+        clock.now += LEASE + RENEWAL + 1
+        if meanwhile == "taken":
+            taken.append(attempt.poll())
+        elif meanwhile == "taken and released":
+            (tmp_path / LOCK).unlink()
+        has_stalled.set()
 
     stall_a_renewal(monkeypatch, stall)
-    wait_until(lambda: clock.now > 1000.0 + LEASE, 30)
-    renewals = content(tmp_path)["renewals"]
-    wait_until(lambda: content(tmp_path)["renewals"] > renewals + 1, 30)
-    lock.check()
-    assert content(tmp_path)["token"] == lock.token
-    lock.release()
+    assert has_stalled.wait(30)
+    if meanwhile == "nothing":
+        # The file is away for a moment while it is put back.
+        renewals = lock._owner.renewals
+        wait_until(lambda: lock._owner.renewals > renewals + 2, 30)
+        lock.check()
+    else:
+        wait_until(lambda: not lock._renewing.is_alive(), 30)
+        by = f"taken over by process {os.getpid()}" if taken else "was taken over"
+        with pytest.raises(LockLostError, match=by):
+            lock.check()
+        lock.release()
+    for other in taken:
+        assert other is not None and content(tmp_path)["token"] == other.token
+        other.check()
+        other.release()
+    if meanwhile == "nothing":
+        lock.release()
     assert os.listdir(tmp_path) == []
 
 
@@ -579,9 +557,7 @@ def test_without_proc_the_owner_is_looked_up_as_well(
         if ending == "running":
             assert owner.fate() == "alive"
         else:
-            lock = LockAttempt(tmp_path).poll()
-            assert lock is not None
-            lock.release()
+            take(LockAttempt(tmp_path))
     finally:
         other.kill()
         other.wait()

@@ -152,19 +152,13 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(seal("manifest", json.dumps(document)))
 
 
-CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "an architecture without a later field": lambda state: state["architecture"].pop("rope_scaling_factor"),
-    "a schedule without a later field": lambda state: state["schedule"].pop("wsd_style"),
-    "no skipped samples": lambda state: state.pop("skipped_samples"),
-}
+def without_later_fields(state: dict[str, Any]) -> None:
+    del state["architecture"]["rope_scaling_factor"], state["schedule"]["wsd_style"], state["skipped_samples"]
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_run_resumes_from_before_a_field_was_added(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object]
-) -> None:
+def test_a_run_resumes_from_before_a_field_was_added(tmp_path: Path) -> None:
     shutil.copytree(checkpoint_of(OLD, SAVED_AT), checkpoint_of(tmp_path / "save", SAVED_AT))
-    edited(checkpoint_of(tmp_path / "save", SAVED_AT), change)
+    edited(checkpoint_of(tmp_path / "save", SAVED_AT), without_later_fields)
     call_training(flags_of_case(CASES[CASE], tmp_path)).succeeded()
     expected = json.loads((OLD / "expected.json").read_text())["records"]
     assert losses(tmp_path / "metrics.jsonl") == pytest.approx([record["lm_loss"] for record in expected], rel=1e-12)

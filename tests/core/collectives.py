@@ -1,4 +1,4 @@
-"""Every collective, by name."""
+"""Every collective of a communicator."""
 
 import torch
 from torch import Tensor

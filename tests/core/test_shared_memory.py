@@ -20,6 +20,7 @@ from megatron.core.communication import Communicator
 from megatron.core.shared_memory import SharedMemoryTransport, open_transport
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Transport
+from tests.forked import fork_context
 from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -217,7 +218,8 @@ def _rank(rank: int, store: str, case: Callable[[Communicator], str], results: A
 
 
 def _ends(case: Callable[[Communicator], str], tmp_path: Path, answers: int) -> dict[int, str]:
-    context = mp.get_context("spawn")
+    # A forked process is waited for by the server that forked it, a spawned one by nobody.
+    context = mp.get_context("spawn") if case is killed else fork_context()
     results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, str(tmp_path / "store"), case, results)) for rank in range(2)

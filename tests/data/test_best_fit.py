@@ -19,7 +19,7 @@ from megatron.data.gpt_dataset import SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.errors import DataError
-from tests.data.test_indexed_dataset import write
+from tests.data.corpora import write
 
 EOD = 999
 SEQ_LENGTH = 8

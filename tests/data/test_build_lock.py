@@ -20,7 +20,7 @@ from megatron.data import build_lock
 from megatron.data.build_lock import load_or_build_once
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, write
+from tests.data.corpora import CORPUS_A, golden_documents, write
 
 pytestmark = pytest.mark.processes
 

@@ -24,23 +24,13 @@ from megatron.data.corpus_check import (
 )
 from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
 from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset, SampleSettings
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
+from tests.data.corpora import write_corpus
 from tests.data.file_damage import DAMAGES, flip_a_bit
 
 ALONE = Share()
 SETTINGS = SampleSettings(seq_length=500, seed=1, split="1")
-
-
-def write_corpus(prefix: Path | str, seed: int, tokens: int) -> str:
-    """Documents of 0 to 3,000 random tokens."""
-    generator = np.random.default_rng(seed)
-    with IndexedDatasetWriter(str(prefix), 60_000) as writer:
-        while tokens > 0:
-            size = int(generator.integers(3000)) if generator.random() < 0.9 else 0
-            writer.add_document(generator.integers(60_000, size=size, dtype=np.uint16))
-            tokens -= size
-    return str(prefix)
 
 
 class Watched(IndexedDataset):

@@ -11,9 +11,8 @@ import pytest
 from megatron.data import gpt_dataset
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
+from tests.data.corpora import settings_of, write
 from tests.data.file_damage import DAMAGES
-from tests.data.test_indexed_dataset import write
-from tests.data.test_sample_order import settings_of
 
 Order = list[list[int]]
 

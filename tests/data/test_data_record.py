@@ -26,7 +26,7 @@ from megatron.data.data_record import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sources import read_sources
-from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, write
+from tests.data.corpora import CORPUS_A, golden_documents, write
 
 
 @given(total=st.integers(0, 40 * BLOCK_BYTES), unit=st.sampled_from([1, 2, 4, 8]))

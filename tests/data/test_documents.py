@@ -17,7 +17,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
 from megatron.data.order_cache import description_hash
 from megatron.errors import DataError
-from tests.data.test_indexed_dataset import write
+from tests.data.corpora import write
 
 END, SYNTHETIC_END = 999, 7
 LENGTH = 16

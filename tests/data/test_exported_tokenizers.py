@@ -16,7 +16,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.gpt2_files import END_OF_TEXT
 from megatron.data.tokenizer_json import byte_characters, sentencepiece_description
 from megatron.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
-from tests.data.test_fast_tokenizers import read_model, unlikely_texts
+from tests.data.texts import read_model, unlikely_texts
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -1,9 +1,8 @@
 """Ids in bulk: those of the trusted libraries, whatever the text; and what is not known to be equal is left to them."""
 
 import json
-import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,7 @@ from megatron.data.verified_encoder import (
     fast_tokenizer_json,
 )
 from megatron.errors import TokenizerMismatchError
-
-
-def unlikely_texts(count: int) -> Iterator[str]:
-    """Mixtures of what tokenizers treat in special ways, and of any characters."""
-    generator = random.Random(2)
-    anything = [chr(code) for code in (*range(0x3000), *range(0xFE00, 0x10000), *range(0x1F300, 0x1F700), 0x20000)]
-    special = [*"  \n\r\t'\u2019sStTlLdDmMveVErR0123456789abcXYZ.,!-_", "'\u017f", "\r\n", "\u3000", "\x85", "\u2028"]
-    special += ["<|begin_of_text|>", "<s>", "</s>", "<unk>", "<0x0A>", "\u2581", "\0"]
-    for _ in range(count):
-        share = generator.choice([0, 0.05, 0.3, 0.9])
-        length = generator.randrange(120)
-        yield "".join(generator.choice(anything if generator.random() < share else special) for _ in range(length))
+from tests.data.texts import read_model, unlikely_texts
 
 
 def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -54,14 +42,6 @@ def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[s
 def test_fast_ids_are_those_of_sentencepiece(sentencepiece_model: str, python_sources: list[str]) -> None:
     tokenizer = SentencePieceTokenizer(sentencepiece_model)
     assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
-
-
-def read_model(path: str) -> tuple[Any, Any]:
-    """A SentencePiece model, and the module of its messages."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto: Any = sentencepiece_model_pb2
-    return proto.ModelProto.FromString(Path(path).read_bytes()), proto
 
 
 @pytest.mark.parametrize(

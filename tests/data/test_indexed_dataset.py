@@ -1,6 +1,5 @@
 """The .bin/.idx files: byte-equal to Megatron-LM's, and damage is named in one sentence."""
 
-import hashlib
 import os
 import pickle
 import struct
@@ -19,35 +18,14 @@ from megatron.data.indexed_dataset import (
     token_dtype,
 )
 from megatron.errors import DataError
+from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, md5, write
 
-CORPUS_A = [5, 3, 7, 4, 6, 2, 8, 5, 9, 1]
-CORPUS_B = [10, 4, 6]
 INDEX_OF_B = """
     4d4d49444944580000 0100000000000000 08 0300000000000000 0400000000000000
     0a000000 04000000 06000000
     0000000000000000 1400000000000000 1c00000000000000
     0000000000000000 0100000000000000 0200000000000000 0300000000000000
 """
-
-
-def golden_documents(lengths: list[int], start: int = 0) -> list[list[int]]:
-    """Documents that count on modulo 999 from ``start``, each ended by 999."""
-    documents = []
-    for length in lengths:
-        documents.append([(start + place) % 999 for place in range(length - 1)] + [999])
-        start += length
-    return documents
-
-
-def write(prefix: Path | str, documents: list[list[int]], vocab_size: int = 1000) -> str:
-    with IndexedDatasetWriter(str(prefix), vocab_size) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
-
-
-def md5(path: str) -> str:
-    return hashlib.md5(Path(path).read_bytes()).hexdigest()
 
 
 def test_files_equal_those_of_megatron_byte_for_byte(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from megatron.data.order_cache import description_hash
 from megatron.data.sources import parse_data_path
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
-from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
+from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import blend_targets, normalize
-from tests.data.test_indexed_dataset import md5, write
+from tests.data.corpora import md5, write
 
 PACKAGE = "megatron-core==0.16.1"
 pytestmark = pytest.mark.slow(reason="installs megatron-core, and imports it in other processes")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, md5
+from tests.data.corpora import CORPUS_A, golden_documents, md5
 
 pytestmark = pytest.mark.processes
 

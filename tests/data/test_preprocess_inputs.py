@@ -34,23 +34,15 @@ from megatron.data.text_inputs import (
     whole_ranges,
 )
 from megatron.errors import ConfigError, DataError
-from tests.data.test_indexed_dataset import md5, write
+from tests.data.corpora import md5, write
+from tests.data.texts import LINES, NULL, TEXTS, documents_of
 
 pytestmark = pytest.mark.processes
-
-TEXTS = [f"{number} {number + 1} {7 * number % 999}" for number in range(200)]
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-NULL = TokenizerConfig("NullTokenizer", vocab_size=999)
 
 
 def run(directory: Path, name: str, *inputs: str, **flags: Any) -> Counts:
     """Preprocess into ``directory`` under ``name``."""
     return preprocess(PreprocessConfig(inputs, str(directory / name), NULL, append_eod=True, **flags))
-
-
-def documents_of(directory: Path, name: str) -> list[str]:
-    dataset = IndexedDataset(str(directory / f"{name}_text_document"))
-    return [" ".join(map(str, dataset.get(number)[:-1].tolist())) for number in range(len(dataset))]
 
 
 def zstd(content: bytes) -> bytes:

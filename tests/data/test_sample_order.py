@@ -19,10 +19,9 @@ from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
     MockDataset,
-    SampleSettings,
 )
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.order_cache import Description, description_hash
+from megatron.data.order_cache import description_hash
 from megatron.data.sample_order import (
     SampleOrder,
     blend_order,
@@ -35,13 +34,7 @@ from megatron.data.sample_order import (
     split_range,
 )
 from megatron.errors import ConfigError, DataError
-from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
-
-NULL_TOKENIZER: Description = {
-    "class": "megatron.core.tokenizers.text.text_tokenizer.MegatronTokenizerText",
-    "tokenizer_path": None,
-    "vocab_size": "1000",
-}
+from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, settings_of, slow_blend, slow_order, write
 
 # Samples asked for: epochs, last apart, document index, shuffle index, cache key.
 GOLDEN: dict[int, tuple[int, bool, list[int], list[int], str]] = {
@@ -85,12 +78,6 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write("a", golden_documents(CORPUS_A))
     write("b", golden_documents(CORPUS_B, start=500))
     return tmp_path
-
-
-def settings_of(split: str = "100,0,0", cache: str | None = None, **other: Any) -> SampleSettings:
-    return SampleSettings(
-        seq_length=8, seed=1234, split=split, tokenizer=NULL_TOKENIZER, cache_directory=cache, **other
-    )
 
 
 @pytest.mark.parametrize("num_samples", GOLDEN)
@@ -150,33 +137,6 @@ def test_splits_are_ranges_of_sequences(corpora: Path) -> None:
 def test_bad_split_is_refused(split: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--split {split!r} must be one to three weights")):
         parse_split(split)
-
-
-def slow_order(lengths: list[int], first: int, end: int, s: int, wanted: int | None, seed: int) -> Any:
-    """The specification, token by token."""
-    generator = np.random.RandomState(seed)
-    tokens = sum(lengths[first:end])
-    epochs = 1
-    while wanted is not None and epochs * tokens < wanted * s + 1:
-        epochs += 1
-    before_last = ((epochs - 1) * tokens - 1) // s
-    apart = False
-    if wanted is not None and epochs > 1:
-        apart = wanted - before_last < int(0.80 * ((tokens - 1) // s))
-    documents: list[int] = []
-    for part in (epochs - 1, 1) if apart else (epochs,):
-        shuffled = np.array(list(range(first, end)) * part)
-        generator.shuffle(shuffled)
-        documents += shuffled.tolist()
-    stream = [(place, offset) for place, d in enumerate(documents) for offset in range(lengths[d])]
-    count = (len(stream) - 1) // s
-    rows = [(0, 0)] + [stream[k * s] for k in range(1, count + 1)]
-    order: list[int] = []
-    for start, stop in ((0, before_last), (before_last, count)) if apart else ((0, count),):
-        shuffled = np.arange(start, stop)
-        generator.shuffle(shuffled)
-        order += shuffled.tolist()
-    return documents, rows, order
 
 
 @settings(max_examples=150)
@@ -311,21 +271,6 @@ def test_a_blend_keeps_its_shares_at_every_step_and_grows_without_change(
     assert (samples == counts[np.arange(size), datasets] - 1).all()  # each corpus in its own order
     longer = blend_order(shares, size + more)
     assert longer[0][:size].tolist() == datasets.tolist() and longer[1][:size].tolist() == samples.tolist()
-
-
-def slow_blend(weights: list[float], size: int, limits: list[int] | None = None) -> list[int]:
-    counts = [0] * len(weights)
-    order = []
-    for step in range(size):
-        best = None
-        for d in range(len(weights)):
-            error = weights[d] * max(float(step), 1.0) - counts[d]
-            if (limits is None or counts[d] < limits[d]) and (best is None or error > best[0]):
-                best = error, d
-        assert best is not None
-        order.append(best[1])
-        counts[best[1]] += 1
-    return order
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -20,7 +20,7 @@ from megatron.data.merging import merge_datasets
 from megatron.data.remote import RemoteFile
 from megatron.data.sources import Blend, Sources, read_sources
 from megatron.errors import ConfigError, DataError, UserError
-from tests.data.test_indexed_dataset import CORPUS_A, CORPUS_B, golden_documents, write
+from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ from megatron.core.topology import single_process
 from megatron.data.digests import seal
 from megatron.data.tokenizers import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
-from tests.checkpoint.test_hugging_face import Bomb
+from tests.checkpoint.models import Bomb
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

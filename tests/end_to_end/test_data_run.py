@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_indexed_dataset import CORPUS_A, golden_documents, write
+from tests.data.corpora import CORPUS_A, golden_documents, write
 from tests.end_to_end.run_process import REPOSITORY, call_training, iterations, losses
 
 MODEL = [

@@ -20,8 +20,7 @@ from megatron.commands import inspect_checkpoint, pretrain_llama
 from megatron.commands.inspect_checkpoint import InspectConfig
 from megatron.data.loader import Microbatch
 from tests.checkpoint.frozen_checkpoints import CASES, FROZEN, SAVED_AT, flags_of_case
-from tests.data.test_indexed_dataset import write
-from tests.data.test_sample_order import slow_blend, slow_order
+from tests.data.corpora import slow_blend, slow_order, write
 from tests.end_to_end.run_process import (
     TINY_RUN,
     FlagValue,

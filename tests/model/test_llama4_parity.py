@@ -19,7 +19,7 @@ from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttenti
 from megatron.core.ops.documents import Documents
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
-from tests.checkpoint.test_expert_conversion import import_of
+from tests.checkpoint.models import import_of
 from tests.model.llama4 import (
     CASES,
     STARTS,

@@ -7,7 +7,7 @@ from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, 
 from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
 from megatron.checkpoint.hugging_face_config import config_fields
 from megatron.config.model import preset
-from tests.checkpoint.test_hugging_face import assembled, numbered
+from tests.checkpoint.models import assembled, numbered
 from tests.model.reference import (
     EXPERTS,
     TOLERANCE,

@@ -1,6 +1,5 @@
 """A calibration: the fit recovers a machine's constants, and the tool writes a file that the planner reads."""
 
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 
 from benchmarks.benchmark_planner_cpu import LAYOUTS, order_of_distinct, rank_correlation
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.commands import calibrate_cluster
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import Communicator
 from megatron.planner.calibration.cluster_file import cluster_file
@@ -42,7 +42,6 @@ from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.workload import Run, Workload
-from tests.end_to_end.run_process import REPOSITORY
 from tests.rank_pool import RankPool
 
 SMALL = (
@@ -287,18 +286,24 @@ def test_order_counts_distinct_pairs_only() -> None:
     assert rank_correlation([1.0, 3.0, 2.0], [1.0, 2.0, 4.0]) == pytest.approx(0.5)
 
 
-def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/calibrate_cluster.py", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=200)
+def calibrate(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
+    """The exit code of the tool."""
+    monkeypatch.setattr(sys, "argv", ["calibrate_cluster", *words])
+    try:
+        return calibrate_cluster.main()
+    except SystemExit as ended:
+        return ended.code
 
 
-def test_the_tool_writes_a_cluster_file(tmp_path: Path) -> None:
+def test_the_tool_writes_a_cluster_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "cpu.toml"
-    done = calibrate("--out", str(out), "--device", "cpu", "--turns", "1", "--batches", "1", "2", f"--flags={SMALL}")
-    assert done.returncode == 0, done.stderr
+    words = ["--out", str(out), "--device", "cpu", "--turns", "1", "--batches", "1", "2", f"--flags={SMALL}"]
+    assert calibrate(monkeypatch, *words) == 0
     cluster = read_cluster(out)
     assert cluster.generation == "cpu" and cluster.constants["product_cpu"] > 0
-    assert out.read_text() in done.stdout
+    assert out.read_text() in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -309,9 +314,15 @@ def test_the_tool_writes_a_cluster_file(tmp_path: Path) -> None:
         (["--batches"], "--batches"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str) -> None:
-    done = calibrate("--out", str(tmp_path / "a.toml"), *words)
-    assert done.returncode != 0 and message in done.stderr + done.stdout
+def test_mistakes_are_named(
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert calibrate(monkeypatch, "--out", str(tmp_path / "a.toml"), *words)
+    assert message in "".join(capsys.readouterr())
 
 
 def test_a_ring_costs_what_it_adds_to_a_product_and_no_less_than_alone() -> None:

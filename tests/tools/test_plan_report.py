@@ -243,8 +243,8 @@ def test_many_layouts_make_a_page_that_loads_quickly(result: SearchResult) -> No
 
 @pytest.mark.processes
 @needs_browser
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_page_of_a_plan_works_in_a_browser(width: int, result: SearchResult) -> None:
+@pytest.mark.parametrize(("width", "is_hostile"), [*zip(WIDTHS, (False, True), strict=True)])
+def test_the_page_of_a_plan_works_in_a_browser(width: int, is_hostile: bool, result: SearchResult) -> None:
     """Hovering over a layout marks it everywhere, over an entry of a legend fades the rest; flags can be copied."""
     more = """
     const hover = (one) => one.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
@@ -261,13 +261,14 @@ def test_the_page_of_a_plan_works_in_a_browser(width: int, result: SearchResult)
     const wide = [...document.querySelectorAll("figure")].map((one) => one.scrollWidth - one.clientWidth);
     return {linked, faded, cleared, button: button.textContent, wide: Math.max(...wide)};
     """
-    found = load(plan_page(result), width, more)["more"]
+    shown = load(plan_page(hostile(result) if is_hostile else result), width, more)
+    assert shown["title"].endswith(f"({NASTY})") is is_hostile
+    found = shown["more"]
     assert found["linked"] == [1, 1, 1]
     assert found["faded"] == [1, len(plan_charts.compared(result)), 0]
     assert found["cleared"] == 0
     assert found["button"] in ("copied", "selected")
     assert found["wide"] <= 0
-    assert load(plan_page(hostile(result)), width)["title"].endswith(f"({NASTY})")
 
 
 @needs_browser

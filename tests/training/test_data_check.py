@@ -20,7 +20,7 @@ from megatron.data.loader import cyclic_microbatches, single_pass_microbatches
 from megatron.errors import DataError
 from megatron.training.loop.batch_schedule import BatchSchedule
 from megatron.training.loop.data_check import DataCheck, consumption_order, describe_iteration
-from tests.data.test_corpus_check import write_corpus
+from tests.data.corpora import write_corpus
 
 SAMPLES, MICRO_BATCH, RANKS = 53, 3, 2
 
