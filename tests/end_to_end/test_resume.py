@@ -269,7 +269,7 @@ def endless_flags(corpus: Corpus, directory: Path, **changes: FlagValue) -> list
     )
 
 
-def test_a_signal_saves_the_finished_iteration_and_the_run_goes_on_from_it(corpus: Corpus, tmp_path: Path) -> None:
+def test_signal_saves_the_finished_iteration_and_the_run_goes_on_from_it(corpus: Corpus, tmp_path: Path) -> None:
     """SIGTERM, as from a batch system, and then SIGINT, as from a keyboard."""
     interrupted, whole = tmp_path / "interrupted", tmp_path / "whole"
     done = 0
