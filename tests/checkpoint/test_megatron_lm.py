@@ -40,8 +40,8 @@ from megatron.commands.convert_checkpoint import FromMegatron, convert
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError, UserError
 from tests.checkpoint.megatron_core import ITERATION, TOKENS, unpack_fixtures
+from tests.end_to_end.converted import our_model
 from tests.end_to_end.run_process import call_training
-from tests.end_to_end.test_convert_checkpoint import our_model
 from tests.messages import assert_helpful
 from tests.whole_model import logits_of
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
@@ -244,7 +245,7 @@ class RunningTraining:
 
 def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
     """Train in so many processes, from start to end."""
-    return RunningTraining(flags, processes).finish() if processes == 1 else fork_training(flags, processes)
+    return fork_training(flags, processes)
 
 
 def fork_training(flags: Sequence[str], processes: int, main: Main = pretrain_llama.main) -> Outcome:
@@ -316,14 +317,19 @@ def call_training(flags: Sequence[str]) -> Outcome:
 
 
 def run_tool(script: str, *arguments: object, processes: int = 1) -> str:
-    """Run one of the repository's tools, which must succeed; its standard output."""
-    if processes > 1:
-        flags = [str(argument) for argument in arguments]
-        return RunningTraining(flags, processes, REPOSITORY / script).finish().succeeded().stdout
-    command = [sys.executable, str(REPOSITORY / script), *map(str, arguments)]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=START_TIMEOUT)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    """Run the entry file of one of the repository's tools, which must succeed; its standard output."""
+    return (
+        fork_training([str(word) for word in arguments], processes, functools.partial(run_file, script))
+        .succeeded()
+        .stdout
+    )
+
+
+def run_file(script: str, words: Sequence[str]) -> int:
+    """Run a file of the repository as Python does, with these words; a tool that fails exits by itself."""
+    sys.argv = [str(REPOSITORY / script), *words]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
 
 
 def environment() -> dict[str, str]:

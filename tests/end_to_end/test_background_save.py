@@ -25,14 +25,7 @@ from tests.end_to_end.run_process import (
     iterations,
     latest_iteration,
     run_training,
-    tiny_corpus,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:

@@ -31,18 +31,11 @@ from tests.end_to_end.run_process import (
     flags_of,
     iterations,
     run_training,
-    tiny_corpus,
 )
 
 DONE = 4
 
 Changes = dict[str, FlagValue | Path]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from tests.end_to_end.run_process import (
     iterations,
     losses,
     run_training,
-    tiny_corpus,
 )
 
 Flags = dict[str, FlagValue | Path]
@@ -57,12 +56,6 @@ class Reference:
 
     losses: list[float]
     directory: Path
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,7 @@ from tests.end_to_end.run_process import (
     latest_iteration,
     losses,
     records,
-    tiny_corpus,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 def test_evaluation_alone_needs_no_learning_rate_and_sees_the_trained_weights(corpus: Corpus, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     run_tool,
-    tiny_corpus,
     tokenize,
     words_of,
     write_documents,
@@ -32,11 +31,6 @@ from tests.end_to_end.run_process import (
 Flags = dict[str, FlagValue | Path]
 SEQUENCE = 32
 EXPERTS: Flags = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])

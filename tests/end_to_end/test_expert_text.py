@@ -13,8 +13,8 @@ import pytest
 from megatron.commands import generate_text
 from megatron.core.topology import single_process
 from megatron.inference.loading import load_model
+from tests.end_to_end.converted import tensors_of
 from tests.end_to_end.run_process import FlagValue, call_training, flags_of, run_tool, tiny_corpus
-from tests.end_to_end.test_upcycling import tensors_of
 
 
 @pytest.fixture(scope="module")

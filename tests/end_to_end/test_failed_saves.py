@@ -29,18 +29,11 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     iterations,
-    tiny_corpus,
 )
 from tests.forked import fork_context
 
 DISK = 16 << 20
 """Bytes of the small disk: enough for five checkpoints of the tiny run."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.core.topology import single_process
 from megatron.errors import CheckpointError
 from megatron.inference.loading import load_model
-from tests.end_to_end.run_process import Corpus, FlagValue, call_training, flags_of, tiny_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
+from tests.end_to_end.run_process import Corpus, FlagValue, call_training, flags_of
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, UserError
 from megatron.training.build.hugging_face_flags import with_hugging_face
-from tests.end_to_end.run_process import Corpus, call_training, losses, tiny_corpus
+from tests.end_to_end.run_process import Corpus, call_training, losses
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -58,12 +58,6 @@ def save_model(directory: Path, **changes: Any) -> Path:
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without a tokenizer."""
     return save_model(tmp_path_factory.mktemp("hf"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

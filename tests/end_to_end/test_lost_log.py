@@ -14,14 +14,7 @@ from tests.end_to_end.run_process import (
     flags_of,
     iterations,
     latest_iteration,
-    tiny_corpus,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.slow(reason="whole runs in processes of their own")

@@ -25,15 +25,9 @@ from tests.end_to_end.run_process import (
     latest_iteration,
     losses,
     records,
-    tiny_corpus,
 )
 
 Flags = dict[str, FlagValue]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 def test_a_run_starts_from_the_weights_of_another_and_goes_on_from_its_own(corpus: Corpus, tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from tests.end_to_end.run_process import (
     iterations,
     run_tool,
     run_training,
-    tiny_corpus,
     wait_until,
 )
 from tests.s3_server import BUCKET, S3Server
@@ -43,12 +42,6 @@ URL = f"s3://{BUCKET}/run"
 
 # Several runs in a test, each with processes that import much, on machines that may be slow.
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,8 @@ from tests.end_to_end.run_process import (
     fork_training,
     iterations,
     run_training,
-    tiny_corpus,
     wait_until,
 )
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 def kept(root: Path) -> list[int]:

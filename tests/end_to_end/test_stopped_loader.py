@@ -23,17 +23,10 @@ from tests.end_to_end.run_process import (
     fork_training,
     iterations,
     latest_iteration,
-    tiny_corpus,
     wait_until,
 )
 
 pytestmark = pytest.mark.slow(reason="waits for time limits of several processes")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:

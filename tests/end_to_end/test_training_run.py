@@ -24,7 +24,6 @@ from tests.end_to_end.run_process import (
     records,
     run_tool,
     run_training,
-    tiny_corpus,
     tokenize,
     write_documents,
 )
@@ -72,12 +71,6 @@ CONSOLE_FIELDS = [
 
 LENGTH, STOP, EVALUATION = 12, 7, 4
 SEQUENCE = 32
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The session's corpus."""
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 # --- one run with everything on ------------------------------------------------------------------------------

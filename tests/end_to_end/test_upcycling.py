@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import convert_checkpoint
@@ -15,28 +13,12 @@ from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace,
 from megatron.config.model import ModelConfig
 from megatron.core.initialization import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
+from tests.end_to_end.converted import DENSE_RUN, our_model, tensors_of
 from tests.end_to_end.run_process import bytes_under, call_training, words_of
-from tests.end_to_end.test_convert_checkpoint import our_model
 from tests.model.reference import relative_error
 from tests.whole_model import logits_of
 
 EXPERTS = 4
-DENSE_RUN: dict[str, Any] = {
-    "num_layers": 3,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "mock_data": True,
-    "vocab_size": 61,
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "global_batch_size": 2,
-    "train_iters": 2,
-    "lr": 1e-2,
-    "num_workers": 0,
-    "device": "cpu",
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +32,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def upcycle(load: Path, save: Path, **flags: Any) -> str:
     return convert_checkpoint.convert(Upcycle(str(load), str(save), num_experts=EXPERTS, **flags))
-
-
-def tensors_of(root: Path, prefix: str = "model/") -> dict[str, Tensor]:
-    """The global tensors of the latest checkpoint with ``prefix``."""
-    iteration = find_checkpoint(root)
-    assert iteration is not None
-    saved = SavedTensors(root, iteration)
-    tensors = {}
-    for name, stored in saved.manifest.tensors.items():
-        if name.startswith(prefix):
-            whole = torch.empty(stored.shape, dtype=stored.dtype)
-            saved.read_into(whole, name, tuple(slice(0, size) for size in stored.shape))
-            tensors[name.removeprefix(prefix)] = whole
-    return tensors
 
 
 def test_every_expert_is_the_mlp_and_all_else_is_as_it_was(dense: Path, tmp_path: Path) -> None:

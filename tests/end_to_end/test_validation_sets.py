@@ -12,7 +12,6 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     records,
-    tiny_corpus,
     tokenize,
     write_documents,
 )
@@ -29,11 +28,6 @@ ALONE: Flags = {
     "global_batch_size": None,
 }
 """No training data, no length, no learning rate."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return tiny_corpus(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

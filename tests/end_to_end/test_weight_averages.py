@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import average_checkpoints, convert_checkpoint
 from megatron.commands.average_checkpoints import Average
 from megatron.commands.convert_checkpoint import ToHuggingFace
 from megatron.commands.weight_checkpoints import progress_bar
 from megatron.errors import CheckpointError, ConfigError
+from tests.end_to_end.converted import DENSE_RUN
+from tests.end_to_end.converted import tensors_of as saved_tensors
 from tests.end_to_end.run_process import Outcome, call_training, iterations, records, words_of
-from tests.end_to_end.test_upcycling import DENSE_RUN
 
 DECAY = 0.6
 
@@ -47,14 +47,7 @@ def averaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tensors_of(root: Path, iteration: int, prefix: str) -> dict[str, Tensor]:
     """The global tensors of a checkpoint with ``prefix``, in fp64."""
-    saved = SavedTensors(root, iteration)
-    tensors = {}
-    for name, tensor in saved.manifest.tensors.items():
-        if name.startswith(prefix):
-            whole = torch.empty(tensor.shape, dtype=torch.float64)
-            saved.read_into(whole, name, tuple(slice(0, size) for size in tensor.shape))
-            tensors[name.removeprefix(prefix)] = whole
-    return tensors
+    return {name: tensor.double() for name, tensor in saved_tensors(root, prefix, iteration).items()}
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:

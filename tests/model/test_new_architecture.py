@@ -11,8 +11,7 @@ from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMappin
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face_config import transformer_config_of
 from megatron.errors import CheckpointError
-from tests.end_to_end.run_process import call_training
-from tests.end_to_end.test_convert_checkpoint import (
+from tests.end_to_end.converted import (
     assert_our_logits_are_theirs,
     assert_same_logits,
     assert_same_weights,
@@ -21,6 +20,7 @@ from tests.end_to_end.test_convert_checkpoint import (
     their_model,
     to_hf,
 )
+from tests.end_to_end.run_process import call_training
 from tests.model.reference import TOLERANCE, architecture, compare_on_rank, transformers
 from tests.rank_pool import RankPool
 

@@ -1,0 +1,187 @@
+"""Small models of transformers and of this code, and conversions between them."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.manifest import read_checkpoint
+from megatron.checkpoint.streaming import SavedTensors
+from megatron.commands import convert_checkpoint
+from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
+from megatron.commands.weight_checkpoints import DtypeName
+from megatron.config.moe import MoEConfig
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import build_experts
+from megatron.core.models.transformer import TransformerModel
+from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.parameter import info_of
+from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.topology import single_process
+from tests.end_to_end.run_process import FlagValue
+from tests.model.reference import fp32_means_fp64, relative_error
+from tests.whole_model import logits_of
+
+transformers: Any = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+VOCABULARY = 61
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # A dense layer, and experts of another width than its MLP.
+    "qwen3_moe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+    # A dense layer with rotary embedding and chunks, and experts in a layer without either.
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2,
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+    },
+}
+"""The experts of the families that have some."""
+SCALED_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Short, so that all three regimes of the scaling occur within the sequence.
+    "original_max_position_embeddings": 16,
+}
+
+
+def their_model(tied: bool, family: str = "llama") -> Any:
+    """Tied with plain rotary embeddings; untied with fewer key-value heads, wide heads and scaled ones."""
+    torch.manual_seed(3)
+    rope = {"rope_type": "default", "rope_theta": 50000.0} if tied else SCALED_ROPE
+    settings = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4 if tied else 2,
+        head_dim=8 if tied else 16,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **EXPERTS.get(family, {}),
+    )
+    model = transformers.AutoModelForCausalLM.from_config(settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
+    return model
+
+
+DENSE_RUN: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "mock_data": True,
+    "vocab_size": 61,
+    "seq_length": 32,
+    "micro_batch_size": 2,
+    "global_batch_size": 2,
+    "train_iters": 2,
+    "lr": 1e-2,
+    "num_workers": 0,
+    "device": "cpu",
+}
+
+
+def from_hf(
+    source: Path, save: Path, dtype: DtypeName = "keep", iteration: int = 0, apply_layernorm_1p: bool = False
+) -> str:
+    return convert_checkpoint.convert(FromHuggingFace(str(source), str(save), dtype, iteration, apply_layernorm_1p))
+
+
+def to_hf(load: Path, target: Path, tokenizer: bool = False, **flags: Any) -> str:
+    return convert_checkpoint.convert(ToHuggingFace(str(load), str(target), tokenizer=tokenizer, **flags))
+
+
+def weights_under(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory of Hugging Face's."""
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_weights(found: Path, wanted: Path) -> None:
+    left, right = weights_under(found), weights_under(wanted)
+    assert left.keys() == right.keys()
+    for name, tensor in right.items():
+        assert left[name].dtype == tensor.dtype and torch.equal(left[name], tensor), name
+
+
+def continued(advice: str, save: Path, **flags: FlagValue) -> list[str]:
+    """The command that the tool advised, for a step on mock data that changes no weight."""
+    words = shlex.split(advice.splitlines()[-1].partition("pretrain_llama.py ")[2])
+    step = "--mock-data --seq-length 32 --micro-batch-size 2 --global-batch-size 2 --num-workers 0 --device cpu --lr 0"
+    return [*words, *step.split(), "--train-iters", "1", "--vocab-size", str(VOCABULARY), "--save", str(save)]
+
+
+def assert_same_logits(exported: Path, model: Any) -> None:
+    """transformers loads the files as the class of ``model``, and computes the same bits."""
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        exported, attn_implementation="eager", experts_implementation="eager"
+    )
+    assert type(again) is type(model)
+    tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def assert_our_logits_are_theirs(converted: Path, model: Any) -> None:
+    """The checkpoint in ``converted`` computes what ``model`` does, in fp64."""
+    tokens = torch.arange(48).remainder(VOCABULARY).view(2, 24)
+    with torch.no_grad(), fp32_means_fp64():
+        wide = type(model)(model.config).double()
+        wide.load_state_dict(model.state_dict())
+        wanted = wide(tokens).logits
+    with torch.no_grad():
+        found = logits_of(our_model(converted), tokens).transpose(0, 1)
+    assert relative_error(found, wanted) < 1e-9
+
+
+def our_model(root: Path) -> TransformerModel:
+    """The converted model in fp64, with the architecture that the checkpoint tells."""
+    architecture = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
+    kernel = choose_attention_kernel("auto", CPU, torch.float64)
+    parallel = TensorParallel(single_process().tensor_parallel)
+    experts = build_experts(architecture, MoEConfig(), single_process())
+    model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel, experts=experts))
+    load_checkpoint(root, 0, {f"model/{info_of(weight).name}": weight.detach() for weight in model.parameters()})
+    return model
+
+
+def tensors_of(root: Path, prefix: str = "model/", iteration: int | None = None) -> dict[str, Tensor]:
+    """The global tensors of a checkpoint with ``prefix``; without ``iteration`` of the latest."""
+    iteration = find_checkpoint(root) if iteration is None else iteration
+    assert iteration is not None
+    saved = SavedTensors(root, iteration)
+    tensors = {}
+    for name, stored in saved.manifest.tensors.items():
+        if name.startswith(prefix):
+            whole = torch.empty(stored.shape, dtype=stored.dtype)
+            saved.read_into(whole, name, tuple(slice(0, size) for size in stored.shape))
+            tensors[name.removeprefix(prefix)] = whole
+    return tensors
