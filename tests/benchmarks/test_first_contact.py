@@ -103,35 +103,46 @@ def run_planted(out: Path, *lines: Line, seconds: float = 600.0, is_tiny: bool =
 # The rehearsal
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of both calls."""
-    out = tmp_path_factory.mktemp("first_contact")
+def rehearse(out: Path, *names: str) -> Path:
+    """Both calls, or the lines with these names; returns the directory."""
     for call, lines in CALLS.items():
+        chosen = [line for line in lines if not names or line.name in names]
         config = CallConfig(str(out), device="cpu", tiny=True)
-        assert run_session(config, lines, CALL_SECONDS[call], start_one_cold) == 0, (out / TABLE).read_text()
+        assert run_session(config, chosen, CALL_SECONDS[call], start_one_cold) == 0, (out / TABLE).read_text()
     return out
 
 
-def test_a_rehearsal_runs_every_line_of_both_calls(rehearsal: Path) -> None:
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a line of each kind."""
+    return rehearse(tmp_path_factory.mktemp("first_contact"), "facts", COLD, "405b-tp8", "attention")
+
+
+def test_a_line_of_each_kind_is_right_in_a_rehearsal(rehearsal: Path) -> None:
     results = read_results(rehearsal)
-    assert list(results) == [line.name for line in (*CALL_1, *CALL_2)]
     assert {name: verdict_of(found) for name, found in results.items()} == dict.fromkeys(results, Verdict.RIGHT)
     assert (figures_of(results, "tiny", "fp64") or {})["difference"] <= 1e-9
-    assert (figures_of(results, "70b-tp4") or {})["stand_in_ms"] > 0
-    assert "speed / bound, FP8 kernels" in (figures_of(results, "8b-fp8") or {})
-    assert "speed / transformers eager" in (figures_of(results, "8b") or {})
-    assert (figures_of(results, "real", "dry run") or {})["peak_bytes"] > 0
-    assert (figures_of(results, "products") or {})["passed"] >= 5
     assert all((whole_of(found) or found[0]).seconds > 0 for found in results.values())
     memory = [one.figures.get("peak_memory_bytes", 0) for found in results.values() for one in found]
     assert sum(value > 2**25 for value in memory) == len(results)
 
 
+@pytest.mark.slow(reason="minutes; a line of each kind runs by default. Run it before a call on a GPU")
+def test_a_rehearsal_runs_every_line_of_both_calls(tmp_path: Path) -> None:
+    results = read_results(rehearse(tmp_path))
+    assert list(results) == [line.name for line in (*CALL_1, *CALL_2)]
+    assert {name: verdict_of(found) for name, found in results.items()} == dict.fromkeys(results, Verdict.RIGHT)
+    assert (figures_of(results, "70b-tp4") or {})["stand_in_ms"] > 0
+    assert "speed / bound, FP8 kernels" in (figures_of(results, "8b-fp8") or {})
+    assert "speed / transformers eager" in (figures_of(results, "8b") or {})
+    assert (figures_of(results, "real", "dry run") or {})["peak_bytes"] > 0
+    assert (figures_of(results, "products") or {})["passed"] >= 5
+
+
 def test_its_table_is_short_and_its_archive_has_all(rehearsal: Path, tmp_path: Path) -> None:
     table = (rehearsal / TABLE).read_text()
     assert len(table.splitlines()) <= MOST_ROWS
-    assert all(any(row.startswith(line.name) for row in table.splitlines()) for line in (*CALL_1, *CALL_2))
+    assert all(any(row.startswith(name) for row in table.splitlines()) for name in read_results(rehearsal))
     read_archive(rehearsal / ARCHIVE, tmp_path, (RESULTS, TABLE))
     assert (tmp_path / RESULTS).read_bytes() == (rehearsal / RESULTS).read_bytes()
     with tarfile.open(rehearsal / ARCHIVE) as tar:
@@ -182,23 +193,33 @@ def test_figures_of_a_gpu_stand_beside_what_was_predicted_and_planned() -> None:
     assert "| real | outside of torch's allocator | 1.00 | 2.00 | 0.500 |" in text
 
 
-def test_the_lines_of_a_day_can_be_chosen_and_a_rehearsal_of_some_is_right(tmp_path: Path) -> None:
+SELECTION = "selection/8B with head and optimizer"
+
+
+def rehearse_day(out: Path, *names: str) -> dict[str, list[Result]]:
+    config, lines = lines_of(DayConfig(str(out), only=names, device="cpu", tiny=True))
+    assert run_session(config, lines, 600.0, start_forked) == 0, (out / TABLE).read_text()
+    results = read_results(out)
+    assert list(results) == list(names)
+    return results
+
+
+def test_the_lines_of_a_day_can_be_chosen(tmp_path: Path) -> None:
     assert len({line.name for line in LINES}) == len(LINES)
-    names = ["tiny/deterministic mode", "tiny/killed and resumed", "tiny/profile", "real/saves"]
-    names += ["bench/8B, attention flash", "fp8/parts of 8B", "documents/cudnn, fewer plans", "tests/products"]
-    names += ["selection/8B with head and optimizer"]
-    config = DayConfig(str(tmp_path), only=tuple(names), device="cpu", tiny=True)
-    config, lines = lines_of(config)
-    assert run_session(config, lines, 600.0, start_forked) == 0, (tmp_path / TABLE).read_text()
-    results = read_results(tmp_path)
-    assert list(results) == names
-    chosen = figures_of(results, "selection/8B with head and optimizer", "FP8 delayed") or {}
-    assert "fp8_weight_gradient" in chosen
+    results = rehearse_day(tmp_path, SELECTION)
+    assert "fp8_weight_gradient" in (figures_of(results, SELECTION, "FP8 delayed") or {})
     # The next call runs what this one has not reached.
     _, left = lines_of(DayConfig(str(tmp_path)))
-    assert {line.name for line in LINES} - {line.name for line in left} == set(names)
+    assert {line.name for line in LINES} - {line.name for line in left} == {SELECTION}
     stages, _ = lines_of(DayConfig(str(tmp_path), only=("ranks", "bench/8B")))
     assert stages.only == (*(line.name for line in STAGES["ranks"]), "bench/8B")
+
+
+@pytest.mark.slow(reason="minutes; the flags of every line are checked by default")
+def test_a_rehearsal_of_a_day_is_right(tmp_path: Path) -> None:
+    names = ["tiny/deterministic mode", "tiny/killed and resumed", "tiny/profile", "real/saves"]
+    names += ["bench/8B, attention flash", "fp8/parts of 8B", "documents/cudnn, fewer plans", "tests/products"]
+    rehearse_day(tmp_path, *names)
 
 
 # Lines that fail

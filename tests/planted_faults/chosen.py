@@ -42,9 +42,9 @@ COLLECTIVES = (
         ("context_parallel", LAYOUTS),
     ),
     Fault(
-        "all-gathers receive from the wrong neighbour",
-        "source, target = (self.rank - step) % self.size, (self.rank + step) % self.size",
-        "source, target = (self.rank + step) % self.size, (self.rank - step) % self.size",
+        "an exchange sends the part of another rank",
+        'messages.append(("send", sent[target], self.ranks[target]))',
+        'messages.append(("send", sent[source], self.ranks[target]))',
         ("core/test_communication.py", LAYOUTS),
     ),
 )

@@ -2,6 +2,7 @@
 
 import ast
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCES = ("megatron", "megatron_llama")
@@ -41,6 +42,11 @@ class Fault:
 
 
 def read(path: Path) -> str:
+    return _read(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _read(path: Path, modified: int) -> str:
     return path.read_text(encoding="utf-8")
 
 
