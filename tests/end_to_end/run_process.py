@@ -243,11 +243,6 @@ class RunningTraining:
         return "".join(path.read_text() for path in sorted(self._logs.glob(f"ranks/*/attempt_0/*/{name}")))
 
 
-def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
-    """Train in so many processes, from start to end."""
-    return fork_training(flags, processes)
-
-
 def fork_training(flags: Sequence[str], processes: int, main: Main = pretrain_llama.main) -> Outcome:
     """Train in processes that are forked, which spares each of them its imports, and treated as by our launcher."""
     logs, started = Path(tempfile.mkdtemp(prefix="training-")), time.monotonic()

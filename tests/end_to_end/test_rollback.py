@@ -220,14 +220,6 @@ def test_after_three_rollbacks_every_start_ends_with_93(tmp_path: Path) -> None:
     assert not checkpoint_of(tmp_path, 30).exists()
 
 
-@pytest.mark.slow(reason="2,000 iterations")
-def test_a_clean_run_has_no_spikes(tmp_path: Path) -> None:
-    train(tmp_path, train_iters=2000, lr_warmup_iters=166, micro_batch_size=8, global_batch_size=8, save_interval=None)
-    records = iterations(tmp_path / "metrics.jsonl")
-    assert len(records) == 2000
-    assert not [record for record in records if "spike" in record]
-
-
 @pytest.mark.slow(reason="two ranks, several runs of each layout")
 @pytest.mark.parametrize(
     "layout",
