@@ -289,7 +289,7 @@ def _train_as_rank(rank: int, variables: Mapping[str, str], flags: Sequence[str]
         with (logs / f"{rank}.{kind}").open("wb") as file:
             os.dup2(file.fileno(), descriptor)
     # The server's streams end where its own do. A program that replaces these does not close what they write to.
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.chdir(logs)
     # The server that forks keeps the environment of the moment at which it was started.
     os.environ.clear()
