@@ -135,9 +135,9 @@ def test_a_rollback_is_in_every_later_checkpoint_and_leaves_nothing_of_the_spike
     assert rollbacks_of(spoilt, LOADED) == rollbacks_of(spoilt, 70) == [first, second]
     assert iterations(spoilt / "metrics.jsonl")[-1]["rollbacks"] == 2
     # Iteration 60 was saved before the spike was noticed, and is not trained on again.
-    for place in (spoilt, spoilt / "mirror"):
-        assert not checkpoint_of(place, 60).exists()
-        assert checkpoint_of(place, 60).with_suffix(".rolled_back").exists()
+    assert checkpoint_of(spoilt, 60).with_suffix(".rolled_back").exists()
+    # Its copy may have been left out while the one before was under way.
+    assert not any(checkpoint_of(place, 60).exists() for place in (spoilt, spoilt / "mirror"))
     assert rollbacks_of(spoilt / "mirror", LENGTH) == [first, second]
 
 
