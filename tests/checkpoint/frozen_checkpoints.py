@@ -30,8 +30,8 @@ from tests.end_to_end.run_process import (
     Record,
     checkpoint_of,
     computed,
+    fork_training,
     run_tool,
-    run_training,
     words_of,
 )
 
@@ -187,7 +187,7 @@ def freeze(name: str, folder: Path) -> None:
         for kind in (".bin", ".idx"):
             shutil.copy(FROZEN / f"corpus{kind}", directory)
         flags = flags_of_case(case, directory, directory / "corpus", save_interval=str(SAVED_AT), **first_flags)
-        run_training(flags, case.processes).succeeded()
+        fork_training(flags, case.processes).succeeded()
         records = computed_iterations(directory / "metrics.jsonl")
         expected = {
             "machine": this_machine(),

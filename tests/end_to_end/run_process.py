@@ -243,11 +243,6 @@ class RunningTraining:
         return "".join(path.read_text() for path in sorted(self._logs.glob(f"ranks/*/attempt_0/*/{name}")))
 
 
-def run_training(flags: Sequence[str], processes: int = 1) -> Outcome:
-    """Train in so many processes, from start to end."""
-    return fork_training(flags, processes)
-
-
 def fork_training(flags: Sequence[str], processes: int, main: Main = pretrain_llama.main) -> Outcome:
     """Train in processes that are forked, which spares each of them its imports, and treated as by our launcher."""
     logs, started = Path(tempfile.mkdtemp(prefix="training-")), time.monotonic()
@@ -293,8 +288,8 @@ def _train_as_rank(rank: int, variables: Mapping[str, str], flags: Sequence[str]
     for descriptor, kind in ((1, "out"), (2, "err")):
         with (logs / f"{rank}.{kind}").open("wb") as file:
             os.dup2(file.fileno(), descriptor)
-    # The server's streams end where its own do.
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
+    # The server's streams end where its own do. A program that replaces these does not close what they write to.
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.chdir(logs)
     # The server that forks keeps the environment of the moment at which it was started.
     os.environ.clear()

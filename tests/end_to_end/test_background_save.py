@@ -22,9 +22,9 @@ from tests.end_to_end.run_process import (
     computed,
     descendants,
     flags_of,
+    fork_training,
     iterations,
     latest_iteration,
-    run_training,
 )
 
 
@@ -58,9 +58,9 @@ def test_two_ranks_save_behind_the_training_what_they_would_have_saved_and_mirro
         "save_retain_last": 2,
     }
     direct, behind = tmp_path / "direct", tmp_path / "behind"
-    run_training(command(corpus, direct, **layout), processes=2).succeeded()
-    outcome = run_training(
-        command(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), processes=2
+    fork_training(command(corpus, direct, **layout), 2).succeeded()
+    outcome = fork_training(
+        command(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), 2
     ).succeeded()
     assert computed(behind / "metrics.jsonl") == computed(direct / "metrics.jsonl")
     assert outcome.stdout.count("> saved checkpoint") == 4
@@ -70,42 +70,36 @@ def test_two_ranks_save_behind_the_training_what_they_would_have_saved_and_mirro
     for copy in ("first", "second"):
         assert_same_tensors(checkpoint_of(behind / copy, 4), checkpoint_of(direct / "first", 4), ("model/", "opt", "r"))
     shutil.rmtree(behind / "first")
-    outcome = run_training(
-        command(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), processes=2
+    outcome = fork_training(
+        command(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), 2
     ).succeeded()
     assert f"loaded checkpoint {behind / 'second'}" in outcome.stdout and "after iteration 4" in outcome.stdout
     assert kept(behind / "first") == [5]
 
 
-def test_a_run_resumes_from_the_only_one_of_three_places_that_is_left(corpus: Corpus, tmp_path: Path) -> None:
-    copies = tmp_path / "second", tmp_path / "third"
-    flags = command(corpus, tmp_path, save_interval=4, redundant_save=[str(copy) for copy in copies])
-    call_training(flags).succeeded()
-    for copy in copies:
-        assert_same_tensors(checkpoint_of(copy, 4), checkpoint_of(tmp_path / "first", 4), ("model/", "opt", "r"))
-    shutil.rmtree(tmp_path / "first")
-    shutil.rmtree(copies[0])
-    outcome = call_training([*flags, "--train-iters", "5"]).succeeded()
-    assert f"loaded checkpoint {copies[1]}" in outcome.stdout and "after iteration 4" in outcome.stdout
-    assert [kept(root)[-1] for root in (tmp_path / "first", *copies)] == [5, 5, 5]
-
-
-def test_a_copy_stands_in_for_a_damaged_original(
+def test_copies_stand_in_for_a_damaged_original_and_for_lost_directories(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    both: dict[str, FlagValue | Path] = {"redundant_save": tmp_path / "second"}
-    call_training(command(corpus, tmp_path, save_interval=4, **both)).succeeded()
-    shard = checkpoint_of(tmp_path / "first", 4) / "rank_00000.safetensors"
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    both: dict[str, FlagValue | Path] = {"save_interval": 4, "redundant_save": [str(second), str(third)]}
+    call_training(command(corpus, tmp_path, **both)).succeeded()
+    for copy in second, third:
+        assert_same_tensors(checkpoint_of(copy, 4), checkpoint_of(first, 4), ("model/", "opt", "r"))
+    shard = checkpoint_of(first, 4) / "rank_00000.safetensors"
     os.truncate(shard, 1000)
     refused = call_training(command(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
     assert refused.exit_code != 0 and "has 1,000 bytes" in refused.stderr
-    outcome = call_training(command(corpus, tmp_path, train_iters=5, **both)).succeeded()
-    assert "continuing after iteration 4" in outcome.stdout
-    assert "has 1,000 bytes" in caplog.text
-    assert shard.stat().st_size == 1000
     # A run that loads from elsewhere does not look at the copies of what it saves.
     elsewhere = call_training(command(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
     assert "nowhere has no checkpoint" in elsewhere.stderr
+    outcome = call_training(command(corpus, tmp_path, train_iters=5, **both)).succeeded()
+    assert "continuing after iteration 4" in outcome.stdout and "has 1,000 bytes" in caplog.text
+    assert shard.stat().st_size == 1000
+    shutil.rmtree(first)
+    shutil.rmtree(second)
+    outcome = call_training(command(corpus, tmp_path, train_iters=6, **both)).succeeded()
+    assert f"loaded checkpoint {third}" in outcome.stdout and "after iteration 5" in outcome.stdout
+    assert [kept(root)[-1] for root in (first, second, third)] == [6, 6, 6]
 
 
 def test_a_copy_that_cannot_be_made_is_a_warning(
@@ -145,56 +139,6 @@ def test_writers_and_copiers_that_die_between_saves_cost_nothing(
     assert len(killed) == 6
     assert kept(tmp_path / "first") == kept(tmp_path / "second") == [1, 2, 3, 4]
     assert "not saved" not in caplog.text and "not mirrored" not in caplog.text
-
-
-@pytest.mark.slow(reason="several runs; tests/checkpoint/test_background.py has each failure")
-@pytest.mark.parametrize(("failures", "allowed"), [(1, 1), (2, 1), (1, 0)])
-def test_a_failure_is_a_warning_until_more_than_the_allowed_ones_in_a_row(
-    corpus: Corpus,
-    tmp_path: Path,
-    failures: int,
-    allowed: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def sometimes_spoiled(root: Path, iteration: int) -> Path:
-        directory = new_saving_directory(root, iteration)
-        if 2 <= iteration < 2 + failures:
-            (directory / "rank_00000.safetensors").mkdir()
-        return directory
-
-    # The last attempt before the end is not made in the background.
-    for module in ("background", "storage"):
-        monkeypatch.setattr(f"megatron.checkpoint.{module}.new_saving_directory", sometimes_spoiled)
-    changes: dict[str, FlagValue | Path] = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
-    outcome = call_training(command(corpus, tmp_path, async_save=True, **changes))
-    assert "Iteration 2 is not saved: rank 0: Cannot write" in caplog.text
-    assert "Training continues; the next attempt is now, after iteration 3." in caplog.text
-    if failures <= allowed:
-        outcome.succeeded()
-        assert kept(tmp_path / "first") == [1, 3, 4, 5]
-    else:
-        assert outcome.exit_code != 0
-        (sentence,) = outcome.errors
-        assert f"The last {failures} saves failed, more than --max-failed-saves {allowed} allows: " in sentence
-        assert "Cannot write" in sentence and "The newest checkpoint is of iteration 1." in sentence
-        assert kept(tmp_path / "first") == [1]
-
-
-@pytest.mark.slow(reason="several attempts with pauses")
-def test_the_last_save_is_repeated_where_the_background_failed(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def spoiled(root: Path, iteration: int) -> Path:
-        directory = new_saving_directory(root, iteration)
-        (directory / "rank_00000.safetensors").mkdir()
-        return directory
-
-    monkeypatch.setattr("megatron.checkpoint.background.new_saving_directory", spoiled)
-    outcome = call_training(command(corpus, tmp_path, async_save=True, save_interval=4)).succeeded()
-    assert "Iteration 4 is not saved" in caplog.text
-    assert outcome.stdout.count("saved checkpoint") == 1
-    assert kept(tmp_path / "first") == [4]
 
 
 @pytest.mark.slow(reason="a kill at a random moment")

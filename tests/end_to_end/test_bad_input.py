@@ -5,10 +5,8 @@ with the new flags, the files of the old run must come out of it byte for byte a
 """
 
 import json
-import os
 import re
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +24,9 @@ from tests.end_to_end.run_process import (
     RunningTraining,
     bytes_under,
     call_training,
-    checkpoint_of,
-    descendants,
     flags_of,
+    fork_training,
     iterations,
-    run_training,
 )
 
 DONE = 4
@@ -52,7 +48,7 @@ class Scene:
     """What a case may spoil: all of it is a copy."""
 
     run: Path
-    """The directory of the finished run."""
+    """The directory of the finished run; the corpus is beside it, in ``data``."""
     corpus: Corpus
 
     def flags(self, changes: Changes) -> list[str]:
@@ -88,80 +84,35 @@ def assert_one_sentence(outcome: Outcome, *words: str) -> None:
 
 # --- what is spoilt ------------------------------------------------------------------------------------------
 
-
-def shard(scene: Scene) -> Path:
-    """The file with the tensors of the checkpoint."""
-    return checkpoint_of(scene.run, DONE) / "rank_00000.safetensors"
-
-
-def no_bin(scene: Scene) -> Changes:
-    """The corpus has lost its .bin file."""
-    Path(f"{scene.corpus.prefix}.bin").unlink()
-    return {}
+Mistake = Callable[[Scene], Changes]
+"""Spoils a scene; the flags that are wrong."""
+BIN, IDX, TOKENIZER = "data/corpus.bin", "data/corpus.idx", "data/tokenizer.model"
+SHARD, MANIFEST = (f"run/iter_{DONE:07d}/{name}" for name in ("rank_00000.safetensors", "manifest.json"))
 
 
-def no_idx(scene: Scene) -> Changes:
-    """The corpus has lost its .idx file."""
-    Path(f"{scene.corpus.prefix}.idx").unlink()
-    return {}
+def spoilt(file: str, spoil: Callable[[Path], None]) -> Mistake:
+    """A file of the scene is spoilt."""
+
+    def mistake(scene: Scene) -> Changes:
+        spoil(scene.run.parent / file)
+        return {}
+
+    return mistake
 
 
-def short_bin(scene: Scene) -> Changes:
-    """The copy of the .bin file stopped early."""
-    _cut(Path(f"{scene.corpus.prefix}.bin"))
-    return {}
-
-
-def short_idx(scene: Scene) -> Changes:
-    """The copy of the .idx file stopped early."""
-    _cut(Path(f"{scene.corpus.prefix}.idx"))
-    return {}
-
-
-def no_tokenizer(scene: Scene) -> Changes:
-    """There is no tokenizer file."""
-    scene.corpus.tokenizer.unlink()
-    return {}
-
-
-def garbled_tokenizer(scene: Scene) -> Changes:
-    """The tokenizer file holds something else."""
-    scene.corpus.tokenizer.write_bytes(b"\xff\x00\x17" * 1000)
-    return {}
-
-
-def short_shard(scene: Scene) -> Changes:
-    """The copy of the checkpoint stopped early."""
-    _cut(shard(scene))
-    return {}
-
-
-def garbled_shard(scene: Scene) -> Changes:
-    """A block of the checkpoint's file is of another file."""
-    content = bytearray(shard(scene).read_bytes())
-    content[16:64] = b"\xff" * 48
-    shard(scene).write_bytes(content)
-    return {}
-
-
-def no_shard(scene: Scene) -> Changes:
-    """A file of the checkpoint is missing."""
-    shard(scene).unlink()
-    return {}
-
-
-def garbled_manifest(scene: Scene) -> Changes:
-    """The only checkpoint has a manifest that cannot be read."""
-    manifest = checkpoint_of(scene.run, DONE) / "manifest.json"
-    manifest.write_text(manifest.read_text()[:1000])
-    return {}
-
-
-def _cut(path: Path) -> None:
+def cut(path: Path) -> None:
+    """A copy that stopped early."""
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flags(**changes: FlagValue) -> Callable[[Scene], Changes]:
+def garble(path: Path) -> None:
+    """A block of another file."""
+    content = bytearray(path.read_bytes())
+    content[16:64] = b"\xff" * 48
+    path.write_bytes(content)
+
+
+def flags(**changes: FlagValue) -> Mistake:
     """Nothing but flags is wrong."""
     return lambda scene: dict(changes)
 
@@ -171,28 +122,20 @@ def nothing_to_load(scene: Scene) -> Changes:
     return {"load": scene.run / "elsewhere", "exit_on_missing_checkpoint": True}
 
 
-MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
-    "unknown flag": (flags(tensor_model_paralel_size=2), ("--tensor-model-parallel-size",)),
-    "flag of Megatron-LM that is not supported": (
-        flags(moe_expert_capacity_factor=1.25),
-        ("--moe-expert-capacity-factor", "remove it"),
-    ),
-    "required flag missing": (flags(seq_length=None), ("--seq-length",)),
+MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
+    # tests/config has the flags that are wrong by themselves.
     "processes do not divide": (flags(tensor_model_parallel_size=2), ("1 processes", "--tensor-model-parallel-size")),
-    "heads do not divide": (flags(num_attention_heads=3), ("--num-attention-heads 3", "--hidden-size 32")),
-    "key-value heads do not divide": (flags(num_query_groups=3), ("--num-query-groups 3",)),
-    "batch does not divide": (flags(global_batch_size=7), ("--global-batch-size", "multiples of 2")),
-    "odd head size": (flags(kv_channels=7), ("--kv-channels",)),
-    "no sequence": (flags(seq_length=0), ("--seq-length",)),
-    "seed out of range": (flags(seed=-1), ("--seed",)),
-    "not supported yet": (flags(context_parallel_size=2), ("--context-parallel-size",)),
-    "not a Llama": (flags(swiglu=False), ("--no-swiglu", "remove")),
-    "no data": (flags(data_path=None), ("--data-path", "--mock-data")),
     "corpus is nowhere": (flags(data_path="nowhere/corpus"), ("nowhere/corpus.idx", "--data-path")),
-    "corpus without .bin": (no_bin, ("corpus.bin does not exist", "tools/preprocess_data.py")),
-    "corpus without .idx": (no_idx, ("corpus.idx does not exist", "tools/preprocess_data.py")),
-    "truncated .bin": (short_bin, ("corpus.bin", "copy it again")),
-    "truncated .idx": (short_idx, ("corpus.idx", "tools/preprocess_data.py")),
+    "corpus without .bin": (
+        spoilt(BIN, Path.unlink),
+        ("corpus.bin does not exist", "tools/preprocess_data.py"),
+    ),
+    "corpus without .idx": (
+        spoilt(IDX, Path.unlink),
+        ("corpus.idx does not exist", "tools/preprocess_data.py"),
+    ),
+    "truncated .bin": (spoilt(BIN, cut), ("corpus.bin", "copy it again")),
+    "truncated .idx": (spoilt(IDX, cut), ("corpus.idx", "tools/preprocess_data.py")),
     "split without data": (flags(split="0,1,0"), ("--split",)),
     "tokenizer of other data": (
         flags(tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=9, load=None, save=None),
@@ -200,8 +143,11 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
     ),
     "tokenizer of another type": (flags(tokenizer_type="TikTokenizer"), ("tokenizer.model", "--tokenizer-type")),
     "tokenizer of another size": (flags(vocab_size=100), ("--vocab-size 100", str(VOCABULARY))),
-    "no tokenizer file": (no_tokenizer, ("tokenizer.model does not exist", "--tokenizer-model")),
-    "garbled tokenizer": (garbled_tokenizer, ("tokenizer.model is not a SentencePiece model", "--tokenizer-model")),
+    "no tokenizer file": (spoilt(TOKENIZER, Path.unlink), ("tokenizer.model does not exist", "--tokenizer-model")),
+    "garbled tokenizer": (
+        spoilt(TOKENIZER, garble),
+        ("tokenizer.model is not a SentencePiece model", "--tokenizer-model"),
+    ),
     "checkpoint of another model": (
         flags(num_layers=3, ffn_hidden_size=96),
         ("another architecture", "--num-layers is 3 here and 2 there", "--ffn-hidden-size is 96 here and 64 there"),
@@ -209,10 +155,14 @@ MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
     "checkpoint of another schedule": (flags(lr=1e-3), ("peak 0.001", "--override-opt-param-scheduler")),
     "checkpoint that does not exist": (flags(ckpt_step=3), ("iteration 3", f"it has: {DONE}")),
     "nothing to load": (nothing_to_load, ("elsewhere", "has no checkpoint")),
-    "truncated checkpoint": (short_shard, ("rank_00000.safetensors", "load another checkpoint")),
-    "garbled checkpoint": (garbled_shard, ("rank_00000.safetensors is damaged", "load another checkpoint")),
-    "checkpoint without a file": (no_shard, ("rank_00000.safetensors",)),
-    "checkpoint without a manifest": (garbled_manifest, ("has no readable checkpoint",)),
+    "truncated checkpoint": (spoilt(SHARD, cut), ("rank_00000.safetensors", "load another checkpoint")),
+    "garbled checkpoint": (spoilt(SHARD, garble), ("rank_00000.safetensors is damaged", "load another checkpoint")),
+    "checkpoint without a file": (spoilt(SHARD, Path.unlink), ("rank_00000.safetensors",)),
+    "checkpoint without a manifest": (spoilt(MANIFEST, cut), ("has no readable checkpoint",)),
+    "profile that cannot be written": (
+        flags(profile_pipeline=str(REPOSITORY)),
+        ("--profile-pipeline", "cannot be written"),
+    ),
     "metrics file is a directory": (flags(metrics_jsonl=str(REPOSITORY)), ("--metrics-jsonl", "Is a directory")),
 }
 
@@ -259,7 +209,7 @@ def test_metrics_are_never_written_over_a_file_of_another_kind(corpus: Corpus, t
 
 def test_plain_python_says_it_in_one_sentence(scene: Scene) -> None:
     """And before torch is imported, which takes a second or many on a cluster's file system."""
-    outcome = run_training(scene.flags({"tensor_model_paralel_size": 2}))
+    outcome = RunningTraining(scene.flags({"tensor_model_paralel_size": 2})).finish()
     assert outcome.stderr.splitlines() == [
         "ERROR: --tensor-model-paralel-size is not a flag of pretrain_llama.py: did you mean "
         "--tensor-model-parallel-size?"
@@ -267,13 +217,13 @@ def test_plain_python_says_it_in_one_sentence(scene: Scene) -> None:
     assert not outcome.stdout
 
 
-TWO_RANK_MISTAKES: dict[str, tuple[Callable[[Scene], Changes], tuple[str, ...]]] = {
+TWO_RANK_MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "processes do not divide": (
         flags(tensor_model_parallel_size=4, num_query_groups=4),
         ("2 processes", "--tensor-model-parallel-size 4"),
     ),
-    "truncated .bin": (short_bin, ("corpus.bin", "copy it again")),
-    "garbled checkpoint": (garbled_shard, ("rank_00000.safetensors is damaged",)),
+    "truncated .bin": (spoilt(BIN, cut), ("corpus.bin", "copy it again")),
+    "garbled checkpoint": (spoilt(SHARD, garble), ("rank_00000.safetensors is damaged",)),
 }
 
 
@@ -282,42 +232,8 @@ def test_two_ranks_speak_with_one_voice(scene: Scene, mistake: str) -> None:
     spoil, words = TWO_RANK_MISTAKES[mistake]
     command = scene.flags({"tensor_model_parallel_size": 2, **spoil(scene)})
     before = bytes_under(scene.run)
-    assert_one_sentence(run_training(command, processes=2), *words)
+    assert_one_sentence(fork_training(command, 2), *words)
     assert bytes_under(scene.run) == before
-
-
-@pytest.mark.slow(reason="two ranks; one process stops in test_continuing.py")
-def test_two_ranks_stop_at_a_loss_that_is_not_finite(scene: Scene) -> None:
-    """With the checkpoint kept from before it, although every iteration is saved."""
-    changes: Changes = {"lr": 1e38, "override_opt_param_scheduler": True, "save_interval": 1}
-    before = bytes_under(checkpoint_of(scene.run, DONE))
-    outcome = run_training(scene.flags(changes), processes=2)
-    assert_one_sentence(outcome, "gradient norm nan", "--lr", "--no-check-for-nan-in-loss-and-grad")
-    stopped_in = int(outcome.errors[0].split()[2])
-    saved = sorted(path.name for path in scene.run.glob("iter_*"))
-    assert saved == [f"iter_{iteration:07d}" for iteration in range(DONE, stopped_in)]
-    assert bytes_under(checkpoint_of(scene.run, DONE)) == before
-    assert all(record["lm_loss"] is not None for record in iterations(scene.run / "metrics.jsonl"))
-
-
-@pytest.mark.slow(reason="a process of its own")
-def test_fault_that_a_loader_process_meets_ends_in_one_sentence(scene: Scene) -> None:
-    metrics = scene.run / "new.jsonl"
-    changes: Changes = {"train_iters": 20_000, "num_workers": 1, "mmap_bin_files": False}
-    run = RunningTraining(scene.flags({**changes, "load": None, "save": None, "metrics_jsonl": metrics}))
-    run.wait_for_records(metrics, 3)
-    Path(f"{scene.corpus.prefix}.bin").write_bytes(b"")
-    assert_one_sentence(run.finish(timeout=PROMPT), "corpus.bin was truncated")
-
-
-@pytest.mark.slow(reason="processes that wait for each other")
-def test_run_ends_when_one_of_its_loader_processes_is_killed(corpus: Corpus, tmp_path: Path) -> None:
-    """As the kernel does when memory runs out: nobody waits for microbatches that will never come."""
-    metrics = tmp_path / "metrics.jsonl"
-    run = RunningTraining(flags_of(corpus, train_iters=20_000, num_workers=2, metrics_jsonl=metrics))
-    run.wait_for_records(metrics, 3)
-    os.kill(descendants(run.process.pid)[0], signal.SIGKILL)
-    assert run.finish(timeout=PROMPT).exit_code != 0
 
 
 LATE_FIRST_RANK = """

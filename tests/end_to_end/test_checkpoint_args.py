@@ -20,7 +20,6 @@ from tests.end_to_end.run_process import (
     flags_of,
     iterations,
     losses,
-    run_training,
 )
 
 Flags = dict[str, FlagValue | Path]
@@ -97,17 +96,6 @@ def test_a_run_goes_on_without_flags_for_its_architecture(
     outcome = call_training(going_on(corpus, reference.directory, metrics_jsonl=metrics)).succeeded()
     assert f"> architecture: from the checkpoint of iteration {HALF} in {reference.directory}" in outcome.stdout
     assert losses(metrics) == reference.losses[HALF:]
-
-
-@pytest.mark.slow(reason="two ranks")
-def test_two_ranks_take_the_architecture_that_the_first_has_read(
-    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    reference, metrics = half_done("wide heads, turned otherwise"), tmp_path / "metrics.jsonl"
-    layout: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    flags = going_on(corpus, reference.directory, metrics_jsonl=metrics, **layout)
-    run_training(flags, processes=2).succeeded()
-    assert_close(losses(metrics), reference.losses[HALF:], 1e-9)
 
 
 REFUSED: list[tuple[str, Flags, set[str]]] = [

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from megatron.commands import inspect_checkpoint, pretrain_llama
 from megatron.commands.inspect_checkpoint import InspectConfig
 from megatron.data.loader import Microbatch
-from tests.checkpoint.frozen_checkpoints import CASES, FROZEN, SAVED_AT, flags_of_case
 from tests.data.corpora import slow_blend, slow_order, write
 from tests.end_to_end.run_process import (
     TINY_RUN,
@@ -114,41 +112,19 @@ class SavedRun:
 
     directory: Path
     words: tuple[object, ...]
-    tokenizer: Path
-
-
-def write_tokenizer(path: Path, last: str = "last") -> Path:
-    """A tokenizer of 64 words; ``last`` is the word of one of them."""
-    from tokenizers import Tokenizer, models
-
-    vocabulary = {"<|endoftext|>": END, last: 0, **{f"w{number:02}": number for number in range(1, END)}}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="w01")).save(str(path))
-    return path
 
 
 @pytest.fixture(scope="module")
 def saved(a: WrittenCorpus, b: WrittenCorpus, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    directory = tmp_path_factory.mktemp("saved")
-    corpora = []
-    for corpus in (a, b):
-        prefix = directory / corpus.prefix.name
-        write(prefix, corpus.documents, END + 1)
-        corpora.append(prefix)
-    run = SavedRun(directory, (0.7, corpora[0], 0.3, corpora[1]), write_tokenizer(directory / "tokenizer.json"))
-    call_training(flags(directory / "run", *run.words, exit_interval=2, **tokenizer_of(run))).succeeded()
+    run = SavedRun(tmp_path_factory.mktemp("saved"), (0.7, a.prefix, 0.3, b.prefix))
+    call_training(flags(run.directory, *run.words, exit_interval=2)).succeeded()
     return run
-
-
-def tokenizer_of(run: SavedRun) -> Flags:
-    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": run.tokenizer, "vocab_size": None}
 
 
 def resumed(run: SavedRun, *words: object, **changes: FlagValue | Path) -> Outcome:
     """What becomes of a resume with other words or flags; nothing is saved."""
     alone = {"save": None, "metrics_jsonl": None, "exit_interval": 3}
-    return call_training(
-        flags(run.directory / "run", *(words or run.words), **{**alone, **tokenizer_of(run), **changes})
-    )
+    return call_training(flags(run.directory, *(words or run.words), **{**alone, **changes}))
 
 
 def assert_refused(outcome: Outcome, *differences: str) -> None:
@@ -163,65 +139,13 @@ def assert_refused(outcome: Outcome, *differences: str) -> None:
         assert wanted in difference
 
 
-def test_the_same_data_resume(saved: SavedRun) -> None:
+def test_the_same_data_resume_and_all_ranks_refuse_other_data(saved: SavedRun) -> None:
+    """``tests/data/test_data_record.py`` has every setting, corpus and tokenizer that may differ."""
     outcome = resumed(saved).succeeded()
     assert "data stage first continues after 16 of its samples" in outcome.stdout
     assert "has no record" not in outcome.stdout
-
-
-CHANGED_FLAGS: list[tuple[dict[str, FlagValue], str]] = [
-    ({"split": "9,1,0"}, "--split: 1,0,0 in the checkpoint, 9,1,0 now"),
-    ({"seed": 5}, "--seed: 1234 in the checkpoint, 5 now"),
-    ({"seq_length": 8}, "--seq-length: 16 in the checkpoint, 8 now"),
-    ({"sample_order": "extendable"}, "--sample-order: megatron in the checkpoint, extendable now"),
-    ({"dataloader_type": "cyclic"}, "--dataloader-type: single in the checkpoint, cyclic now"),
-    ({"eod_mask_loss": True}, "--eod-mask-loss: off in the checkpoint, on now"),
-    ({"reset_position_ids": True}, "--reset-position-ids: off in the checkpoint, on now"),
-    ({"mid_level_dataset_surplus": 0.5}, "--mid-level-dataset-surplus: 0.005 in the checkpoint, 0.5 now"),
-    ({"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": END}, "--tokenizer-type"),
-]
-
-
-@pytest.mark.parametrize(("changes", "line"), CHANGED_FLAGS, ids=[next(iter(changes)) for changes, _ in CHANGED_FLAGS])
-def test_other_flags_are_refused(saved: SavedRun, changes: dict[str, FlagValue], line: str) -> None:
-    digest = ["digest of the file of --tokenizer-model"] if "tokenizer_model" in changes else []
-    assert_refused(resumed(saved, **changes), line, *digest)
-
-
-def test_other_blends_are_refused(saved: SavedRun, a: WrittenCorpus) -> None:
-    _, first, _, second = saved.words
-    refused = functools.partial(resumed, saved)
-    assert_refused(refused(0.5, first, 0.3, second), f"weight of {first}: 0.7 in the checkpoint, 0.5 now")
-    assert_refused(refused(0.7, first), f"corpus {second}: weight 0.3 in the checkpoint, absent now")
-    assert_refused(refused(0.3, second, 0.7, first), "order of the corpora")
-
-
-def test_other_tokens_under_the_same_names_are_refused(saved: SavedRun) -> None:
-    tokens = Path(f"{saved.words[1]}.bin")
-    digests = tokens.with_suffix(".digests.json")
-    content, known = tokens.read_bytes(), digests.read_bytes()
-    digests.unlink()
-    try:
-        tokens.write_bytes(np.frombuffer(content, "<u2")[::-1].tobytes())
-        assert_refused(resumed(saved), f"digest of sampled block 0 of {tokens} (1 of 1 blocks differ)")
-    finally:
-        tokens.write_bytes(content)
-        digests.write_bytes(known)
-    resumed(saved).succeeded()
-
-
-def test_another_tokenizer_is_refused(saved: SavedRun) -> None:
-    content = saved.tokenizer.read_bytes()
-    try:
-        write_tokenizer(saved.tokenizer, last="tsal")
-        assert len(saved.tokenizer.read_bytes()) == len(content)
-        assert_refused(resumed(saved), "digest of the file of --tokenizer-model")
-    finally:
-        saved.tokenizer.write_bytes(content)
-
-
-def test_all_ranks_refuse(saved: SavedRun) -> None:
-    given = flags(saved.directory / "run", *saved.words, save=None, metrics_jsonl=None, seed=5, **tokenizer_of(saved))
+    assert_refused(resumed(saved, 0.7, saved.words[1]), f"corpus {saved.words[3]}: weight 0.3 in the checkpoint")
+    given = flags(saved.directory, *saved.words, save=None, metrics_jsonl=None, seed=5)
     assert_refused(fork_training(given, processes=2), "--seed: 1234 in the checkpoint, 5 now")
 
 
@@ -251,24 +175,11 @@ def test_a_run_extended_into_another_epoch_says_that_the_order_changes(
     assert "epochs of" not in same.stdout + again.stdout
 
 
-def test_a_corpus_that_was_moved_continues(a: WrittenCorpus, tmp_path: Path) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    call_training(flags(whole, a.prefix, exit_interval=4)).succeeded()
-    call_training(flags(run, a.prefix, exit_interval=2)).succeeded()
-    (tmp_path / "elsewhere").mkdir()
-    for kind in (".bin", ".idx"):
-        shutil.copy(f"{a.prefix}{kind}", tmp_path / "elsewhere" / f"renamed{kind}")
-    call_training(flags(run, tmp_path / "elsewhere" / "renamed", exit_interval=4)).succeeded()
-    assert computed(run / "metrics.jsonl") == computed(whole / "metrics.jsonl")
-    assert_same_tensors(checkpoint_of(run, 4), checkpoint_of(whole, 4))
-    assert stages_of(run, 4)[0]["data"]["corpora"][0]["path"] == str(tmp_path / "elsewhere" / "renamed")
-
-
 @pytest.mark.parametrize("how", ["finetune", "pretrained_checkpoint"])
 def test_a_new_run_from_the_weights_compares_nothing(
     saved: SavedRun, b: WrittenCorpus, tmp_path: Path, how: str
 ) -> None:
-    base = saved.directory / "run"
+    base = saved.directory
     start: Flags = (
         {"load": base, "finetune": True} if how == "finetune" else {"load": tmp_path, "pretrained_checkpoint": base}
     )
@@ -316,24 +227,6 @@ def test_no_password_of_a_corpus_reaches_a_checkpoint(tmp_path: Path) -> None:
         outcome = call_training(flags(tmp_path / "run", *words, **changes))
         assert "s3://***@bucket/a contains a password" in outcome.errors[0]
         assert "secret" not in outcome.stderr + outcome.stdout
-
-
-# --- older checkpoints ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", [None, "next"])
-def test_a_checkpoint_that_recorded_nothing_resumes(tmp_path: Path, stage: str | None) -> None:
-    case = CASES["one_process_fp64"]
-    frozen = checkpoint_of(FROZEN / "v2" / "one_process_fp64", SAVED_AT)
-    shutil.copytree(frozen, tmp_path / "save" / frozen.name)
-    outcome = call_training(flags_of_case(case, tmp_path, new_data_stage=stage)).succeeded()
-    assert ("has no record of its data" in outcome.stdout) == (stage is None)
-    assert names_and_starts(tmp_path / "save") == [
-        ("first", 0, 0),
-        *([("next", SAVED_AT, 4 * SAVED_AT)] if stage else []),
-    ]
-    again = call_training(flags_of_case(case, tmp_path, seed=8, train_iters=7, override_opt_param_scheduler=True))
-    assert "--seed: 7 in the checkpoint, 8 now" in again.stderr
 
 
 # --- stages --------------------------------------------------------------------------------------------------
@@ -496,31 +389,6 @@ def test_a_stage_keeps_the_moments_of_the_optimizer(a: WrittenCorpus, b: Written
     assert moments
     for name in moments:
         torch.testing.assert_close(after[0][name] - after[1][name], 0.9 * before[name], rtol=1e-9, atol=1e-15)
-
-
-def test_a_stage_that_is_over_and_a_stage_with_other_data_are_refused(
-    a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path
-) -> None:
-    call_training(flags(tmp_path, a.prefix, exit_interval=2, new_data_stage="main")).succeeded()
-    call_training(flags(tmp_path, b.prefix, exit_interval=4, new_data_stage="next")).succeeded()
-    outcome = call_training(flags(tmp_path, a.prefix, new_data_stage="main"))
-    assert outcome.exit_code != 0 and "--new-data-stage main is over" in outcome.errors[0]
-    outcome = call_training(flags(tmp_path, a.prefix, new_data_stage="next"))
-    assert outcome.exit_code != 0 and "of stage next of" in outcome.errors[0]
-    # From before the stage it begins again.
-    outcome = call_training(flags(tmp_path, b.prefix, ckpt_step=2, exit_interval=3, new_data_stage="next", save=None))
-    assert "data stage next begins after iteration 2" in outcome.succeeded().stdout
-
-
-def test_batches_by_tokens_count_those_of_earlier_stages(a: WrittenCorpus, tmp_path: Path) -> None:
-    """16 samples of 16 tokens, then samples of 32: 512 tokens are 24 samples, not 16."""
-    steps: Flags = {"step_batch_size_schedule": "0:4 512:8", "global_batch_size": None}
-    call_training(flags(tmp_path, a.prefix, exit_interval=4, **steps)).succeeded()
-    longer: Flags = {**steps, "seq_length": 32, "new_data_stage": "long", "train_samples": 48}
-    call_training(flags(tmp_path, a.prefix, exit_interval=5, **longer)).succeeded()
-    call_training(flags(tmp_path, a.prefix, **longer)).succeeded()
-    sizes = [record["global_batch_size"] for record in iterations(tmp_path / "metrics.jsonl")]
-    assert sizes == [4] * 6 + [8] * 3
 
 
 def test_a_change_of_the_batch_in_iterations_asks_for_the_schedule(a: WrittenCorpus, tmp_path: Path) -> None:

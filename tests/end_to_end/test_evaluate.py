@@ -33,11 +33,17 @@ SEQUENCE = 32
 EXPERTS: Flags = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 
 
-@pytest.fixture(scope="module", params=[{}, EXPERTS], ids=["dense", "experts"])
-def model(request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model trained for a moment, in fp64."""
-    directory = tmp_path_factory.mktemp("model")
-    call_training(flags_of(corpus, train_iters=2, fp64=True, save=directory, **request.param)).succeeded()
+@pytest.fixture(scope="module")
+def with_experts(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("experts")
+    call_training(flags_of(corpus, train_iters=2, fp64=True, save=directory, **EXPERTS)).succeeded()
+    return directory
+
+
+@pytest.fixture(params=["trained", "with_experts"], ids=["dense", "experts"])
+def model(request: pytest.FixtureRequest) -> Path:
+    """A model in fp64."""
+    directory: Path = request.getfixturevalue(request.param)
     return directory
 
 
@@ -121,15 +127,17 @@ def test_loss_is_the_one_of_transformers(model: Path, text: Path, corpus: Corpus
 
 
 LAYOUTS = [
-    pytest.param({}, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
-    pytest.param(EXPERTS, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
     pytest.param(
-        {},
+        "trained", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
+    ),
+    pytest.param("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    pytest.param(
+        "trained",
         {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
         marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
     ),
     pytest.param(
-        EXPERTS,
+        "with_experts",
         {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
         marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
     ),
@@ -146,12 +154,12 @@ def test_every_layout_gives_the_same(model: Path, text: Path, tmp_path: Path, la
         assert ranks[key] == pytest.approx(alone[key], rel=1e-9)
 
 
-def test_a_corpus_has_the_result_of_its_text(model: Path, text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_a_corpus_has_the_result_of_its_text(trained: Path, text: Path, corpus: Corpus, tmp_path: Path) -> None:
     """Also the bytes, which follow from the tokens alone; several texts have results of their own."""
     copied = tmp_path / "text.jsonl"
     copied.write_text(text.read_text())
     prefix = tokenize(copied, corpus.tokenizer)
-    outcome = call(*flags_for(model, text, tmp_path / "out.json"), "--input", str(text), str(prefix)).succeeded()
+    outcome = call(*flags_for(trained, text, tmp_path / "out.json"), "--input", str(text), str(prefix)).succeeded()
     found = json.loads((tmp_path / "out.json").read_text())
     of_text, of_corpus = found["texts"]
     assert {**of_corpus, "input": str(text)} == of_text
@@ -173,24 +181,23 @@ def test_masks_are_those_of_training(corpus: Corpus, text: Path, tmp_path: Path)
     assert together["total"]["loss"] != pytest.approx(plain["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("model", [{}], indirect=True, ids=["dense"])
-def test_mistakes_are_one_sentence(model: Path, text: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_mistakes_are_one_sentence(trained: Path, text: Path, corpus: Corpus, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "a"}\n{"text": 5}\n')
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     cases = {
-        ("--load", str(model)): "--input is missing",
+        ("--load", str(trained)): "--input is missing",
         ("--input", str(text)): "--load is missing",
         ("--load", str(tmp_path / "nowhere"), "--input", str(text)): "nowhere has no checkpoint",
-        ("--load", str(model), "--input", "nothing.txt"): "nothing.txt does not exist",
-        ("--load", str(model), "--input", f"{corpus.prefix}.bin"): f"use its prefix, {corpus.prefix}",
-        ("--load", str(model), "--input", str(broken)): "broken.jsonl, line 2 has no text under the key 'text'",
-        ("--load", str(model), "--input", str(empty)): "empty.txt has no tokens",
-        ("--load", str(model), "--input", str(text), "--stride", "33"): "--stride 33 is more than --seq-length 32",
-        ("--load", str(model), "--input", str(text), "--save", "x"): "--save has no effect in tools/evaluate.py",
-        ("--load", str(model), "--input", str(text), "--data-path", "x"): "name the texts with --input",
-        ("--load", str(model), "--input", str(text), "--stryde", "3"): "--stryde is not a flag",
+        ("--load", str(trained), "--input", "nothing.txt"): "nothing.txt does not exist",
+        ("--load", str(trained), "--input", f"{corpus.prefix}.bin"): f"use its prefix, {corpus.prefix}",
+        ("--load", str(trained), "--input", str(broken)): "broken.jsonl, line 2 has no text under the key 'text'",
+        ("--load", str(trained), "--input", str(empty)): "empty.txt has no tokens",
+        ("--load", str(trained), "--input", str(text), "--stride", "33"): "--stride 33 is more than --seq-length 32",
+        ("--load", str(trained), "--input", str(text), "--save", "x"): "--save has no effect in tools/evaluate.py",
+        ("--load", str(trained), "--input", str(text), "--data-path", "x"): "name the texts with --input",
+        ("--load", str(trained), "--input", str(text), "--stryde", "3"): "--stryde is not a flag",
     }
     for flags, sentence in cases.items():
         outcome = call(*flags, "--device", "cpu")
@@ -199,6 +206,5 @@ def test_mistakes_are_one_sentence(model: Path, text: Path, corpus: Corpus, tmp_
         assert len(outcome.errors) == 1, outcome.errors
 
 
-@pytest.mark.parametrize("model", [{}], indirect=True, ids=["dense"])
-def test_the_tool_runs_as_a_script(model: Path, text: Path) -> None:
-    assert "text.jsonl: loss" in run_tool("tools/evaluate.py", "--load", model, "--input", text, "--device", "cpu")
+def test_the_tool_runs_as_a_script(trained: Path, text: Path) -> None:
+    assert "text.jsonl: loss" in run_tool("tools/evaluate.py", "--load", trained, "--input", text, "--device", "cpu")

@@ -118,6 +118,8 @@ def test_a_line_continues_the_text_before_it(
         (("--prompts", "{}/key.jsonl"), 'is not an object with a text under "prompt"'),
         (("--prompts", "{}/empty.txt", "--output", "{}/no/texts"), "--output {}/no/texts cannot be written"),
         (("--prompt", "a", "--expert-model-parallel-size", "2"), "does not divide the 1 processes of a stage"),
+        (("--prompt", "a", "--pipeline-model-parallel-size", "2"), "does not divide 1 processes: start a multiple"),
+        (("--prompt", "a", "--pipeline-model-parallel-size", "0"), "must be at least 1"),
     ],
 )
 def test_wrong_requests_are_refused_in_one_sentence(

@@ -13,6 +13,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.errors import UserError, report
 from megatron.training.loop.trainer import Listener
 from megatron.training.profiling.profiler import WindowProfile, build_profile
+from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -99,18 +100,6 @@ def test_flags_that_come_to_what_a_run_does_anyway_change_nothing(corpus: Corpus
     assert not torch.are_deterministic_algorithms_enabled(), "it is over with the run"
 
 
-def test_weight_decay_that_grows_changes_what_is_trained(corpus: Corpus, tmp_path: Path) -> None:
-    found = {}
-    for end in (0.0, 50.0):
-        metrics = tmp_path / f"{end}.jsonl"
-        ends: Flags = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": end}
-        call_training(flags_of(corpus, train_iters=4, metrics_jsonl=metrics, **ends)).succeeded()
-        found[end] = losses(metrics)
-    # The first update has weight decay 0 and learning rate 0, the second is the first that differs.
-    assert found[0.0][:2] == found[50.0][:2]
-    assert found[0.0][3] != found[50.0][3]
-
-
 def test_iterations_are_skipped_with_their_samples(corpus: Corpus, tmp_path: Path) -> None:
     still, skipping = tmp_path / "still.jsonl", tmp_path / "skipping.jsonl"
     call_training(flags_of(corpus, train_iters=4, lr=0, metrics_jsonl=still)).succeeded()
@@ -155,7 +144,6 @@ def test_a_profile_holds_the_iterations_that_were_asked_for(corpus: Corpus, tmp_
     assert "--profile recorded nothing: iterations 2 to 3 are not in this run" in late.stdout
 
 
-@pytest.mark.slow(reason="two ranks")
 def test_a_rank_that_cannot_write_its_profile_says_so_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,39 +168,12 @@ def test_a_rank_that_cannot_write_its_profile_says_so_itself(
     assert "--profile could not write" in caplog.text
 
 
-RECIPE = """
-    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
-    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0
-    --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
-    --untie-embeddings-and-output-weights --disable-bias-linear
-    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
-    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
-    --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
-    --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
-    --empty-unused-memory-level 1 --exit-duration-in-mins 235
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
-    --tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path DIR/cache --tiktoken-pattern v2
-    --split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1
-    --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput
-    --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60
-    --save DIR --load DIR --tensorboard-dir DIR/tensorboard
-"""
-"""The flags of examples/llama/train_llama3_8b_h100_fp8.sh of Megatron-LM, as bash passes them (with --split's quotes);
-DIR replaces its paths."""
 OTHERS = """
     --normalization RMSNorm --rerun-mode disabled --te-rng-tracker --disable-gloo-process-groups
     --dist-ckpt-optim-fully-reshardable --log-timers-to-tensorboard --log-memory-to-tensorboard
     --log-validation-ppl-to-tensorboard
 """
 """Flags of other recipes of Megatron-LM."""
-
-
-def recipe(directory: Path) -> list[str]:
-    """The flags of ``RECIPE`` with its files in ``directory``."""
-    return RECIPE.replace("DIR", str(directory)).split()
 
 
 def test_a_recipe_of_megatron_lm_trains_on_two_ranks(tmp_path: Path) -> None:

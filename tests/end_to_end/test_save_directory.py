@@ -20,7 +20,6 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     iterations,
-    run_training,
     wait_until,
 )
 
@@ -44,21 +43,6 @@ def test_saves_are_dense_early_and_old_ones_go_but_milestones(corpus: Corpus, tm
     saved = [line.split("iter_")[1] for line in outcome.stdout.splitlines() if "> saved checkpoint" in line]
     assert [int(number) for number in saved] == [1, 2, 3, 4, 6, 9, 12, 13]
     assert kept(tmp_path) == [3, 6, 9, 12, 13]
-
-
-@pytest.mark.slow(reason="two ranks")
-def test_two_ranks_agree_on_what_goes(corpus: Corpus, tmp_path: Path) -> None:
-    flags = flags_of(
-        corpus,
-        tensor_model_parallel_size=2,
-        train_iters=4,
-        lr_decay_iters=4,
-        save=tmp_path,
-        save_interval=1,
-        save_retain_last=1,
-    )
-    run_training(flags, processes=2).succeeded()
-    assert kept(tmp_path) == [4]
 
 
 def test_after_a_return_to_an_older_checkpoint_the_abandoned_ones_cost_no_new_one(

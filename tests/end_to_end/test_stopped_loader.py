@@ -14,7 +14,6 @@ import pytest
 
 from megatron.commands import pretrain_llama
 from megatron.data import loader_processes
-from megatron.training.loop import trainer
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -111,30 +110,3 @@ def test_a_signal_is_obeyed_while_the_loader_is_waited_for(corpus: Corpus, tmp_p
     more: dict[str, FlagValue | Path] = {"train_iters": last + 2, "load": tmp_path / "save", "num_workers": 0, **size}
     call_training(command(corpus, tmp_path, **more)).succeeded()
     assert latest_iteration(tmp_path / "save") == last + 2
-
-
-def main_stopped_within_an_iteration(flags: Sequence[str]) -> int:
-    """The entry point; the loader of rank 1 stops while the first of four microbatches of iteration 4 is used."""
-    next_microbatch, calls, clock = trainer.next_microbatch, iter(range(10_000)), Clock()
-
-    def counted(*arguments: object) -> object:
-        if os.environ["RANK"] == "1" and next(calls) == 3 * 4:
-            # At most two more are there already.
-            stop_loader(clock)
-        return next_microbatch(*arguments)  # type: ignore[arg-type]
-
-    with (
-        mock.patch.object(trainer, "next_microbatch", counted),
-        mock.patch.object(loader_processes, "Wait", partial(loader_processes.Wait, clock=clock)),
-    ):
-        return pretrain_llama.main(flags)
-
-
-def test_ranks_that_wait_for_each_other_within_an_iteration_end_without_a_save(corpus: Corpus, tmp_path: Path) -> None:
-    flags = command(corpus, tmp_path, global_batch_size=16, dataloader_timeout=80)
-    outcome = fork_training(flags, 2, main_stopped_within_an_iteration)
-    assert outcome.exit_code != 0
-    (sentence,) = outcome.errors
-    assert "rank 1: Loader process" in sentence
-    assert len(iterations(tmp_path / "metrics.jsonl")) == 3
-    assert not list((tmp_path / "save").glob("iter_*"))

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron.metrics.record import is_detail
@@ -18,14 +17,11 @@ from tests.end_to_end.run_process import (
     bytes_under,
     call_training,
     flags_of,
+    fork_training,
     iterations,
     latest_iteration,
     losses,
     records,
-    run_tool,
-    run_training,
-    tokenize,
-    write_documents,
 )
 from tests.megatron_log_parsers import PARSERS, final_loss_and_perplexity, periodic_validation, time_stamps
 
@@ -49,25 +45,6 @@ ITERATION_KEYS = [
     "elapsed_s",
 ]
 """What scripts read from --metrics-jsonl: a fixed interface."""
-
-CONSOLE_FIELDS = [
-    "consumed samples",
-    "elapsed time per iteration (ms)",
-    "throughput per GPU (TFLOP/s/GPU)",
-    "learning rate",
-    "global batch size",
-    "lm loss",
-    "loss scale",
-    "grad norm",
-    "num zeros",
-    "params norm",
-    "number of skipped iterations",
-    "number of nan iterations",
-    "tokens/s per GPU",
-    "MFU",
-    "effective time",
-]
-"""Megatron-LM's fields in its order, and then our own."""
 
 LENGTH, STOP, EVALUATION = 12, 7, 4
 SEQUENCE = 32
@@ -122,8 +99,8 @@ def watched(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Watched
         num_workers=1,
     )
     first_half = [*flags, "--tensor-model-parallel-size", "2", "--exit-interval", str(STOP)]
-    first = run_training(first_half, processes=2).succeeded()
-    return WatchedRun(directory, first, run_training(flags).succeeded())
+    first = fork_training(first_half, 2).succeeded()
+    return WatchedRun(directory, first, call_training(flags).succeeded())
 
 
 def test_loss_falls_from_that_of_a_model_that_knows_nothing(watched: WatchedRun) -> None:
@@ -178,26 +155,6 @@ def test_records_say_when_they_were_made_and_elapsed_time_starts_anew_with_each_
     first_end = max(record["time"] for record in found if record["iteration"] <= STOP)
     second_begin = min(record["time"] - record["elapsed_s"] for record in found if record["iteration"] > STOP)
     assert second_begin > first_end
-
-
-def test_metrics_that_flags_ask_for_are_in_the_file_as_on_the_console(watched: WatchedRun) -> None:
-    shown = re.findall(r"num zeros: (\d+) \| params norm: ([0-9.]+) \|", watched.stdout)
-    steps = iterations(watched.metrics)
-    assert len(shown) == len(steps) == LENGTH
-    for record, (zeros, norm) in zip(steps, shown):
-        assert record["num_zeros"] == int(zeros)
-        assert math.isclose(record["params_norm"], float(norm), abs_tol=5.1e-4)
-
-
-def test_console_line_has_megatrons_fields_in_its_order(watched: WatchedRun) -> None:
-    lines = [line for line in watched.stdout.splitlines() if re.match(r" \[[-:. 0-9]+\] iteration ", line)]
-    assert len(lines) == LENGTH
-    for number, line in enumerate(lines, start=1):
-        head, *fields, end = line.split("|")
-        assert re.fullmatch(rf" \[\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{{6}}\] iteration +{number}/ +{LENGTH} ", head)
-        assert [field.partition(":")[0].strip() for field in fields] == CONSOLE_FIELDS
-        assert end == ""
-    assert f"validation loss at iteration {LENGTH} on test set | lm loss value: " in watched.stdout
 
 
 def test_parsers_of_megatrons_log_read_this_log(watched: WatchedRun) -> None:
@@ -280,22 +237,6 @@ def test_skip_train_evaluates_and_changes_nothing(watched: WatchedRun, corpus: C
     assert bytes_under(watched.checkpoints) == before
 
 
-def test_text_is_the_same_from_one_process_and_from_two(watched: WatchedRun) -> None:
-    arguments = ("--load", watched.checkpoints, "--prompt", "import ", "--temperature", 0, "--max-new-tokens", 12)
-    alone = run_tool("tools/generate_text.py", *arguments)
-    assert alone.startswith("import ")
-    assert len(alone) > len("import \n")
-    assert run_tool("tools/generate_text.py", *arguments, processes=2) == alone
-
-
-def test_plot_is_a_picture(watched: WatchedRun, tmp_path: Path) -> None:
-    picture = tmp_path / "plots" / "loss.png"
-    run_tool("tools/plot_metrics.py", "--metrics", watched.metrics, "--output", picture, "--vocab-size", VOCABULARY)
-    content = picture.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n")
-    assert len(content) > 10_000
-
-
 # --- single features -----------------------------------------------------------------------------------------
 
 
@@ -320,33 +261,6 @@ def test_batch_ramp_counts_samples_and_ends_with_train_samples(corpus: Corpus, t
     assert latest_iteration(tmp_path) == len(steps)
 
 
-def test_blend_takes_corpora_in_proportion_to_their_weights(corpus: Corpus, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    write_documents(other, documents=20, first=80)
-    blend = ("0.25", str(corpus.prefix), "0.75", str(tokenize(other, corpus.tokenizer)))
-    metrics = tmp_path / "metrics.jsonl"
-    call_training(flags_of(corpus, data_path=blend, data_cache_path=tmp_path, metrics_jsonl=metrics)).succeeded()
-    (order,) = tmp_path.glob("*-BlendedDataset-train-dataset_index.npy")
-    assert np.bincount(np.load(order)[:64]).tolist() == [16, 48]
-    assert losses(metrics)[-1] < losses(metrics)[0] - 0.5
-
-
-def test_mock_data_needs_neither_corpus_nor_tokenizer(corpus: Corpus, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    flags = flags_of(
-        corpus,
-        data_path=None,
-        tokenizer_type=None,
-        tokenizer_model=None,
-        mock_data=True,
-        vocab_size=64,
-        train_iters=60,
-        metrics_jsonl=metrics,
-    )
-    call_training(flags).succeeded()
-    assert losses(metrics)[-1] < losses(metrics)[0] - 1.0
-
-
 def test_iterations_with_nan_are_skipped_and_counted_on_request(corpus: Corpus, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = flags_of(
@@ -360,12 +274,3 @@ def test_iterations_with_nan_are_skipped_and_counted_on_request(corpus: Corpus, 
     assert latest_iteration(tmp_path) == 8
     # Strict JSON: a NaN would break readers in other languages.
     assert not re.search(r"\b(NaN|Infinity)\b", metrics.read_text())
-
-
-def test_weights_only_checkpoint_starts_another_run(corpus: Corpus, tmp_path: Path) -> None:
-    """--no-save-optim, then --finetune: the weights go on, iterations and optimizer start anew."""
-    metrics = tmp_path / "metrics.jsonl"
-    call_training(flags_of(corpus, save_optim=False, save=tmp_path)).succeeded()
-    call_training(flags_of(corpus, finetune=True, load=tmp_path, metrics_jsonl=metrics, lr=1e-3)).succeeded()
-    assert [record["iteration"] for record in iterations(metrics)] == list(range(1, 9))
-    assert losses(metrics)[0] < 5.3

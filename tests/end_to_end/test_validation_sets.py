@@ -30,37 +30,41 @@ ALONE: Flags = {
 """No training data, no length, no learning rate."""
 
 
+def tokenized(corpus: Corpus, directory: Path, documents: int, first: int) -> Path:
+    write_documents(directory / "text.jsonl", documents, first)
+    return tokenize(directory / "text.jsonl", corpus.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def one(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of a few hundred samples."""
+    return tokenized(corpus, tmp_path_factory.mktemp("one"), documents=3, first=0)
+
+
 @pytest.fixture(scope="module")
 def other(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second, smaller corpus."""
-    path = tmp_path_factory.mktemp("other") / "other.jsonl"
-    write_documents(path, documents=2, first=100)
-    return tokenize(path, corpus.tokenizer)
+    return tokenized(corpus, tmp_path_factory.mktemp("other"), documents=2, first=100)
 
 
-@pytest.fixture(scope="module")
-def model(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    call_training(flags_of(corpus, train_iters=2, fp64=True, save=directory)).succeeded()
-    return directory
-
-
-def evaluation(corpus: Corpus, model: Path, metrics: Path, changes: Flags, processes: int = 1) -> Record:
-    """The record of an evaluation of ``model``."""
-    flags = flags_of(corpus, **{**ALONE, "load": model, "metrics_jsonl": metrics, **changes})
+def evaluation(corpus: Corpus, trained: Path, metrics: Path, changes: Flags, processes: int = 1) -> Record:
+    """The record of an evaluation of the trained model."""
+    flags = flags_of(corpus, **{**ALONE, "load": trained, "metrics_jsonl": metrics, **changes})
     outcome = call_training(flags) if processes == 1 else fork_training(flags, processes)
     outcome.succeeded()
     (record,) = records(metrics)
     return record
 
 
-def test_sets_are_evaluated_completely_and_by_name(corpus: Corpus, other: Path, model: Path, tmp_path: Path) -> None:
+def test_sets_are_evaluated_completely_and_by_name(
+    corpus: Corpus, one: Path, other: Path, trained: Path, tmp_path: Path
+) -> None:
     """On two ranks with microbatches of three samples, which divide neither set."""
-    both: Flags = {"valid_data_path": [str(corpus.prefix), str(other)], "full_validation": True}
+    both: Flags = {"valid_data_path": [str(one), str(other)], "full_validation": True}
     names: Flags = {"multiple_validation_sets": True, "validation_set_names": ["all", "two"]}
-    alone = evaluation(corpus, model, tmp_path / "one.jsonl", {**both, **names, "micro_batch_size": 1})
-    ranks = evaluation(corpus, model, tmp_path / "two.jsonl", {**both, **names, "micro_batch_size": 3}, processes=2)
-    blended = evaluation(corpus, model, tmp_path / "blended.jsonl", {**both, "micro_batch_size": 2})
+    alone = evaluation(corpus, trained, tmp_path / "one.jsonl", {**both, **names, "micro_batch_size": 1})
+    ranks = evaluation(corpus, trained, tmp_path / "two.jsonl", {**both, **names, "micro_batch_size": 3}, processes=2)
+    blended = evaluation(corpus, trained, tmp_path / "blended.jsonl", {**both, "micro_batch_size": 2})
     losses = {key: value for key, value in alone.items() if key.startswith("validation_")}
     assert list(losses) == [
         *("validation_loss", "validation_bits_per_byte"),
@@ -73,15 +77,15 @@ def test_sets_are_evaluated_completely_and_by_name(corpus: Corpus, other: Path, 
     assert abs(losses["validation_loss/two"] - losses["validation_loss"]) > 1e-6
 
 
-def test_a_whole_set_is_every_sample_once(corpus: Corpus, other: Path, model: Path, tmp_path: Path) -> None:
+def test_a_whole_set_is_every_sample_once(corpus: Corpus, other: Path, trained: Path, tmp_path: Path) -> None:
     """As a number of batches of one sample that is the number of samples."""
     one: Flags = {"valid_data_path": str(other), "micro_batch_size": 1}
-    whole = evaluation(corpus, model, tmp_path / "whole.jsonl", {**one, "full_validation": True})
+    whole = evaluation(corpus, trained, tmp_path / "whole.jsonl", {**one, "full_validation": True})
     from megatron.data.indexed_dataset import IndexedDataset
 
     samples = (IndexedDataset(str(other)).num_tokens - 1) // 32
-    batches = evaluation(corpus, model, tmp_path / "batches.jsonl", {**one, "eval_iters": samples})
-    fewer = evaluation(corpus, model, tmp_path / "fewer.jsonl", {**one, "eval_iters": samples - 1})
+    batches = evaluation(corpus, trained, tmp_path / "batches.jsonl", {**one, "eval_iters": samples})
+    fewer = evaluation(corpus, trained, tmp_path / "fewer.jsonl", {**one, "eval_iters": samples - 1})
     assert whole["validation_loss"] == pytest.approx(batches["validation_loss"], rel=1e-12)
     assert whole["validation_loss"] != pytest.approx(fewer["validation_loss"], rel=1e-9)
 
@@ -117,7 +121,7 @@ def test_training_evaluates_whole_sets_at_every_interval(corpus: Corpus, other: 
     assert [event.step for event in events.Scalars("bits-per-byte validation-1")] == [1, 2]
 
 
-def test_what_cannot_be_evaluated_is_one_sentence(corpus: Corpus, other: Path, model: Path) -> None:
+def test_what_cannot_be_evaluated_is_one_sentence(corpus: Corpus, other: Path, trained: Path) -> None:
     weights: Flags = {"valid_data_path": ["0.5", str(other), "0.5", str(corpus.prefix)]}
     cases: list[tuple[Flags, str]] = [
         ({**weights, "full_validation": True}, "--full-validation reads every sample once"),
@@ -130,6 +134,6 @@ def test_what_cannot_be_evaluated_is_one_sentence(corpus: Corpus, other: Path, m
         ({"data_path": str(corpus.prefix), "split": "1,0,0"}, "--skip-train has nothing to evaluate"),
     ]
     for changes, sentence in cases:
-        outcome = call_training(flags_of(corpus, **{**ALONE, "load": model, **changes}))
+        outcome = call_training(flags_of(corpus, **{**ALONE, "load": trained, **changes}))
         assert outcome.exit_code == 2, changes
         assert sentence in outcome.errors[0], outcome.errors

@@ -12,8 +12,8 @@ from megatron.config.command_line import parse_command_line
 from megatron.planner import suggestions
 from megatron.planner.plan import ALLOWANCE, Run
 from megatron.planner.suggestions import MOST, candidates, flags_between
+from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import Outcome, call_training
-from tests.end_to_end.test_megatron_flags import recipe
 
 pytestmark = pytest.mark.processes
 
