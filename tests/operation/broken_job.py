@@ -1,9 +1,9 @@
 """One job of two ranks that is broken again and again: what the launcher reports of ranks that hang, and how long it
 takes until new ones train (``python -m tests.operation.campaign``).
 
-Hangs are random: kind, rank, and section of the iteration. With ``--anywhere`` the limits are those without flags, every
-second fault is a kill, and half of the faults come in a save, an evaluation, the loading or the start, or in the first
-iterations after a restart. A hang that is reported wrongly or late is a failure.
+Hangs are random: kind, rank, and section of the iteration. With ``--anywhere`` the limits are those without flags,
+every second fault is a kill, and half of the faults come in a save, an evaluation, the loading or the start, or in the
+first iterations after a restart. A hang that is reported wrongly or late is a failure.
 
 Kills come at random moments, under each rendezvous in turn, sometimes with another one while the ranks start. A restart
 fails if the launcher ends, if the ranks are not back in time, or if it takes more than one attempt.
@@ -119,7 +119,7 @@ class BreakableJob(Job):
             flags |= {"hang_limit_s": limit, "hang_limit_data_s": limit, "hang_limit_start_s": START_LIMIT}
             flags |= {"save": None, "load": None}
         launcher = ["--standalone", "--max-restarts", str(faults)]
-        super().__init__(directory, launcher, forks=forks, script=[_SCRIPT, str(directory)], **flags)
+        super().__init__(directory, launcher, forks=forks, script=[_SCRIPT, str(directory)], flags=flags)
 
     def wait_until_quiet(self) -> None:
         """Wait until all ranks of an attempt have trained for a while."""

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,16 @@ class Launcher:
         variables: Mapping[str, str] | None = None,
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        """Without ``forks`` its ranks are started as usual, and so is a launcher that is not ours. ``prepare`` is called
-        in its process first."""
+        """Without ``forks`` its ranks are started as usual, and so is a launcher that is not ours. ``prepare`` is
+        called in its process first."""
         self.log, variables = log, environment() if variables is None else variables
         log.touch()  # it may be killed before it opens it
+        self.process: BaseProcess | _Started
         if module == LAUNCH:
             arguments = (words, variables, log, forks, prepare)
-            self.process = fork_context().Process(target=_run_launcher, args=arguments)
-            self.process.start()
+            forked = fork_context().Process(target=_run_launcher, args=arguments)
+            forked.start()
+            self.process = forked
         else:
             with log.open("wb") as file:
                 self.process = _Started([sys.executable, "-m", module, *words], variables, file)
@@ -135,11 +138,18 @@ class Job(Launcher):
         module: str = LAUNCH,
         forks: bool = True,
         script: Sequence[str] = (PRETRAIN,),
+        flags: Mapping[str, FlagValue | Path] | None = None,
         **changes: FlagValue | Path,
     ) -> None:
         self.save, self.metrics = directory / "save", directory / "metrics.jsonl"
         places = {"save": self.save, "load": self.save, "metrics_jsonl": self.metrics}
-        words = ["--nproc-per-node", "2", *launcher_flags, *script, *words_of({**MODEL, **places, **changes})]
+        words = [
+            "--nproc-per-node",
+            "2",
+            *launcher_flags,
+            *script,
+            *words_of({**MODEL, **places, **(flags or {}), **changes}),
+        ]
         super().__init__(words, directory / "log", module, forks)
 
     def wait_for_training(self, without: Sequence[int] = ()) -> None:
@@ -269,7 +279,9 @@ def _run_launcher(
     os.environ.update(variables)
     tempfile.tempdir = None
     if forks:
-        vars(launch)["start_rank"] = lambda handler, *how: ForkedRank(*how, redirected_to(handler))
+        vars(launch)["start_rank"] = lambda handler, rank_words, rank_variables: ForkedRank(
+            rank_words, rank_variables, redirected_to(handler)
+        )
     if prepare is not None:
         prepare()
     sys.exit(launch.main(words))

@@ -109,7 +109,7 @@ def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
         (place := tmp_path / name).mkdir()
         with ended() as jobs:
             launcher = ["--standalone", "--max-restarts", "1"]
-            jobs.append(job := Job(place, launcher, forks=False, async_save=True, **flags))
+            jobs.append(job := Job(place, launcher, forks=False, flags=flags, async_save=True))
             started = {job.pid}
             while job.process.exitcode is None:
                 started |= set(descendants(job.pid))

@@ -81,7 +81,7 @@ def test_a_launcher_reports_and_ends_nothing(tmp_path: Path, jobs: list[Job], mo
     """Our own reports, under another one a process beside the ranks, which ends with them."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         pytest.skip("pip install nvidia-resiliency-ext")
-    jobs.append(job := Job(tmp_path, ["--standalone", *flags], module, **REPORT))
+    jobs.append(job := Job(tmp_path, ["--standalone", *flags], module, flags=REPORT))
     stop_and_let_go_on(job, (1, 0) if module == LAUNCH else (1,))
     beside = side_processes(job)
     assert len(beside) == (module != LAUNCH)
@@ -118,7 +118,7 @@ def test_nodes_under_torchrun_report_once(tmp_path: Path, jobs: list[Job]) -> No
         flags = ["--node-rank", str(node), *places, "--nproc-per-node", "1"]
         run: dict[str, FlagValue | Path] = {"save": tmp_path / "0/save", "load": tmp_path / "0/save"}
         run |= {"metrics_jsonl": tmp_path / "0/metrics.jsonl"}
-        jobs.append(Job(tmp_path / str(node), flags, TORCHRUN, **REPORT, **run))
+        jobs.append(Job(tmp_path / str(node), flags, TORCHRUN, flags={**REPORT, **run}))
     first, second = jobs
     first.wait_for(lambda: len(first.records()) > 20)
     pids = [first.ranks()[0], second.ranks()[0]]

@@ -331,7 +331,8 @@ def test_a_compilation_is_learned_although_fast_iterations_follow_before_the_nex
 )
 def test_after_a_hang_the_limit_of_the_next_attempt_is_longer(section: Section, steps: int, factor: float) -> None:
     """The decision may be wrong. But most are right, and collectives time out after ten minutes, which names others."""
-    label, found = section.label if section in RARE else "first-iterations", []
+    label = section.label if section in RARE else "first-iterations"
+    found: list[float] = []
     earlier = {label: 0.5}
     for _ in range(2):
         run = Simulation(earlier=earlier)
